@@ -112,10 +112,10 @@ async: setup  ## Engines that run freely: bounds 1, 2 and 4 over 200 steps, 35 s
 	$(BIN)/python -m benchmarks.asynchrony $(BENCH_ARGS)
 
 placement: setup  ## Colocated, synchronous, asynchronous: speed, idle time, reward; continues; 40 minutes
-	$(BIN)/python -m benchmarks.placement $(BENCH_ARGS)
+	$(BIN)/python -m studies.placement $(BENCH_ARGS)
 
 lora: setup  ## LoRA beside all weights: reward, engine against trainer, weight syncs; continues; 15 minutes
-	$(BIN)/python -m benchmarks.lora $(BENCH_ARGS)
+	$(BIN)/python -m studies.lora $(BENCH_ARGS)
 
 tenants: setup  ## Three tenants one after another and at once: steps per core-hour, swaps; 9 minutes
 	$(BIN)/python -m benchmarks.tenants $(BENCH_ARGS)
@@ -125,14 +125,13 @@ slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6
 	$(BIN)/python -m tests.slurm --long
 
 stability: setup  ## MoE stability: 6 corrections x 5 seeds, bf16 engine, fp32 trainer; 30 minutes
-	$(BIN)/python -W ignore -m benchmarks.stability $(BENCH_ARGS)
+	$(BIN)/python -W ignore -m studies.stability $(BENCH_ARGS)
 
-rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay, long tails; 10 minutes
+rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay; 7 minutes
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.route_wire
 	$(BIN)/python -m benchmarks.replay_overhead toy --steps 8
-	$(BIN)/python -m benchmarks.long_tail
 
 # In a folder of its own: tests/algorithms/test_trl.py says why.
 $(VENV)/.trl: $(VENV)/.installed requirements/trl.txt

@@ -93,7 +93,7 @@ if CUDA:
 setup(
     package_dir={"": "."},  # with this, an editable install is one .pth line: new rooms just appear
     packages=find_packages(include=["mrl", "mrl.*", "parallel", "parallel.*", "moe", "moe.*"]),
-    package_data={"mrl": ["py.typed", "rollout/sglang/plugins/**", "view/page/*"]},
+    package_data={"mrl": ["py.typed", "engines/sglang/plugins/**", "view/page/*"]},
     ext_modules=[
         Pybind11Extension(
             "mrl._C",

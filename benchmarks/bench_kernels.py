@@ -35,8 +35,9 @@ from benchmarks.evidence.result import finish, summary, write_result  # noqa: E4
 from benchmarks.kernel_bench import (  # noqa: E402
     head,
     moe_permute,
+    paged_attention,
     policy_loss,
-    routes,
+    seeded_sample,
     sequences,
     training_step,
     vp_logprob,
@@ -46,7 +47,16 @@ from benchmarks.kernel_bench.timing import interleave, make_copy, peak_bytes  # 
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
-MODULES = (policy_loss, vp_logprob, head, sequences, routes, moe_permute, training_step)
+MODULES = (
+    policy_loss,
+    vp_logprob,
+    head,
+    sequences,
+    moe_permute,
+    paged_attention,
+    seeded_sample,
+    training_step,
+)
 # fp32 sums of a whole batch at a time, where the kernel's stay within blocks.
 EAGER_SLACK = 100.0
 

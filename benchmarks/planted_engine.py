@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mrl.engines.base import Completion, EngineConfig, Request, SyncReport
+from mrl.engines.sglang.server import SGLangServer
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout.base import Completion, Request, SyncReport
-from mrl.rollout.sglang import engine as sglang
 from mrl.types import WeightBucket
 
 
@@ -103,17 +103,22 @@ class WrongAdapter:
 Fault = StaleExpert | PerturbedExpert | ShiftedRoutes | OtherTemperature | WrongAdapter
 
 
-class Engine(sglang.Engine):
-    """`fault` may be set between two steps."""
+class Engine:
+    """A healthy engine, and an endpoint of it that has the `fault`, which may be set between two steps.
+    It is its own endpoint; all that is not defined here is the healthy engine's."""
 
-    def __init__(self, **keywords: Any) -> None:
-        super().__init__(**keywords)
+    def __init__(self, config: EngineConfig) -> None:
+        self._server = SGLangServer(config)
+        self.endpoint, self._healthy = self, self._server.endpoint
         self.fault: Fault | None = None
         self._history: dict[int, dict[str, Tensor]] = {}
         """Every weight that was sent, by version. A toy model is small."""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server if hasattr(self._server, name) else self._healthy, name)
+
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
-        return super().update_weights(self._spoiled(buckets, version), version)
+        return self._healthy.update_weights(self._spoiled(buckets, version), version)
 
     def _spoiled(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
         seen = self._history[version] = {}
@@ -148,7 +153,7 @@ class Engine(sglang.Engine):
                 )
                 for r in requests
             ]
-        for completion in super().generate(requests, **options):
+        for completion in self._healthy.generate(requests, **options):
             yield _shifted(completion, fault) if isinstance(fault, ShiftedRoutes) else completion
 
 

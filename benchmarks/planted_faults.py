@@ -38,7 +38,7 @@ from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 from parallel import prepare
 from parallel.mesh import init_mesh
-from tests.loop.stepped import SteppedRun
+from tests.loop.stepped import SteppedRun, part_of
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "launch/recipes/toy_moe.yaml"
@@ -104,7 +104,7 @@ def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
 
 def take(run: SteppedRun, fault: Fault | None) -> Step:
     """Take one step of the run with `fault` in its engine."""
-    engine = run.collector.slot.engine
+    engine = part_of(run.collector).engine.server
     assert isinstance(engine, Engine)
     engine.fault = fault
     try:

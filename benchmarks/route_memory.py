@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.evidence.cases import run_cases
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.base import Request, SamplingParams
-from mrl.rollout.sglang import decode
-from mrl.rollout.sglang.engine import Engine
+from mrl.engines.base import EngineConfig, Request, SamplingParams
+from mrl.engines.sglang import decode
+from mrl.engines.sglang.engine import Engine
 from mrl.toy_model import write_toy_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def make_requests() -> list[Request]:
 def processes(engine: Engine) -> dict[str, psutil.Process]:
     """Return the processes by what they do. SGLang names its own."""
     found = {"trainer": psutil.Process()}
-    for process in engine.server.process.tree():
+    for process in engine.connection.process.tree():
         name = process.name()
         if name.startswith("sglang::"):
             found["detokenizer" if "detok" in name else "scheduler"] = process
@@ -62,12 +62,15 @@ def processes(engine: Engine) -> dict[str, psutil.Process]:
 
 
 def run(engine: Engine, is_open: bool) -> dict[str, Any]:
-    engine.routes.is_open = is_open
+    engine.core.routes.is_open = is_open
     who = processes(engine)
-    before, read = {name: cpu_s(process) for name, process in who.items()}, engine.routes.num_bytes
+    before, read = (
+        {name: cpu_s(process) for name, process in who.items()},
+        engine.core.routes.num_bytes,
+    )
     counted.clear()
     start = time.perf_counter()
-    done = sorted(engine.generate(make_requests()), key=lambda c: c.request_id)
+    done = sorted(engine.endpoint.generate(make_requests()), key=lambda c: c.request_id)
     wall = time.perf_counter() - start
     time.sleep(0.3)  # the clean-up of the requests is theirs too
     return {
@@ -75,7 +78,7 @@ def run(engine: Engine, is_open: bool) -> dict[str, Any]:
         "wall_s": wall,
         "cpu_s": {name: cpu_s(process) - before[name] for name, process in who.items()},
         "json_bytes": sum(counted),
-        "memory_bytes": engine.routes.num_bytes - read,
+        "memory_bytes": engine.core.routes.num_bytes - read,
     }
 
 
@@ -90,24 +93,26 @@ counted: list[int] = []
 
 
 def count_payloads() -> None:
-    original = decode._numbers
+    original = decode.find_reference  # called with the routes of each answer
 
-    def counting(payload: str, reader: Any) -> Any:
+    def counting(payload: str) -> Any:
         counted.append(len(payload))
-        return original(payload, reader)
+        return original(payload)
 
-    decode._numbers = counting
+    decode.find_reference = counting
 
 
 def measure(name: str, scratch: Path) -> dict[str, Any]:
     folder = scratch / name.replace(" ", "_")
     write_toy_model(folder, max_position_embeddings=2048, **SHAPES[name])
     engine = Engine(
-        model=ModelConfig(path=str(folder), dtype="float32"),
-        config=RolloutConfig(
-            max_response_len=NEW_TOKENS, start_timeout_s=300, max_total_tokens=16384
-        ),
-        log_path=folder / "engine.log",
+        EngineConfig(
+            model=ModelConfig(path=str(folder), dtype="float32"),
+            rollout=RolloutConfig(
+                max_response_len=NEW_TOKENS, start_timeout_s=300, max_total_tokens=16384
+            ),
+            log_path=folder / "engine.log",
+        )
     )
     engine.start()
     try:

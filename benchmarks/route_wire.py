@@ -4,19 +4,18 @@
 Two gloo ranks of a CPU, data-parallel; each trains what the other one rolled out, so every row moves.
 Three ways, by turns, medians of 7:
 
-memory    the holder packs into shared memory, the reader reads its part (ranks of one node)
-messages  the holder packs and sends (ranks of two nodes)
-whole     all samples with all their routes, a byte or two an id, gathered on every rank
+memory    the holder writes to shared memory, the reader reads its part (ranks of one node)
+messages  the holder sends (ranks of two nodes)
+whole     all samples with all their routes, gathered on every rank
 
 Bytes a token are what the system counts in the shared memory (`fstat`), what the messages hold, and
-what a rank sends for the gather, over the rows. The packed form takes L ceil(K ceil(log2 E) / 8), a
-whole number of bytes per layer; the bits alone would be L K ceil(log2 E) / 8. Passes where memory and
-messages are within 1.1 of the packed form. Only a run of every shape is written to the results.
+what a rank sends for the gather, over the rows. An id takes one byte, or two above 256 experts: L K
+bytes or 2 L K. A shape passes if memory and messages are within 1.1 of that. Only a run of every shape
+is written to the results.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.evidence.cases import run_cases
-from moe.route_rows import row_bytes
+from moe.route_rows import id_dtype, row_bytes
 from mrl.config import ParallelConfig
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.run.rollouts import decode_groups, encode_groups, outline
@@ -51,11 +50,10 @@ def make_group(number: int, shape: tuple[int, ...]) -> SampleGroup:
     """Make the samples of one rank."""
     layers, topk, experts, num_samples, length = shape
     generator = torch.Generator().manual_seed(number)
-    narrow = torch.uint8 if experts <= 256 else torch.uint16
     samples = []
     for _ in range(num_samples):
         weights = torch.rand(length - 1, layers, experts, generator=generator)
-        ids = weights.topk(topk).indices.to(narrow)
+        ids = weights.topk(topk).indices.to(id_dtype(experts))
         numbers = tuple(range(1, layers + 1))
         trace = RoutingTrace(ids, numbers, experts, (VersionSpan(0, 0, length - 1),), 0)
         samples.append(
@@ -109,8 +107,8 @@ def exchange(shape: tuple[int, ...]) -> dict[str, Any]:
             slowest = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             seconds[name].append(float(slowest))
-    sizes["memory"] = wires["memory"].num_bytes_shared
-    sizes["messages"] = wires["messages"].num_bytes_sent
+    sizes["memory"] = wires["memory"].transport.num_bytes_shared
+    sizes["messages"] = wires["messages"].transport.num_bytes_sent
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     return {"bytes": sizes, "seconds": medians, "claimed": wires["memory"].bytes_per_token}
 
@@ -120,19 +118,17 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
     layers, topk, experts, num_samples, length = shape
     ranks = run_ranks(2, exchange, shape, folder=scratch)
     rows = num_samples * (length - 1)
-    packed = row_bytes(layers, experts, topk)
-    bits = layers * topk * math.ceil(math.log2(experts)) / 8
+    ids = row_bytes(layers, experts, topk)
     size = {way: max(rank["bytes"][way] for rank in ranks) / rows for way in ranks[0]["bytes"]}
     seconds = ranks[0]["seconds"]
     return {
         "shape": name,
         "layers_topk_experts": [layers, topk, experts],
         "rows": rows,
-        "packed_bytes_per_token": packed,
-        "bits_bytes_per_token": bits,
+        "id_bytes_per_token": ids,
         "bytes_per_token": {way: round(value, 3) for way, value in size.items()},
         "metric_bytes_per_token": round(ranks[0]["claimed"], 3),
-        "over_packed": {way: round(value / packed, 3) for way, value in size.items()},
+        "over_ids": {way: round(value / ids, 3) for way, value in size.items()},
         "us_per_token": {way: round(1e6 * value / rows, 2) for way, value in seconds.items()},
         "time_of_whole_over": {
             way: round(seconds["whole"] / seconds[way], 2) for way in ("memory", "messages")
@@ -141,8 +137,8 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
 
 
 def is_good(row: Mapping[str, Any]) -> bool:
-    """Tell whether both packed ways take no more than LIMIT times the packed form."""
-    return max(row["over_packed"][way] for way in ("memory", "messages")) <= LIMIT
+    """Return whether memory and messages take no more than LIMIT times the ids' own bytes."""
+    return max(row["over_ids"][way] for way in ("memory", "messages")) <= LIMIT
 
 
 def main() -> None:

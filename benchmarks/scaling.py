@@ -1,4 +1,4 @@
-"""Write docs/scaling.md: what the big recipes of launch/recipes cost, by parallel/scaling.
+"""Write docs/scaling.md: what the big recipes of launch/recipes cost, by mrl/planner.
 
     python benchmarks/scaling.py [--output docs/scaling.md]
 
@@ -16,18 +16,18 @@ from benchmarks.evidence.result import finish, summary
 from mrl.commands.scaling_plan import plan_workload
 from mrl.config import load_recipe
 from mrl.errors import InputError
+from mrl.planner.adapter import adapted_shape
+from mrl.planner.hardware import EFFICIENCY, HARDWARE, Hardware
+from mrl.planner.report import Table, tables
+from mrl.planner.runtime import FRAGMENTATION
+from mrl.planner.shape import ModelShape
+from mrl.planner.units import size
+from mrl.planner.verdict import verdict
+from mrl.planner.workload import Workload
 from parallel.architectures import find_architecture
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.lora.rules import read_adapter
-from parallel.scaling.adapter import adapted_shape
-from parallel.scaling.cost import HARDWARE, Efficiency, Hardware
-from parallel.scaling.report import tables
-from parallel.scaling.runtime import FRAGMENTATION
-from parallel.scaling.shape import ModelShape
-from parallel.scaling.units import size
-from parallel.scaling.verdict import verdict
-from parallel.scaling.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "benchmarks" / "models" / "scaling_text.md"
@@ -119,15 +119,22 @@ def _section(case: Case) -> str:
         f"{job.packed_tokens(dims)} tokens ({job.num_micro_batches(dims)} per data-parallel rank), "
         f"engines of {job.engine_tp} GPUs.",
         *([case.note] if case.note else []),
-        *(table.markdown() for table in tables(shape, dims, job, gpu)),
+        *(markdown(table) for table in tables(shape, dims, job, gpu)),
         f"Verdict: {verdict(shape, dims, job, gpu).text}.",
         f"With `{case.changed}`: {refusal}.",
     ]
     return "\n\n".join(lines)
 
 
+def markdown(table: Table) -> str:
+    """Return the table in Markdown, under its title in bold."""
+    lines = [table.header, tuple("---" for _ in table.header), *table.rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{table.title}**\n\n{text}"
+
+
 def _assumptions() -> str:
-    share = Efficiency()
+    share = EFFICIENCY
     lines = [_hardware(gpu) for gpu in HARDWARE.values()]
     lines.append(
         f"- Shares of these that real code reaches: {share.flops} of the FLOPs, {share.hbm} of HBM, "

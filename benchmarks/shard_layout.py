@@ -13,13 +13,13 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
+from mrl.planner.shape import ModelShape
 from parallel.checkpoint.shard_writer import (
     ShardedTensor,
     ShardWriter,
     check_coverage,
     joined_metadata,
 )
-from parallel.scaling.shape import ModelShape
 
 KINDS = ("model", "main", "exp_avg", "exp_avg_sq")
 

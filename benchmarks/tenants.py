@@ -29,8 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import finish, summary, write_result
-from benchmarks.stability_study.report import between_markers
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from benchmarks.tenants_engine import ASYNC, COLOCATED, SPLIT
 from benchmarks.tenants_load import LOADS, ROOT
 from benchmarks.tenants_model import ARTICLE, tenants_model
@@ -59,8 +58,9 @@ def ensure_start(work: Path) -> Path:
     model = work / "start" / "long"
     if not model.exists():
         model.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.placement_study.start"]
-        subprocess.run([*command, str(model.parent), "long"], check=True, cwd=ROOT)
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.start_model", str(model)]
+        recipe = ROOT / "launch/recipes/long_tail.yaml"
+        subprocess.run([*command, f"{model}.sft", str(recipe)], check=True, cwd=ROOT)
     return model
 
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mrl.tenants.schedule import Admission, Demand
+from mrl.service.schedule import Admission, Demand
 
 COLOCATED, SPLIT, ASYNC = "colocated", "split", "split, asynchronous"
 

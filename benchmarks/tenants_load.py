@@ -20,11 +20,13 @@ import yaml
 
 from mrl.config import ServiceConfig
 from mrl.config.load import load_service
+from mrl.preflight.roles import roles_of_engines
+from mrl.service.build import service_dims, share_local
+from mrl.service.colocated import ColocatedService
+from mrl.service.local_engine import SharedLocalEngine
+from mrl.service.registry import Registry
+from mrl.service.shared import SharedResources
 from mrl.system.files import write_whole
-from mrl.tenants.colocated import ColocatedService
-from mrl.tenants.colocated_house import ColocatedHouse
-from mrl.tenants.open_house import open_colocated, service_dims, service_roles
-from mrl.tenants.registry import Registry
 from parallel import prepare
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.mesh import destroy_mesh, init_mesh
@@ -113,13 +115,13 @@ class Measured:
     config: ServiceConfig
     load: Load
     registry: Registry
-    house: ColocatedHouse
+    shared: SharedResources[SharedLocalEngine]
     rounds: list[dict[str, float]] = field(default_factory=list)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What the ledger said at the end of a round of three tenants, by kind."""
 
     def __post_init__(self) -> None:
-        self.service = ColocatedService(self.config, self.house, self.registry, self.rounds.append)
+        self.service = ColocatedService(self.shared, self.registry, self.rounds.append)
 
     def run(self, label: str, groups: Sequence[Sequence[str]], num_steps: int) -> dict[str, Any]:
         """Run these groups of tenants one after another; return what their rounds took, and digests of
@@ -139,10 +141,10 @@ class Measured:
         for name in group:
             output = self.registry.root / "runs" / f"{name}-{label}"
             self.registry.add(f"{name}-{label}", recipe_tree(self.load, name, num_steps, output))
-        while self.service.heed_users():
+        while self.service.follow_registry():
             self.service.run_turn()
-            if len(group) == len(SEEDS) and len(self.house.base.names) == len(group):
-                found = self.house.base.ledger.where()
+            if len(group) == len(SEEDS) and len(self.shared.base.names) == len(group):
+                found = self.shared.base.ledger.where()
                 self.places = {kind: each._asdict() for kind, each in found.items()}
         for name in group:
             tenant = self.registry.get(f"{name}-{label}")
@@ -206,10 +208,11 @@ def measure(model: Path, folder: Path, name: str, repeats: int, num_steps: int) 
     prepare()
     found: list[dict[str, Any]] = []
     with Registry(config) as registry:
-        mesh = init_mesh(service_dims(config, service_roles(config, 1)), seed=0)
-        house = open_colocated(config, mesh)
-        measured = Measured(config, load, registry, house)
-        house.start()
+        roles = roles_of_engines(config.rollout_config(), 1)
+        mesh = init_mesh(service_dims(config, roles), seed=0)
+        shared = share_local(config, mesh)
+        measured = Measured(config, load, registry, shared)
+        shared.engines.start(shared.base)
         try:
             measured.run("warm", (("ann",),), 2)
             variants = list(load.variants)

@@ -9,7 +9,7 @@ asynchronous experiment compares tenants that are all split.
 
 The simulation goes from event to event. An engine, one on each rollout GPU, decodes its batch token by
 token in a time that a roofline gives. `Admission` decides what it starts, `TrainingQueue` whose turn it
-is to be trained, and `Phase` who shares a phase (mrl/tenants/schedule.py). The figures of `Assumptions`
+is to be trained, and `Phase` who shares a phase (mrl/service/schedule.py). The figures of `Assumptions`
 are all that goes in. None was fitted to the article's results.
 """
 
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.tenants_engine import ASYNC, COLOCATED, SPLIT, Assumptions, Engine, Request
-from mrl.tenants.schedule import Phase, TrainingQueue
+from mrl.service.schedule import Phase, TrainingQueue
 
 SIZES = (4, 8, 16, 32)
 """GPUs: the first three are 1, 2 and 4 nodes of 4 (the article's), the last three 1, 2 and 4 of 8."""

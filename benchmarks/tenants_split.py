@@ -28,8 +28,8 @@ from benchmarks.tenants_load import (
     recipe_tree,
     service_tree,
 )
+from mrl.service.client import ControlClient
 from mrl.system.files import write_whole
-from mrl.tenants.client import ControlClient
 
 LOAD = "long_tail"
 MODES: dict[str, dict[str, Any]] = {

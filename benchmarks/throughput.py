@@ -5,7 +5,7 @@ The same load, prompts of random tokens with log-probs and routes, is put on two
 model, turn about: by SGLang's own benchmark client (`sglang.bench_serving`, not streaming, all requests
 at once) on a server that mrl has nothing to do with, and by mrl's engine on mrl's server, up to whole
 sample groups. On a CPU the bare server needs one line of mrl's plugin all the same, or it could not
-return routes (see mrl/rollout/sglang/plugins/cpu). Ratios are mrl's tokens per second over the other's.
+return routes (see mrl/engines/sglang/plugins/cpu). Ratios are mrl's tokens per second over the other's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 from benchmarks.evidence.result import finish, summary, write_result
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.base import SamplingParams
-from mrl.rollout.sglang.engine import Engine
-from mrl.rollout.sglang.http import HttpClient
-from mrl.rollout.sglang.server import Server
-from mrl.rollout.sglang.settings import CPU_STUBS
+from mrl.engines.base import EngineConfig, SamplingParams
+from mrl.engines.sglang.connection import ServerConnection
+from mrl.engines.sglang.engine import Engine
+from mrl.engines.sglang.http import HttpClient
+from mrl.engines.sglang.settings import CPU_STUBS
 from mrl.toy_model import write_toy_model
 from mrl.types import Prompt
 
@@ -60,13 +60,13 @@ def bare_stubs(folder: Path) -> Path:
 
 
 @contextmanager
-def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
+def bare_server(engine: Engine, folder: Path) -> Iterator[ServerConnection]:
     """Start SGLang with the same arguments, without anything of mrl's in how it samples."""
-    ours = engine.server.process
+    ours = engine.connection.process
     arguments = {k: v for k, v in ours.server_args.items() if k != "api_key"}
     environment = dict(ours.environment)
     environment["PYTHONPATH"] = str(bare_stubs(folder / "stubs"))
-    server = Server(arguments, environment, folder / "bare.log")
+    server = ServerConnection(arguments, environment, folder / "bare.log")
     server.start(600.0, {})
     try:
         yield server
@@ -74,7 +74,7 @@ def bare_server(engine: Engine, folder: Path) -> Iterator[Server]:
         server.stop()
 
 
-def by_the_client(server: Server, model: Path, folder: Path, seed: int) -> float:
+def by_the_client(server: ServerConnection, model: Path, folder: Path, seed: int) -> float:
     """Return the output tokens per second that `sglang.bench_serving` reports."""
     output = folder / f"client_{seed}.jsonl"
     command = [
@@ -114,7 +114,9 @@ def by_mrl(engine: Engine, seed: int) -> float:
     prompts = [Prompt(str(i), row, "", {}, f"random:{i}") for i, row in enumerate(ids)]
     start = time.perf_counter()
     sampling = SamplingParams(RESPONSE_LEN, RESPONSE_LEN)
-    groups = list(SingleTurnRollout(start_groups(prompts, 1), sampling, seed).finished(engine))
+    groups = list(
+        SingleTurnRollout(start_groups(prompts, 1), sampling, seed).finished(engine.endpoint)
+    )
     seconds = time.perf_counter() - start
     return sum(len(s.response_ids) for g in groups for s in g.samples) / seconds
 
@@ -127,9 +129,8 @@ def main() -> None:
         model = folder / "model"
         write_toy_model(model)
         config = RolloutConfig(max_response_len=RESPONSE_LEN)
-        engine = Engine(
-            model=ModelConfig(path=str(model)), config=config, log_path=folder / "engine.log"
-        )
+        model_config = ModelConfig(path=str(model))
+        engine = Engine(EngineConfig(model_config, config, folder / "engine.log"))
         engine.start()
         try:
             with bare_server(engine, folder) as bare:

@@ -25,8 +25,8 @@ from typing import Any
 VARIABLE = "MRL_TRIAL"
 PLACES = {
     "start": ("mrl.trainer", "Trainer.__post_init__"),
-    "sync": ("mrl.collect.live", "sync_weights"),
-    "rollout": ("mrl.collect.live", "LiveCollector.rollout"),
+    "sync": ("mrl.engine_pool.local", "LocalPool.sync"),
+    "rollout": ("mrl.engine_pool.local", "LocalPool.rollout"),
     "logprobs": ("parallel.megatron_model", "MegatronModel.forward_only"),
     "train": ("mrl.learn.updates", "Updates.take"),
     "save": ("parallel.checkpoint.checkpoints", "Checkpoints.save"),

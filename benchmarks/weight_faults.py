@@ -16,21 +16,24 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from mrl.engines.sglang.manifest import Manifest
+from mrl.engines.sglang.weights.base import WeightPush
+from mrl.engines.sglang.weights.update import WeightUpdater
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout.sglang.manifest import Manifest
-from mrl.rollout.sglang.weight_sync import Method, Push, WeightSync
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
+from mrl.weight_sync.transports import push_of
 
 Weights = Sequence[tuple[str, Tensor]]
 FAULTS = ("dropped", "doubled", "flipped", "dropped on the way", "doubled on the way")
 
 
-def sync_for(engine: Any, model: Path, method: Method = "tensor") -> WeightSync:
-    """Make a sync with a running engine's server, beside the engine's own."""
+def updater_for(engine: Any, model: Path, method: str = "tensor") -> WeightUpdater:
+    """Make another updater for the server of a running engine."""
     manifest = Manifest(model, AutoConfig.from_pretrained(model))
-    num_ranks = engine.config.tensor_parallel_size
-    return WeightSync(engine.server, manifest, num_ranks=num_ranks, method=method, folder=None)
+    num_ranks = engine.core.config.tensor_parallel_size
+    push = push_of(method)
+    return WeightUpdater(engine.connection, manifest, num_ranks=num_ranks, push=push)
 
 
 def shared_buckets(
@@ -89,7 +92,7 @@ class Fault:
                 flip_bit(bucket.tensors[at][1], self._rng)
                 yield bucket
 
-    def on_the_way(self, push: Push) -> Push:
+    def on_the_way(self, push: WeightPush) -> WeightPush:
         """Put the fault after the sync's counting: what leaves is not what was counted."""
         return _LossyPush(push, self)
 
@@ -108,7 +111,9 @@ class Fault:
 
 
 class _LossyPush:
-    def __init__(self, inner: Push, fault: Fault) -> None:
+    needs_session = True
+
+    def __init__(self, inner: WeightPush, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
         self.close, self.finish, self.settle = inner.close, inner.finish, inner.settle
 
@@ -127,7 +132,9 @@ def flip_bit(tensor: Tensor, rng: random.Random) -> None:
     as_bytes[rng.randrange(as_bytes.numel())] ^= 1 << rng.randrange(8)
 
 
-def is_caught(sync: WeightSync, weights: Weights, version: int, kind: str, seed: int) -> str | None:
+def is_caught(
+    sync: WeightUpdater, weights: Weights, version: int, kind: str, seed: int
+) -> str | None:
     """Return the error that an update with this fault ends in; None where it is not caught."""
     fault = Fault(kind, weights, random.Random(seed))
     buckets = shared_buckets(moved(weights, version), version, SharedMemory())

@@ -23,10 +23,12 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.evidence.result import finish, summary, write_result
-from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, sync_for
+from benchmarks.weight_faults import FAULTS, is_caught, moved, shared_buckets, updater_for
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout import load_engine
-from mrl.rollout.sglang.weight_sync import Method, Push, WeightSync
+from mrl.engines import load_engine
+from mrl.engines.base import EngineConfig
+from mrl.engines.sglang.weights.base import WeightPush
+from mrl.engines.sglang.weights.update import WeightUpdater
 from mrl.system.shared_memory import SharedMemory
 from mrl.toy_model import write_toy_model
 from mrl.types import WeightBucket
@@ -37,18 +39,18 @@ from tests.ranks import run_ranks
 LARGE: dict[str, Any] = {"hidden_size": 1024, "num_experts": 4, "moe_intermediate_size": 896,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
 ONE_AT_A_TIME = "tensor, one bucket at a time"
-METHODS: dict[str, Method] = {
-    "tensor": "tensor", ONE_AT_A_TIME: "tensor", "distributed": "distributed", "disk": "disk",
-}  # fmt: skip
+METHODS = {"tensor": "tensor", ONE_AT_A_TIME: "tensor", "disk": "disk"}
 GOAL = 4.0
 """Copies that a sync by `tensor` may take."""
 
 
 def start_engine(model: Path, timeout_s: float) -> Any:
     engine = load_engine("sglang")(
-        model=ModelConfig(path=str(model)),
-        config=RolloutConfig(max_response_len=8, start_timeout_s=timeout_s),
-        log_path=model.parent / "engine.log",
+        EngineConfig(
+            model=ModelConfig(path=str(model)),
+            rollout=RolloutConfig(max_response_len=8, start_timeout_s=timeout_s),
+            log_path=model.parent / "engine.log",
+        )
     )
     engine.start()
     return engine
@@ -62,7 +64,7 @@ def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
         num_bytes = policy.export_bytes()
         whole = torch.ones(num_bytes, dtype=torch.uint8)
         target = torch.empty_like(whole).copy_(whole)
-        syncs = {way: sync_for(engine, model, METHODS[way]) for way in METHODS}
+        syncs = {way: updater_for(engine, model, METHODS[way]) for way in METHODS}
         syncs[ONE_AT_A_TIME]._push = OneAtATime(syncs[ONE_AT_A_TIME]._push)
         rows: dict[str, list[dict[str, float]]] = {way: [] for way in METHODS}
         for version in range(rounds + 1):
@@ -77,10 +79,10 @@ def measure(model: Path, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
     return [_summary(way, num_bytes, rows[way][1:]) for way in METHODS]
 
 
-def _one_sync(policy: Policy, engine: Any, sync: WeightSync, version: int) -> dict[str, float]:
+def _one_sync(policy: Policy, engine: Any, sync: WeightUpdater, version: int) -> dict[str, float]:
     start = time.perf_counter()
     source: list[float] = []
-    bucket_bytes = engine.config.weight_bucket_bytes(policy.export_bytes())
+    bucket_bytes = engine.core.config.weight_bucket_bytes(policy.export_bytes())
     report = sync.update(_noting(policy.export(version, bucket_bytes), source), version)
     seconds = time.perf_counter() - start
     return {
@@ -105,7 +107,9 @@ def _summary(way: str, num_bytes: int, rows: list[dict[str, float]]) -> dict[str
 class OneAtATime:
     """The next bucket is built when the engine has answered for this one: what overlap saves."""
 
-    def __init__(self, inner: Push) -> None:
+    needs_session = True
+
+    def __init__(self, inner: WeightPush) -> None:
         self._inner = inner
         self.finish, self.settle, self.close = inner.finish, inner.settle, inner.close
 
@@ -131,7 +135,7 @@ def try_faults(model: Path, tries: int, seed: int, timeout_s: float) -> dict[str
     """Try faults, each of which must end in an error; every tenth is followed by a good update."""
     weights = sorted(load_file(model / "model.safetensors").items())
     engine = start_engine(model, timeout_s)
-    sync = sync_for(engine, model)
+    sync = updater_for(engine, model)
     caught = dict.fromkeys(FAULTS, 0)
     num_good = 0
     try:

@@ -11,7 +11,7 @@ makes, its seconds are measured on one leader's part and multiplied. So are the 
 measured on SLICE samples. Seconds are of one thread's CPU; the tokenizer is the toy one: a letter a
 token.
 
-Passes where the bytes are those of `parallel.scaling.rollouts` (`mrl check --plan`) within a tenth, and
+Passes where the bytes are those of `mrl.planner.rollouts` (`mrl check --plan`) within a tenth, and
 what a rank holds of other ranks' samples is at most a tenth of before.
 """
 
@@ -29,17 +29,17 @@ from benchmarks.evidence.cases import run_cases
 from benchmarks.scaling import read_model
 from benchmarks.shard_layout import lay_out_checkpoint
 from mrl.data.completions import completions
-from mrl.exchange.rollouts import RouteCargo, TokenCargo
-from mrl.exchange.transfers import TOKENS, Cargo, Selection, Transfer, compute_transfers
+from mrl.exchange.rollouts import RoutePayload, TokenPayload
+from mrl.exchange.transfers import TOKENS, Payload, Selection, Transfer, compute_transfers
+from mrl.planner.rollouts import NODE, moe_layers_by_stage, rollout_bytes
+from mrl.planner.shape import ModelShape
+from mrl.planner.workload import Workload
 from mrl.run.folder import RunFolder, rollout_lines
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from parallel.dims import ParallelDims
 from parallel.packing import assign_micro_batches
-from parallel.scaling.rollouts import NODE, moe_layers_by_stage, rollout_bytes
-from parallel.scaling.shape import ModelShape
-from parallel.scaling.workload import Workload
 
 SLICE = 16
 
@@ -194,30 +194,30 @@ def move(case: Case, shape: ModelShape, groups: list[SampleGroup]) -> dict[str, 
 
     stage = dims.world // dims.pp
     kinds = {
-        "tokens": (TokenCargo(samples), needed(lambda rank: (TOKENS,))),
+        "tokens": (TokenPayload(samples), needed(lambda rank: (TOKENS,))),
         "routes": (
-            RouteCargo({i: s.routing for i, s in enumerate(samples) if s.routing is not None}),
+            RoutePayload({i: s.routing for i, s in enumerate(samples) if s.routing is not None}),
             needed(lambda rank: by_stage[rank // stage]),
         ),
     }
     found: dict[str, Any] = {"batch_plan_s": batch_s}
     reader = dims.world - 1 - case.work.engine_tp // 2  # leads nothing
-    for kind, (cargo, by_rank) in kinds.items():
+    for kind, (payload, by_rank) in kinds.items():
         leader, plan_s = timed(lambda n=by_rank: compute_transfers(0, n, held_by, nodes))
         read, reader_s = timed(lambda n=by_rank: compute_transfers(reader, n, held_by, nodes))
-        arriving = num_bytes(read.arriving, cargo)
+        arriving = num_bytes(read.arriving, payload)
         found[kind] = {
             "plan_s": max(plan_s, reader_s),
-            "leader_sends": num_bytes(leader.leaving, cargo),
-            "rank_receives": arriving + num_bytes(read.reading, cargo),
+            "leader_sends": num_bytes(leader.leaving, payload),
+            "rank_receives": arriving + num_bytes(read.reading, payload),
             "of_that_in_messages": arriving,
         }
     return found
 
 
-def num_bytes(transfers: list[Transfer], cargo: Cargo) -> int:
+def num_bytes(transfers: list[Transfer], payload: Payload) -> int:
     return sum(
-        cargo.num_bytes(i, t.selection.layers) for t in transfers for i in t.selection.samples
+        payload.num_bytes(i, t.selection.layers) for t in transfers for i in t.selection.samples
     )
 
 
@@ -225,12 +225,12 @@ def route_seconds(case: Case, shape: ModelShape) -> dict[str, float]:
     """Return the seconds of a leader's packing and a reader's unpacking, from SLICE samples."""
     layers = max(moe_layers_by_stage(shape, case.dims), key=len)
     traces = {i: make_trace(shape, case.work.sequence_len - 1) for i in range(SLICE)}
-    cargo, selection = (
-        RouteCargo(traces),
+    payload, selection = (
+        RoutePayload(traces),
         Selection(tuple(range(SLICE)), tuple(n + 1 for n in layers)),
     )
-    wire, pack_s = timed(lambda: cargo.pack(selection).flatten())
-    _, unpack_s = timed(lambda: cargo.unpack(selection, wire))
+    wire, pack_s = timed(lambda: payload.pack(selection).flatten())
+    _, unpack_s = timed(lambda: payload.unpack(selection, wire))
     num_own = case.work.num_sequences / (case.dims.world // case.work.engine_tp)
     share = len(shape.moe_layers) / len(layers)
     return {

@@ -1,6 +1,5 @@
-// What a row's elements are stored as and added up in. Conversions are exact on reading, and on
-// writing to nearest with ties to even, as torch's are; the CPU kernels and the CUDA kernels share
-// them.
+// Storage and summation types of a row's elements, shared by the CPU and CUDA kernels. Reading is
+// exact, and writing rounds to nearest with ties to even, like torch.
 #pragma once
 
 #include <cmath>
@@ -43,7 +42,7 @@ struct Float16Element {
   typedef float Sum;
   static MRL_FN float Read(uint16_t half) {
     const int32_t magnitude = half & 0x7fff, sign = static_cast<int32_t>((half & 0x8000u) << 16);
-    // Moving the exponent's origin by a product also makes subnormal halves normal floats.
+    // Rebiasing the exponent by a multiplication also turns subnormal halves into normal floats.
     const float finite = scalar::AsFloats(magnitude << 13) * 5.192296858534828e33f;  // 2^112
     const int32_t bits =
         magnitude > 0x7bff ? (magnitude << 13) | 0x7f800000 : scalar::AsInts(finite);
@@ -53,7 +52,7 @@ struct Float16Element {
     const int32_t bits = scalar::AsInts(x), magnitude = bits & 0x7fffffff;
     const int32_t sign = (bits >> 16) & 0x8000;
     const int32_t normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
-    // Below 2^-14 the sum with 0.5 leaves the half's last bit at the float's last bit.
+    // Below 2^-14, adding 0.5 aligns the half's last bit with the float's last bit.
     const int32_t subnormal =
         scalar::AsInts(scalar::AsFloats(magnitude) + 0.5f) - scalar::AsInts(0.5f);
     int32_t result = magnitude < 0x38800000 ? subnormal : normal;

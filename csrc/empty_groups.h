@@ -1,5 +1,5 @@
-// Zeroes of groups without rows: a grouped product whose sums run over a group's rows leaves the
-// result of a group that has none undefined.
+// Zeroes the results of groups without rows, which a grouped matrix product that sums over a
+// group's rows leaves undefined.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@ namespace mrl {
 
 struct EmptyGroupsInput {
   void* values;         // [num_groups, group_bytes]
-  const int32_t* ends;  // [num_groups]: where the rows of each group end, from 0 on
+  const int32_t* ends;  // [num_groups]: the end of each group's rows; the first group starts at 0
   int64_t num_groups;
   int64_t group_bytes;
 };
 
-// Writes to groups without rows, and reads none of the values.
+// Writes only to groups without rows, and reads none of the values.
 void ZeroEmptyGroupsCpu(const EmptyGroupsInput& in);
 void ZeroEmptyGroupsCuda(const EmptyGroupsInput& in, uintptr_t stream);
 

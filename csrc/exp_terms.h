@@ -1,11 +1,12 @@
-// exp(x) with what is lost by computing it first: exp(x) - 1 and exp(x) - 1 - x, for a scalar float
-// (CUDA) or all lanes of cpu/simd.h (CPU).
+// exp(x), and exp(x) - 1 and exp(x) - 1 - x without cancellation, for a scalar float (CUDA) or all
+// lanes of cpu/simd.h (CPU).
 //
-// No include guard: scalar.h or cpu/for_each_target.h includes this in a namespace of its own.
+// No include guard: scalar.h and the users of cpu/for_each_target.h include this in different
+// namespaces.
 
 template <class F>
 struct ExpTerms {
-  F exp;          // about 1 ulp; exactly 1 at 0; inf on overflow, NaN for NaN
+  F exp;          // to about 1 ulp; exactly 1 at 0; inf on overflow, NaN for NaN
   F exp_minus_1;  // relative accuracy also near 0
   F k3;           // exp(x) - 1 - x >= 0, relative accuracy also near 0
 };
@@ -24,7 +25,7 @@ MRL_FN F AboveOnePlus(const F& r) {
 
 template <class F>
 MRL_FN ExpTerms<F> Exp(const F& x) {
-  if (AllSmaller(x, 0.34f)) {  // log-ratios mostly are; the same bits as below, for half the work
+  if (AllSmaller(x, 0.34f)) {  // true for most log-ratios; the same bits as below for half the work
     const F above = AboveOnePlus(x);
     return {(above + x) + F(1.0f), above + x, above};
   }

@@ -1,27 +1,27 @@
-// Copies of tokens sorted by expert, and their sums back in the tokens' places.
+// Copies token rows to their experts, sorted by expert, and sums them back per token.
 //
-// n tokens, E experts, K places for a token's choices (a choice of -1 is none), m copies (choices
-// that are none left out), H columns. Copies lie by expert, then by token. The copies of a token
-// are added up in the order of its choices, in fp32 (fp64 for fp64 rows), and rounded once. No sum
-// has more than one order, so the bits depend on nothing but the input: not on threads, blocks or
-// the number of tokens.
+// n tokens, E experts, K slots for a token's choices (-1 for an empty slot), m copies (empty slots
+// left out), H columns. Copies are sorted by expert, then by token. The copies of a token are
+// summed in the order of its choices, in fp32 (fp64 for fp64 rows), and rounded once. Every sum has
+// a fixed order, so the bits depend only on the input, not on threads, blocks or the number of
+// tokens.
 #pragma once
 
 #include <cstdint>
 
 namespace mrl {
 
-enum class RowType : int { kFloat32, kBfloat16, kFloat16, kFloat64 };  // as mrl/kernels/moe_permute
+enum class RowType : int { kFloat32, kBfloat16, kFloat16, kFloat64 };  // see moe_permute.py
 
-constexpr int64_t kMoeChunk = 64;  // tokens that are counted together
+constexpr int64_t kMoeChunk = 64;  // tokens per chunk of the counting sort
 
 struct MoeIdsInput {
-  const uint8_t* chosen;  // [n, E], not 0 where the token goes to the expert
+  const uint8_t* chosen;  // [n, E], not 0 if the token goes to the expert
   int64_t num_tokens, num_experts, width;
 };
 
-// ids i32[n, width]: each token's experts by number, then -1. Throws std::invalid_argument (on the
-// device: traps) where a token has more than `width`.
+// ids i32[n, width]: each token's experts in ascending order, padded with -1. Throws
+// std::invalid_argument (on the device: traps) if a token has more than `width`.
 void MoeIdsCpu(const MoeIdsInput& in, int num_threads, int32_t* ids);
 void MoeIdsCuda(const MoeIdsInput& in, uintptr_t stream, int32_t* ids);
 
@@ -33,23 +33,23 @@ struct MoeSortInput {
 
 struct MoeSortOutput {
   int32_t* tokens;  // [m], the token of each copy
-  int32_t* cells;   // [m], the place of each copy's (token, expert) in a table [n, E]
-  int32_t* copies;  // [n, K], the copies of each token; -1 where it has none
-  int64_t* counts;  // [E], the copies of each expert
+  int32_t* cells;   // [m], the flat index of each copy's (token, expert) in a table [n, E]
+  int32_t* copies;  // [n, K], the copies of each token; -1 for an empty slot
+  int64_t* counts;  // [E], the number of copies for each expert
 };
 
 // A stable counting sort. Throws std::invalid_argument (on the device: traps) for an id out of
-// range, an expert that a token names twice, and where there are not `num_copies` copies.
+// range, for an expert that a token has twice, and if the number of copies is not `num_copies`.
 void MoeSortCpu(const MoeSortInput& in, int num_threads, const MoeSortOutput& out);
 void MoeSortCuda(const MoeSortInput& in, uintptr_t stream, const MoeSortOutput& out);
 
 struct MoePermuteInput {
   const void* rows;      // [n, H]
-  const int32_t* index;  // [m], the row that each copy repeats
+  const int32_t* index;  // [m], the row of each copy
   int64_t num_copies;
-  int64_t row_bytes;     // of H columns
+  int64_t row_bytes;     // bytes of H columns
   const void* table;     // null, or values of `entry_bytes` (2, 4 or 8) each
-  const int32_t* cells;  // [m], the table's entry of each copy
+  const int32_t* cells;  // [m], the table entry of each copy
   int64_t entry_bytes;
 };
 
@@ -62,10 +62,10 @@ struct MoeUnpermuteInput {
   const void* rows;       // [m, H]
   const int32_t* copies;  // [n, K]
   int64_t num_tokens, topk, num_columns;
-  const void* gates;     // null, or [m] by which rows are multiplied: fp32, fp64 for fp64 rows
+  const void* gates;     // null, or [m] factors of the rows: fp32, or fp64 for fp64 rows
   const void* entries;   // null, or [m] of `entry_bytes` (2, 4 or 8) each, for the table
   const int32_t* cells;  // [m]
-  int64_t num_experts;   // of the table
+  int64_t num_experts;   // columns of the table
   int64_t entry_bytes;
 };
 

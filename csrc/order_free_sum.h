@@ -1,4 +1,4 @@
-// A sum of doubles whose bits do not depend on their order.
+// A sum of doubles whose bits do not depend on the order of summation.
 #pragma once
 
 #include <cmath>
@@ -8,18 +8,17 @@
 
 namespace mrl {
 
-// (boundary + x) - boundary rounds x to a multiple of a fixed unit; such multiples add up without
-// rounding, in any order. Two rounds of it lose nothing that a double would show (Demmel and
-// Nguyen, "Fast reproducible floating-point summation", 2013). `largest` is the largest |x| of
-// `count`.
+// (boundary + x) - boundary rounds x to a multiple of a fixed unit, and such multiples are summed
+// exactly in any order. Two rounds of this are accurate to double precision (Demmel and Nguyen,
+// "Fast reproducible floating-point summation", 2013). `largest` is the largest |x| of `count`.
 MRL_FN double FirstBoundary(double largest, int64_t count) {
   int exponent;
   frexp(largest * static_cast<double>(count), &exponent);
-  return ldexp(3.0, exponent);  // 1.5 * 2^(exponent + 1): its unit is the same either side of it
+  return ldexp(3.0, exponent);  // 1.5 * 2^(exponent + 1), which has the same unit on both sides
 }
 
 MRL_FN double NextBoundary(double boundary, int64_t count) {
-  // What is left is below the unit of the round before, 2^-51 of its boundary's power of two.
+  // The remainders are below the unit of the previous round, 2^-51 of its boundary's power of two.
   int exponent;
   frexp(static_cast<double>(count), &exponent);
   return ldexp(boundary, exponent - 50);
@@ -27,10 +26,10 @@ MRL_FN double NextBoundary(double boundary, int64_t count) {
 
 MRL_FN double RoundTo(double boundary, double x) { return (boundary + x) - boundary; }
 
-// Beyond this, or for inf and NaN, a plain sum: the boundary would overflow.
+// For larger values, inf and NaN the sum is plain, because the boundary would overflow.
 constexpr double kLargestOrderFree = 1e280;
 
-// Values at stride `stride`.
+// Sums `count` values at distance `stride`.
 inline double OrderFreeSum(const double* values, int64_t count, int64_t stride) {
   double largest = 0, plain = 0;
   for (int64_t i = 0; i < count; ++i) {

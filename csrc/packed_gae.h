@@ -1,8 +1,8 @@
 // Generalised advantage estimation over packed sequences (arXiv 1506.02438 eq. 16).
 //
-// N packed tokens, B sequences; sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]).
-// The steps are the loss tokens. A masked token is passed over: whatever stands there, NaN
-// included, changes nothing, and its outputs are 0.
+// N packed tokens, B sequences; sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]). The steps
+// are the loss tokens. A masked token is skipped: its inputs, even NaN, have no effect, and its
+// outputs are 0.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ namespace mrl {
 struct PackedGaeInput {
   const float* rewards;       // [N]
   const float* values;        // [N]
-  const uint8_t* loss_mask;   // [N], non-zero on loss tokens
+  const uint8_t* loss_mask;   // [N], non-zero for loss tokens
   const int32_t* cu_seqlens;  // [B + 1]
-  const float* seq_lam;       // [B], or null: `lam` for every sequence
+  const float* seq_lam;       // [B], or null if `lam` holds for every sequence
   int64_t num_tokens;         // N
   int64_t num_sequences;      // B
   double gamma;
@@ -25,13 +25,13 @@ struct PackedGaeInput {
 
 // Equation 16 with reward r, value v and the next loss token's V' and A' is
 //     A = r - v + gamma (V' + lam A').
-// So one number has to travel backwards, X = V + lam A, and each loss token is an affine map of the
-// X behind it:
-//     A = r - v + gamma X',    X = v + lam (r - v) + lam gamma X',    X = 0 behind the last token.
-// A masked token is the identity. Maps can be composed in any grouping, which makes it a scan.
+// So a single number is propagated backwards, X = V + lam A, and each loss token is an affine map
+// of the X of the next one:
+//     A = r - v + gamma X',    X = v + lam (r - v) + lam gamma X',    X = 0 after the last token.
+// A masked token is the identity map. Composition of maps is associative, so this is a scan.
 //
-// Each line below has a single product to fuse with, so that a compiler's choice cannot change
-// bits.
+// Each line below has a single product that can be fused into an fma, so the compiler's choice does
+// not change bits.
 struct GaeMap {
   double add;
   double scale;
@@ -44,7 +44,7 @@ MRL_FN GaeMap GaeToken(bool keep, double reward, double value, double lam, doubl
 
 MRL_FN double GaeApply(GaeMap map, double next) { return map.add + map.scale * next; }
 
-// `first` is behind `second` in the sequence, so it is applied first.
+// `first` comes after `second` in the sequence, so it is applied first.
 MRL_FN GaeMap GaeCompose(GaeMap first, GaeMap second) {
   return {GaeApply(second, first.add), second.scale * first.scale};
 }
@@ -53,11 +53,11 @@ MRL_FN double GaeAdvantage(double reward, double value, double gamma, double nex
   return (reward - value) + gamma * next;
 }
 
-// Both write advantages f32[N] and returns f32[N] (advantage + value, 0 where masked). fp64 inside.
-// The order of operations depends on a sequence's own length only: same bits for any threads,
-// packing or split into micro-batches.
+// Both write advantages f32[N] and returns f32[N] (advantage + value, 0 if masked), computed in
+// fp64. The order of operations depends only on the length of the sequence, so the bits do not
+// depend on threads, packing or the split into micro-batches.
 
-// Throws std::invalid_argument when cu_seqlens does not partition [0, N) or a seq_lam is not in [0,
+// Throws std::invalid_argument if cu_seqlens does not partition [0, N) or a seq_lam is not in [0,
 // 1].
 void PackedGaeCpu(const PackedGaeInput& in, int num_threads, float* advantages, float* returns);
 

@@ -1,19 +1,19 @@
 // Policy-gradient loss over packed sequences, with its gradient and statistics, in one pass.
 //
 // N packed tokens, B sequences; sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]), y_i its
-// loss tokens. The formulas stand in mrl/kernels/policy_loss.py.
+// loss tokens. The formulas are in mrl/kernels/policy_loss.py.
 //
 // Numerics: fp32 elements; fp32 sums over blocks of a constant size that start at the sequence's
-// own first token; fp64 across blocks and sequences. So a sequence's gradient and statistics do not
-// depend on the threads, on the grid or on what else is packed. Masked tokens are selected away:
-// whatever stands there, NaN included, their gradient is 0 and they touch nothing else.
+// first token; fp64 across blocks and sequences. So a sequence's gradient and statistics do not
+// depend on threads, on the grid or on other packed sequences. Masked tokens are excluded by
+// selection: even if they are NaN, their gradient is 0 and they affect nothing else.
 #pragma once
 
 #include <cstdint>
 
 namespace mrl {
 
-constexpr int kPolicyBlock = 1024;  // tokens per fp32 partial sum: never a function of N or B
+constexpr int kPolicyBlock = 1024;  // tokens per fp32 partial sum, independent of N and B
 
 enum class Ratio : int { kToken, kSequence };
 enum class Clip : int { kNone, kPpo, kCispo, kSapo };
@@ -25,7 +25,7 @@ struct PolicyLossOptions {
   Ratio ratio;
   Clip clip;
   double clip_low, clip_high;         // the ratio's range is [1 - clip_low, 1 + clip_high]
-  double dual_clip;                   // PPO, A < 0: largest ratio; inf for none
+  double dual_clip;                   // PPO, A < 0: largest ratio, or inf
   double tau_positive, tau_negative;  // SAPO
   bool token_advantages;              // one A per token, else one per sequence
   Importance importance;
@@ -39,19 +39,19 @@ struct PolicyLossInput {
   PolicyLossOptions options;
   const float* logprobs;          // [N]
   const float* old_logprobs;      // [N]
-  const uint8_t* loss_mask;       // [N], non-zero on tokens that count
+  const uint8_t* loss_mask;       // [N], non-zero for loss tokens
   const int32_t* cu_seqlens;      // [B + 1]
   const float* advantages;        // [B], or [N] with token_advantages
-  const float* seq_weight;        // [B], carries the whole normaliser
+  const float* seq_weight;        // [B], includes the whole normaliser
   const float* rollout_logprobs;  // [N] or null
   const float* ref_logprobs;      // [N] or null
-  const double* seq_logratio;     // [B, 2] or null: over all context-parallel ranks
-  const double* seq_importance;   // [B, 2] or null: the same of old - rollout
+  const double* seq_logratio;     // [B, 2] or null; summed over context-parallel ranks
+  const double* seq_importance;   // [B, 2] or null; the same for old - rollout
   int64_t num_tokens, num_sequences;
 };
 
-// Sums over a sequence's loss tokens on this rank; under Ratio::kSequence, `ratio_*` and `clip_*`
-// are divided by |y_i|, so that a whole sequence counts 1; likewise `weight_*` and
+// Sums over a sequence's loss tokens on this rank. Under Ratio::kSequence, `ratio_*` and `clip_*`
+// are divided by |y_i|, so that a whole sequence counts as 1; likewise `weight_*` and
 // `truncated_count` under Level::kSequence.
 enum PolicyStat : int {
   kLoss,
@@ -59,18 +59,18 @@ enum PolicyStat : int {
   kNumTokens,
   kRatioSum,
   kRatioCount,
-  kRatioMax,       // the largest; 0 where nothing counts
+  kRatioMax,       // 0 without loss tokens
   kClipHighCount,  // ratios above their bound
   kClipLowCount,   // ratios below their bound
   kK1Sum,          // old - logp: estimates KL(old || current)
-  kK3Sum,          // exp(d) - 1 - d with d = logp - old: the same
+  kK3Sum,          // exp(d) - 1 - d with d = logp - old: estimates the same
   kRefKlSum,       // the chosen estimator of KL(current || ref)
   kWeightSum,      // importance weights as applied
   kWeightSquareSum,
   kWeightCount,
   kTruncatedCount,  // importance weights outside their range
   kMismatchAbsSum,  // |old - rollout|
-  kMismatchAbsMax,  // the largest; 0 where nothing counts
+  kMismatchAbsMax,  // 0 without loss tokens
   kNumPolicyStats,
 };
 
@@ -99,10 +99,10 @@ struct PolicyLossOutput {
   double* seq_stats;  // [B, kNumPolicyStats]
 };
 
-// Throws std::invalid_argument when cu_seqlens does not partition [0, N).
+// Throws std::invalid_argument if cu_seqlens does not partition [0, N).
 void PolicyLossCpu(const PolicyLossInput& in, const PolicyLossOutput& out, int num_threads);
 
-// At most two kernel launches and no wait. `workspace` holds PolicyLossWorkspaceBytes(N, B).
+// Launches two kernels and does not wait. `workspace` has PolicyLossWorkspaceBytes(N, B) bytes.
 void PolicyLossCuda(const PolicyLossInput& in, const PolicyLossOutput& out, void* workspace,
                     uintptr_t stream);
 int64_t PolicyLossWorkspaceBytes(int64_t num_tokens, int64_t num_sequences);

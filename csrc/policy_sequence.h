@@ -1,5 +1,5 @@
-// What the loss needs to know of a whole sequence before its tokens, and what it makes of their
-// sums after: fp64, the same code for CPU and CUDA.
+// The factors of a whole sequence that the loss needs before its tokens, and the final statistics
+// from the sums over its tokens. In fp64, the same code for CPU and CUDA.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,9 @@
 
 namespace mrl {
 
-// min(rA, clip(r)A) clips above only for A > 0 and below only for A < 0, where dual clip sets an
-// upper end too. CISPO's range is [lower_negative, upper_positive] for every A.
+// min(rA, clip(r)A) clips from above only for A > 0, and from below only for A < 0, for which a
+// dual clip also sets an upper bound. CISPO's range is [lower_negative, upper_positive] for every
+// A.
 struct RatioBounds {
   float upper_positive, lower_negative, upper_negative;
   float tau_positive, tau_negative;
@@ -34,7 +35,8 @@ namespace scalar {
 #include "policy_terms.h"
 }  // namespace scalar
 
-// Sums over loss tokens, fp32 within a block and fp64 beyond. The two largest values stand last.
+// Sums over loss tokens, in fp32 within a block and fp64 beyond. The two maxima are the last
+// fields.
 template <class Real>
 struct PolicySums {
   Real value = 0;  // w f
@@ -66,23 +68,24 @@ MRL_FN void Add(PolicySums<double>& to, const PolicySums<From>& from) {
   to.mismatch_max = LargerOrNan(to.mismatch_max, from.mismatch_max);
 }
 
-// f / A, its derivative by logp, and what clips, at one ratio: all the same for each sign of A.
+// f / A at one ratio, its derivative by logp, and whether it clips; all depend only on the sign of
+// A.
 struct SequenceObjective {
   float value = 0, slope = 0;
   bool over = false, under = false;
 };
 
-// The numbers that are the same for every token of a sequence.
+// Factors that all tokens of a sequence share.
 struct SequenceFactors {
-  double num_loss_tokens = 0;  // |y_i| over all context-parallel ranks; used at sequence level only
+  double num_loss_tokens = 0;  // |y_i| over all context-parallel ranks; for sequence level only
   double ratio = 1;            // Ratio::kSequence
   double weight = 1;           // Level::kSequence
-  bool truncated = false;      // that weight
+  bool truncated = false;      // whether the weight was outside its range
   SequenceObjective good, zero, bad;  // Ratio::kSequence: by the sign of A
   double unit = 0;                    // seq_weight, or seq_weight / |y_i| under Ratio::kSequence
 };
 
-// Compared in fp64: GSPO's whole range is 7e-4 wide. `sign` is that of A.
+// Compares in fp64, because GSPO's whole range is 7e-4 wide. `sign` is the sign of A.
 MRL_FN SequenceObjective ObjectiveOfSequence(const PolicyLossOptions& o, const RatioBounds& b,
                                              double ratio, int sign) {
   const float r = static_cast<float>(ratio);
@@ -101,7 +104,7 @@ MRL_FN SequenceObjective ObjectiveOfSequence(const PolicyLossOptions& o, const R
   return f;
 }
 
-// logratio, importance: (sum, count) over the sequence's loss tokens; read where they are needed.
+// logratio, importance: (sum, count) over the sequence's loss tokens; read only if needed.
 MRL_FN SequenceFactors MakeFactors(const PolicyLossOptions& o, const RatioBounds& bounds,
                                    float seq_weight, const double* logratio,
                                    const double* importance) {
@@ -129,7 +132,7 @@ MRL_FN SequenceFactors MakeFactors(const PolicyLossOptions& o, const RatioBounds
   return f;
 }
 
-// One row of seq_stats from the sums of a sequence.
+// Writes one row of seq_stats from the sums of a sequence.
 MRL_FN void FinishSequence(const PolicyLossOptions& o, const SequenceFactors& f,
                            const PolicySums<double>& sums, double* row) {
   for (int i = 0; i < kNumPolicyStats; ++i) row[i] = 0;
@@ -137,10 +140,10 @@ MRL_FN void FinishSequence(const PolicyLossOptions& o, const SequenceFactors& f,
   const bool sequence_ratio = o.ratio == Ratio::kSequence;
   const bool weighted = o.importance != Importance::kNone;
   const bool sequence_weight = weighted && o.importance_level == Level::kSequence;
-  // 1 for a sequence that is whole on this rank, exactly.
+  // Exactly 1 for a sequence that is whole on this rank.
   const double share =
       sequence_ratio || sequence_weight ? sums.count / f.num_loss_tokens : sums.count;
-  if (f.unit != 0) {  // selected, so that 0 * inf cannot make a NaN
+  if (f.unit != 0) {  // because 0 * inf would be NaN
     row[kKlLoss] = o.kl == Kl::kNone ? 0.0 : f.unit * o.kl_coef * sums.kl;
     row[kLoss] = -f.unit * sums.value + row[kKlLoss];
   }

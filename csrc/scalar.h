@@ -1,5 +1,5 @@
-// exp_terms.h for one float, with the operations that such templates need: the counterpart of
-// cpu/simd.h. In a namespace of its own, so that argument-dependent lookup from there cannot find
+// exp_terms.h for one float, with the operations that its templates need: the scalar counterpart of
+// cpu/simd.h. It has its own namespace, so that argument-dependent lookup from there does not find
 // it.
 #pragma once
 
@@ -32,7 +32,7 @@ MRL_FN double AtMost(double bound, double x) { return x > bound ? bound : x; }
 
 MRL_FN bool AllSmaller(float x, float bound) { return x < bound && x > -bound; }
 
-// x 2^n for a whole n in [-150, 128]; in two factors, because one does not reach that far.
+// x 2^n for an integer n in [-150, 128], as two factors, because one power of two could overflow.
 MRL_FN float TimesPowerOfTwo(float x, float n) {
   const int32_t k = static_cast<int32_t>(n == n ? n : 0.0f), half = k >> 1;
   return x * AsFloats((half + 127) << 23) * AsFloats((k - half + 127) << 23);

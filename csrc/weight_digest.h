@@ -1,11 +1,11 @@
-// A digest of weights that does not depend on their order: for each group of elements the sum,
-// modulo 2^64, of a mix of every element's float32 bits.
+// A digest of weights that does not depend on their order: for each group of elements, the sum
+// modulo 2^64 of a mix of every element's float32 bits.
 //
-// Fusing tensors, sharding them and padding with zeros leave the digest of all parts as it is, so
-// the two sides of a weight sync can compare what they hold without knowing each other's layout.
-// Mix() is a bijection of 32 bits with Mix(0) = 0, taken as a signed number: one changed element
-// changes the sum by more than 0 and less than 2^32, so it is always seen; several cancel with
-// probability 2^-32 or less. What moves to another place within a group is not seen.
+// Fusing, sharding and zero-padding tensors do not change the total digest, so both sides of a
+// weight sync can compare their weights without knowing each other's layout. MixBits is a bijection
+// of 32 bits with MixBits(0) = 0, taken as a signed number: one changed element changes the sum by
+// more than 0 and less than 2^32, so it is always detected; several changes cancel with probability
+// 2^-32 or less. Elements that move within a group are not detected.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ MRL_FN uint32_t MixBits(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// sums: [num_groups]. Exact, so the same for any number of threads.
+// sums: [num_groups]. They are exact, so they do not depend on the number of threads.
 void WeightDigestCpu(const WeightDigestInput& in, int num_threads, uint64_t* sums);
 
 }  // namespace mrl

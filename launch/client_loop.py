@@ -1,4 +1,4 @@
-"""A training loop of your own on a service: supervised steps, then a tiny RL loop.
+"""An example of your own training loop on a service: supervised steps, then a tiny RL loop.
 
     mrl toy-model toy/model
     mrl serve service.yaml &                         # docs/client.md has one for the toy model
@@ -20,14 +20,14 @@ from mrl.client import Datum, Sample, ServiceClient, Session
 from mrl.errors import InputError, RunFailed
 
 WAIT_S = 300.0
-"""How long to wait for a service that has not started yet, in seconds."""
+"""How many seconds to wait for a service that has not started yet."""
 NUM_IDS = 60
-"""Ids below this one are small."""
+"""Token ids below this one count as small."""
 PROMPTS = [[70, 80, 90], [100, 65], [85, 95, 75, 105]]
 
 
 def supervised(session: Session, num_steps: int) -> list[float]:
-    """Teach answers of small ids; return the mean loss of a token in each step."""
+    """Train on answers of small ids; return the mean loss per token of each step."""
     draw, losses = random.Random(0), []
     for _ in range(num_steps):
         data = []
@@ -36,18 +36,18 @@ def supervised(session: Session, num_steps: int) -> list[float]:
             weights = [0.0] * len(prompt) + [1.0] * len(answer)
             data.append(Datum(prompt + answer, weights=weights, weight=1 / (8 * len(PROMPTS))))
         passed = session.forward_backward(data, "cross_entropy")
-        session.optim_step()  # waits in the queue behind the gradients: no need to wait here
+        session.optim_step()  # queued behind forward_backward, so there is no need to wait for that
         losses.append(passed.result().loss)
     return losses
 
 
 def reward(answer: Sample) -> float:
-    """Return the share of small ids."""
+    """Return the share of small ids in an answer."""
     return float(np.mean(answer.tokens < NUM_IDS))
 
 
 def reinforced(session: Session, num_steps: int, group: int = 16) -> list[float]:
-    """Reward small ids with PPO's clipped loss; return the mean reward of each step."""
+    """Train for small ids with PPO's clipped loss; return the mean reward of each step."""
     means = []
     for step in range(num_steps):
         asked = session.sample(PROMPTS, n=group, max_tokens=8, seed=step)
@@ -70,7 +70,7 @@ def reinforced(session: Session, num_steps: int, group: int = 16) -> list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on a service by a loop of your own.")
+    parser = argparse.ArgumentParser(description="Train on a service with your own loop.")
     parser.add_argument("service", type=Path, help="the output_dir of a service")
     parser.add_argument("--name", default="loop", help="the name of the session")
     parser.add_argument("--steps", type=int, default=12, help="of each of the two loops")
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Create a session, train it by both loops, and remove it."""
+    """Create a session, train it with both loops, and remove it."""
     session = ServiceClient(args.service, wait_s=WAIT_S).create_session(
         args.name,
         output_dir=args.service / "runs" / args.name,

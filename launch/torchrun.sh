@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Train on this machine:  launch/torchrun.sh RECIPE [key=value ...]
-# NPROC sets the number of processes; by default one per GPU, or one where there is none.
-# Of a disaggregated recipe (docs/async.md) the last rollout.num_ranks of them lead engines; without GPUs
-# give NPROC, as one process is too few.
-# OMP_NUM_THREADS sets the threads of each; by default the cores over the processes where there are GPUs
-# (torchrun alone gives every process one, and packing and loading would crawl), one on CPUs.
-# MAX_RESTARTS (default 0) starts the ranks again after one was lost or hung, at most so often.
-# IGNORE_MEMORY=1 starts a recipe that by mrl's formulas does not fit into the GPUs' memory.
+# NPROC sets the number of processes; the default is one per GPU, or one if there are no GPUs. With a
+# disaggregated recipe (docs/async.md) the last rollout.num_ranks processes lead engines; without GPUs set
+# NPROC, because one process is too few.
+# OMP_NUM_THREADS sets the threads of each process. With GPUs the default is the number of cores divided by
+# the number of processes (torchrun's default of one thread would make packing and loading slow); without
+# GPUs it is one.
+# MAX_RESTARTS (default 0) is how often the ranks are started again after one was lost or hung.
+# IGNORE_MEMORY=1 starts a recipe although by mrl's formulas it does not fit into the GPUs' memory.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -14,7 +15,7 @@ if [[ $# -lt 1 ]]; then
   exit 2
 fi
 
-# The active environment, else the one of `make setup`.
+# Use the active environment, or that of `make setup` if none is active.
 venv="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin"
 if ! command -v torchrun > /dev/null && [[ -d $venv ]]; then
   PATH="$(cd "$venv" && pwd):$PATH"
@@ -22,7 +23,7 @@ fi
 
 num_gpus=0
 if command -v nvidia-smi > /dev/null; then
-  # Fails where there is a driver tool and no GPU: that counts as none.
+  # nvidia-smi fails if it is installed and there is no GPU; that counts as no GPU.
   num_gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l) || num_gpus=0
 fi
 nproc="${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"
@@ -39,7 +40,7 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then
   export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
 
-# Bad input ends here, with one line and code 2; under torchrun every rank would report it.
+# Bad input ends the script here with one line and code 2; under torchrun every rank would report it.
 WORLD_SIZE=$nproc python -m mrl check ${IGNORE_MEMORY:+--ignore-memory} "$@" > /dev/null
 
 exec python -m mrl.launch --standalone --nproc-per-node "$nproc" \

@@ -1,1 +1,2 @@
-"""Routing traces: decode, compact form, alignment to micro-batches, replay, statistics."""
+"""Routing traces, the experts that the rollout engine chose for each token: decoding, a compact form,
+alignment to micro-batches, replay, and statistics."""

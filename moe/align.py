@@ -1,7 +1,11 @@
-"""Fit routing traces to what a rank's routers see: packed rows, sequence-parallel slices, own layers.
+"""Align routing traces with the rows that the routers of a rank see.
 
-N packed tokens (under context parallelism: those of this rank), n rows of this rank (N / tp under
-sequence parallelism), L MoE layers, K experts.
+The traces of several samples are packed in the order of a micro-batch, then reduced to the layers
+and the sequence-parallel rows of this rank.
+
+Dimensions: N packed tokens (in `local_routes` only those of this context-parallel rank), n rows of
+this rank (N / tp under sequence parallelism), T tokens of a sample, L MoE layers, K experts per
+token.
 """
 
 from __future__ import annotations
@@ -9,45 +13,58 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe.route_rows import id_dtype
 from moe.routes import GatedRoute, Route
-from mrl.kernels.routes import native_routes, pack_routes, unpack_routes
-from mrl.types import MicroBatch, PackedRoutes, RoutingTrace
+from moe.trace import refuse_repeats
+from mrl.types import NATIVE_ROUTE, MicroBatch, RoutingTrace, TokenRoutes
 
 
-def pack_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> PackedRoutes:
-    """Pack the T-1 rows of a sample, of all its layers or of these (Megatron's numbers), in
-    their order.
+def routes_of_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> TokenRoutes:
+    """Return the routes of a sample's T-1 rows in `layers`, in this order; None means all layers
+    of the trace. `layers` are Megatron's layer numbers.
 
-    Raises ValueError for a layer that the trace does not have.
+    Raises ValueError for a layer that the trace does not have, and for a row that repeats an
+    expert.
     """
-    return pack_joined([trace], trace.layer_numbers if layers is None else layers)
+    return joined_routes([trace], trace.layer_numbers if layers is None else layers)
 
 
-def pack_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[PackedRoutes]:
-    """`pack_trace` of each, in one call of the kernel: most samples are short."""
+def routes_of_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[TokenRoutes]:
+    """Return the result of `routes_of_trace` for each trace; an empty list without traces.
+
+    Most samples are short, so it is faster to join all traces and check them at once. Raises
+    ValueError for traces of different models, a layer that they do not have, and a row that repeats
+    an expert.
+    """
     if not traces:
         return []
-    return split_rows(pack_joined(traces, layers), [trace.num_rows for trace in traces])
+    return split_rows(joined_routes(traces, layers), [trace.num_rows for trace in traces])
 
 
-def split_rows(routes: PackedRoutes, counts: Sequence[int]) -> list[PackedRoutes]:
-    """Split into consecutive rows, as views."""
-    parts = routes.packed.split(list(counts))
-    if routes.weights is None:
-        return [dataclasses.replace(routes, packed=part) for part in parts]
-    weights = routes.weights.split(list(counts))
+def split_rows(routes: TokenRoutes, counts: Sequence[int]) -> list[TokenRoutes]:
+    """Split routes into consecutive parts, of which part i has `counts[i]` rows. The parts are
+    views."""
+    sizes = list(counts)
+    ids, captured = routes.expert_ids.split(sizes), routes.captured.split(sizes)
+    weights = [None] * len(sizes) if routes.weights is None else routes.weights.split(sizes)
     return [
-        dataclasses.replace(routes, packed=part, weights=own)
-        for part, own in zip(parts, weights, strict=True)
+        dataclasses.replace(routes, expert_ids=own_ids, captured=own_captured, weights=own_weights)
+        for own_ids, own_captured, own_weights in zip(ids, captured, weights, strict=True)
     ]
 
 
-def pack_joined(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> PackedRoutes:
-    """All rows of one or more traces, end to end. Raises ValueError for traces of different models."""
+def joined_routes(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> TokenRoutes:
+    """Join all rows of one or more traces end to end. `layers` are Megatron's numbers of the layers
+    in the result, in order.
+
+    Raises ValueError for traces of different models, a layer that they do not have, and a row that
+    repeats an expert.
+    """
     kinds = {
         (t.layer_numbers, t.num_experts, t.expert_ids.shape[2], t.expert_weights is not None)
         for t in traces
@@ -57,85 +74,91 @@ def pack_joined(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> Packed
             "routing traces of different models in one batch (layers, experts, experts per token, with "
             "weights): " + ", ".join(map(str, sorted(kinds)))
         )
-    ((layer_numbers, num_experts, topk, _),) = kinds
+    ((layer_numbers, num_experts, _, _),) = kinds
     wanted = tuple(layers)
     places = list(places_of(layer_numbers, wanted))
     ids = torch.cat([_of_layers(trace.expert_ids, places) for trace in traces])
+    ids = ids.to(id_dtype(num_experts))
+    refuse_repeats(ids, wanted)
     weights = [trace.expert_weights for trace in traces if trace.expert_weights is not None]
     gates = torch.cat([_of_layers(each, places) for each in weights]) if weights else None
-    return PackedRoutes(pack_routes(ids, num_experts), wanted, num_experts, topk, gates)
+    captured = torch.ones(len(ids), dtype=torch.bool)
+    return TokenRoutes(ids, captured, wanted, num_experts, gates)
 
 
 def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
-    """[R, len(places), K]; neighbouring layers, as those of a pipeline stage are, as a view."""
+    """Return the layers with the indices `places` from `rows` [R, L, ...], as
+    [R, len(places), ...].
+
+    Consecutive indices, which the layers of a pipeline stage have, give a view; other indices give
+    a copy.
+    """
     if places and places == list(range(places[0], places[0] + len(places))):
         return rows[:, places[0] : places[0] + len(places)]
-    return rows[:, places]
+    return take_bytes(rows, (slice(None), places))
 
 
-def with_native_rows(routes: PackedRoutes, native: Tensor) -> PackedRoutes:
-    """Mark the rows of bool[N] as rows without a captured route."""
-    _, num_layers, _ = routes.packed.shape
-    packed = routes.packed.clone()
-    packed[native] = native_routes(1, num_layers, routes.num_experts, routes.topk)
-    return dataclasses.replace(routes, packed=packed)
+def take_bytes(values: Tensor, index: Any) -> Tensor:
+    """Return `values[index]` for an `index` that does not address the last dimension. The values
+    are indexed as bytes, because CUDA cannot index uint16."""
+    return values.view(torch.uint8)[index].view(values.dtype)
+
+
+def with_native_rows(routes: TokenRoutes, native: Tensor) -> TokenRoutes:
+    """Return the routes, with the rows where `native` bool[N] is true marked as having no captured
+    route."""
+    return dataclasses.replace(routes, captured=routes.captured & ~native)
 
 
 def join_routes(
-    parts: Sequence[PackedRoutes | None],
+    parts: Sequence[TokenRoutes | None],
     lengths: Sequence[int],
     padded_lengths: Sequence[int] | None = None,
-) -> PackedRoutes:
-    """Routes of sequences of `lengths` tokens, T-1 rows each, in packing order.
+) -> TokenRoutes:
+    """Join the routes of the sequences of a micro-batch, in packing order.
 
-    `padded_lengths`: what each of them takes up; by default no more than its length.
+    parts: the T-1 rows of each sequence of T tokens, or None for a sequence without routes. At
+    least one is not None. lengths: T of each sequence. padded_lengths: the number of rows that each
+    sequence occupies in the result; by default its length.
 
-    The last token of each sequence, padding, and sequences without routes get the native route:
-    expert ids of 0 would send them to expert 0 K times over, and a duplicate id silently loses an
-    expert. Raises ValueError for routes that do not fit their lengths or each other.
+    The rows of each sequence's last token, of padding and of sequences without routes have no
+    captured route. All K ids of such a row are 0, and the row must not be replayed, because a row
+    with repeated ids silently loses experts. Raises ValueError for parts that do not have T-1 rows,
+    or that are of different layers or models.
     """
     first = next(part for part in parts if part is not None)
-    rooms = lengths if padded_lengths is None else padded_lengths
-    num_layers = len(first.layer_numbers)
-    native = native_routes(max(rooms), num_layers, first.num_experts, first.topk)
-    rows = []
+    rooms = list(lengths if padded_lengths is None else padded_lengths)
+    ids = first.expert_ids.new_zeros(sum(rooms), *first.expert_ids.shape[1:])
+    captured = torch.zeros(len(ids), dtype=torch.bool)
+    weights = None
+    if first.weights is not None:
+        weights = first.weights.new_zeros(ids.shape)
+    start = 0
     for part, length, room in zip(parts, lengths, rooms, strict=True):
-        if part is None:
-            rows.append(native[:room])
-            continue
-        _check_same_model(part, first)
-        if len(part.packed) != length - 1:
-            raise ValueError(
-                f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
-                f"has none), got {len(part.packed)}"
-            )
-        rows += [part.packed, native[: room - length + 1]]
-    return dataclasses.replace(
-        first, packed=torch.cat(rows), weights=_join_weights(parts, first, rooms)
-    )
+        if part is not None:
+            _check_same_model(part, first)
+            num_rows = len(part.expert_ids)
+            if num_rows != length - 1:
+                raise ValueError(
+                    f"routing trace: expected {length - 1} rows for {length} tokens (the last token "
+                    f"has none), got {num_rows}"
+                )
+            rows = slice(start, start + num_rows)
+            ids[rows], captured[rows] = part.expert_ids, part.captured
+            if weights is not None and part.weights is not None:
+                weights[rows] = part.weights
+        start += room
+    return dataclasses.replace(first, expert_ids=ids, captured=captured, weights=weights)
 
 
-def _join_weights(
-    parts: Sequence[PackedRoutes | None], first: PackedRoutes, rooms: Sequence[int]
-) -> Tensor | None:
-    """f32[N, L, K], 0 where no route was captured; None where no weights were."""
-    if first.weights is None:
-        return None
-    joined = first.weights.new_zeros(sum(rooms), *first.weights.shape[1:])
-    for part, place in zip(parts, joined.split(list(rooms)), strict=True):
-        if part is not None and part.weights is not None:
-            place[: len(part.weights)] = part.weights
-    return joined
-
-
-def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:
+def _check_same_model(part: TokenRoutes, first: TokenRoutes) -> None:
     if part.layer_numbers != first.layer_numbers:
         raise ValueError(
             f"routing traces of different layers in one batch: {part.layer_numbers} and "
             f"{first.layer_numbers}"
         )
     kind, first_kind = (
-        f"{p.topk} of {p.num_experts} experts{' with weights' * (p.weights is not None)}"
+        f"{p.expert_ids.shape[2]} of {p.num_experts} experts{' with weights' * (p.weights is not None)}"
         for p in (part, first)
     )
     if kind != first_kind:
@@ -145,7 +168,7 @@ def _check_same_model(part: PackedRoutes, first: PackedRoutes) -> None:
 
 
 def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Return each wanted layer's index in `layer_numbers`. Raises ValueError for a missing one."""
+    """Return each wanted layer's index in `layer_numbers`. Raises ValueError for a missing layer."""
     place = {number: i for i, number in enumerate(layer_numbers)}
     missing = [number for number in wanted if number not in place]
     if missing:
@@ -157,27 +180,30 @@ def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
 
 
 def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
-    """The packed rows that a router sees on this tensor-parallel rank (sequence parallelism)."""
+    """Return the slice of packed rows that the routers of a tensor-parallel rank see under sequence
+    parallelism."""
     rows = num_tokens // tp_size
     return slice(tp_rank * rows, (tp_rank + 1) * rows)
 
 
 @dataclass(frozen=True)
 class RouterRows:
-    """What the rows of a router are: of this rank, n of them; S sequences in the whole micro-batch."""
+    """The n rows that a router of this rank sees, and which of them the statistics count."""
 
     counted: Tensor
-    """bool[n]: tokens of samples, up to their last loss token; neither padding nor masked samples."""
+    """bool[n]: true for the tokens of a sample up to and including its last loss token; false for
+    padding and for samples without a loss token."""
     leading: Tensor
-    """bool[n]: those of them that a later loss token depends on: their routes must be captured."""
+    """bool[n]: true for the rows before the last loss token of their sample. Such a row must have a
+    captured route, because a later loss token depends on it."""
     segments: Tensor
-    """i64[n]: the row's sequence."""
+    """i64[n]: the index, in the micro-batch, of the sequence to which each row belongs."""
     num_segments: int
-    """S."""
+    """The number of sequences in the micro-batch."""
 
 
 def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
-    """The packed tokens `rows` (a slice, or i64[n]) of a micro-batch as a router sees them."""
+    """Return the `RouterRows` for the packed tokens `rows` (a slice, or indices i64[n])."""
     lengths = batch.cu_seqlens.diff().long()
     so_far = batch.loss_mask.long().cumsum(0)
     by_the_end = so_far[batch.cu_seqlens[1:].long() - 1]
@@ -189,21 +215,19 @@ def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
 
 
 def local_routes(
-    routes: PackedRoutes, owned_layers: Iterable[int], tp_rank: int, tp_size: int
+    routes: TokenRoutes, owned_layers: Iterable[int], tp_rank: int, tp_size: int
 ) -> dict[int, Route]:
-    """The routes of the layers that this chunk owns, for the rows that this rank sees; with their gate
-    weights where those were captured."""
+    """Return, by layer number, the routes of the layers `owned_layers` for the rows that this rank
+    sees.
+
+    A route has gate weights if `routes` has them. In a row without a captured route all K ids are
+    NATIVE_ROUTE. Raises ValueError for a layer that the routes do not have.
+    """
     owned = tuple(owned_layers)
-    rows = row_slice(len(routes.packed), tp_rank, tp_size)
+    rows = row_slice(len(routes.expert_ids), tp_rank, tp_size)
     places = places_of(routes.layer_numbers, owned)
-    ids = unpack_routes(
-        routes.packed,
-        num_experts=routes.num_experts,
-        topk=routes.topk,
-        layers=places,
-        start=rows.start,
-        stop=rows.stop,
-    )
+    ids = _of_layers(routes.expert_ids[rows], places).transpose(0, 1).contiguous().long()
+    ids.masked_fill_(~routes.captured[rows, None], NATIVE_ROUTE)
     if routes.weights is None:
         return dict(zip(owned, ids, strict=True))
     weights = routes.weights[rows]

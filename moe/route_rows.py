@@ -1,9 +1,9 @@
-"""This module lays packed routes out as rows of bytes, one row per token, to move between ranks.
+"""Expert ids of one or two bytes, and their transport between ranks as one row of bytes per token.
 
-A row is the packed form of the kernels (`mrl.kernels.routes`), one layer after the other; gate weights,
-where they were captured, follow the ids of their row.
+A row holds the K ids of each layer, one layer after the other. If gate weights were captured, they
+come after all ids. Ids are uint8 up to 256 experts and uint16 above.
 
-R rows, L MoE layers, K experts per token.
+Dimensions: R rows, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,21 +13,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.kernels.routes import route_row_bytes
-from mrl.types import PackedRoutes
+from mrl.types import TokenRoutes
+
+MAX_EXPERTS = 65536
+
+
+def id_dtype(num_experts: int) -> torch.dtype:
+    """Return the dtype of expert ids: uint8 up to 256 experts, uint16 above. Raises ValueError
+    unless there are 1 to MAX_EXPERTS experts."""
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts: got {num_experts}, expected 1 to {MAX_EXPERTS}")
+    return torch.uint8 if num_experts <= 256 else torch.uint16
+
+
+def route_bytes(num_experts: int, topk: int) -> int:
+    """Return the number of bytes of one token's route in one layer, without gate weights."""
+    return topk * id_dtype(num_experts).itemsize
 
 
 def row_bytes(num_layers: int, num_experts: int, topk: int, *, with_weights: bool = False) -> int:
-    """Return the bytes of one token: L times those of a layer, and with weights 4 * L * K more."""
-    return num_layers * (route_row_bytes(num_experts, topk) + 4 * topk * with_weights)
+    """Return the number of bytes of one token's row. The row holds the token's routes in L layers,
+    and `with_weights` also L K gate weights of 4 bytes."""
+    return num_layers * (route_bytes(num_experts, topk) + 4 * topk * with_weights)
 
 
-def to_rows(routes: PackedRoutes) -> Tensor:
-    """Return u8[R, row_bytes]."""
+def to_rows(routes: TokenRoutes) -> Tensor:
+    """Return the routes as rows of bytes, u8[R, row_bytes]. Every row must have a captured
+    route."""
+    ids = routes.expert_ids.contiguous().view(torch.uint8).flatten(1)
     if routes.weights is None:
-        return routes.packed.flatten(1)
-    weights = routes.weights.contiguous().view(torch.uint8).flatten(1)
-    return torch.cat([routes.packed.flatten(1), weights], dim=1)
+        return ids
+    return torch.cat([ids, routes.weights.contiguous().view(torch.uint8).flatten(1)], dim=1)
 
 
 def from_rows(
@@ -37,8 +53,9 @@ def from_rows(
     topk: int,
     *,
     with_weights: bool = False,
-) -> PackedRoutes:
-    """Return the routes that `to_rows` was given. Raises ValueError for rows of another size."""
+) -> TokenRoutes:
+    """Return the routes from which `to_rows` made `rows`. Raises ValueError if the rows do not have
+    `row_bytes` bytes."""
     num_rows, num_layers = len(rows), len(layer_numbers)
     width = row_bytes(num_layers, num_experts, topk, with_weights=with_weights)
     if rows.shape != (num_rows, width):
@@ -46,12 +63,14 @@ def from_rows(
             f"rows of routes: expected {width} bytes a row for {num_layers} layers x top-{topk} of "
             f"{num_experts} experts{' with weights' * with_weights}, got shape {list(rows.shape)}"
         )
+    shape = (num_rows, num_layers, topk)
     weights = None
     if with_weights:
         tail_bytes = 4 * num_layers * topk
         rows, tail = rows.split([width - tail_bytes, tail_bytes], dim=1)
-        # Not contiguous(): of a single row that is the slice itself, at an offset no float may have.
+        # Not contiguous(): it returns a single row as the slice itself, which may be unaligned for f32.
         tail = tail.clone(memory_format=torch.contiguous_format)
-        weights = tail.view(torch.float32).reshape(num_rows, num_layers, topk)
-    packed = rows.reshape(num_rows, num_layers, route_row_bytes(num_experts, topk))
-    return PackedRoutes(packed, tuple(layer_numbers), num_experts, topk, weights)
+        weights = tail.view(torch.float32).reshape(shape)
+    ids = rows.reshape(-1).view(id_dtype(num_experts)).reshape(shape)
+    captured = torch.ones(num_rows, dtype=torch.bool)
+    return TokenRoutes(ids, captured, tuple(layer_numbers), num_experts, weights)

@@ -1,6 +1,6 @@
-"""Routes as the routers of one rank take them, and what a pass is told to replay.
+"""Types for the route of a layer, and for the routes that a pass replays.
 
-n rows of this rank, K experts per token.
+Dimensions: n rows of this rank, K experts per token.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GatedRoute:
-    """A layer's route with the gate weights to use."""
+    """The route of one layer, with the gate weights of the chosen experts."""
 
     ids: Tensor
-    """i64[n, K]."""
+    """i64[n, K]: the chosen experts; NATIVE_ROUTE in rows without a captured route."""
     weights: Tensor
-    """f32[n, K]: the factor of each chosen expert's output."""
+    """f32[n, K]: the factor by which each chosen expert's output is multiplied."""
 
 
 Route = Tensor | GatedRoute
-"""Expert ids i64[n, K] of a layer, alone or with their weights; NATIVE_ROUTE rows are free."""
+"""Expert ids i64[n, K] of a layer, with or without gate weights. The router decides in rows whose
+ids are NATIVE_ROUTE."""
 
 Routes = Mapping[int, Route]
-"""Routes by Megatron layer number, for this rank's rows; a layer left out decides for itself."""
+"""Routes of this rank's rows by Megatron's layer number. The router decides in a layer that is
+missing."""
 
 
 def ids_of(route: Route) -> Tensor:
@@ -36,25 +38,26 @@ def ids_of(route: Route) -> Tensor:
 
 @dataclass(frozen=True)
 class Replay:
-    """A `Replay` says what the routers replay in a pass: `Replay.off` nothing, `Replay.rollout` the
-    rollout's routes, `Replay.recorded(routes)` those of an earlier pass."""
+    """The routes that a pass replays: none (`Replay.off`), the engine's (`Replay.rollout`), or
+    those that an earlier pass recorded (`Replay.recorded(routes)`)."""
 
     kind: Literal["off", "rollout", "recorded"]
     routes: tuple[Routes, ...] = ()
-    """Routes by micro-batch, where `kind` is `recorded`."""
+    """One entry per micro-batch if `kind` is `recorded`, otherwise empty."""
 
     off: ClassVar[Replay]
-    """Every router decides for itself."""
+    """Every router chooses the experts itself."""
     rollout: ClassVar[Replay]
-    """The routes that the engine took, as the micro-batches carry them (R3)."""
+    """Every router replays the engine's routes, which the micro-batches carry (R3)."""
 
     @classmethod
     def recorded(cls, routes: Sequence[Routes]) -> Replay:
-        """Replay `routes`, one entry per micro-batch, such as an earlier pass recorded them (R2)."""
+        """Return a replay of the `routes` that an earlier pass recorded (R2), one entry per
+        micro-batch."""
         return cls("recorded", tuple(routes))
 
     def of_batches(self, share: slice) -> Replay:
-        """Return the same replay for a slice of the micro-batches."""
+        """Return the replay for those micro-batches of the pass that the slice `share` selects."""
         return Replay(self.kind, self.routes[share])
 
 

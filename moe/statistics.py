@@ -1,7 +1,9 @@
-"""Native against captured routes, counted on the router's own output.
+"""Compare the routers' own choices with captured routes, and measure the load of the experts.
 
-Every rank counts the rows and layers that it owns; sums over all ranks give the whole model. n rows of
-this rank, K experts per token, E experts.
+Every rank counts the rows and layers that it owns. The sums of these counts over all ranks are the
+counts of the whole model.
+
+Dimensions: n rows of this rank, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Counts over rows with a captured route, of L layers of this rank in one pass."""
+    """The counts of one pass for L layers of this rank, over the rows that have a captured
+    route and come before the last loss token of their sample."""
 
     num_choices: Tensor
-    """i64[L]: those rows times K."""
+    """i64[L]: the number of captured choices, which is K for each row with a captured route."""
     num_disagreements: Tensor
-    """i64[L]: choices among them that the router alone would not have made."""
+    """i64[L]: the number of captured choices that the router itself would not have made."""
     margins: MarginCounts | None = None
-    """None where the routers were not watched."""
+    """The router margins of the counted rows; None if the pass recorded no margins."""
 
     def __add__(self, other: LayerCounts) -> LayerCounts:
         margins = self.margins
@@ -46,18 +49,22 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class MarginCounts:
-    """The margins of L layers, by whether the row's choice differs (index 0) or not (index 1)."""
+    """The router margins (`moe.replay.margins`) of L layers. In the first dimension of each
+    tensor, index 0 is for the rows in which the router's choice differs from the captured choice,
+    and index 1 for the rows in which the two choices are equal."""
 
     totals: Tensor
-    """f64[2, L]: sums of the margins."""
+    """f64[2, L]: the sums of the margins over the rows."""
     nums: Tensor
-    """i64[2, L]: how many there were."""
+    """i64[2, L]: the numbers of rows that `totals` sums over."""
     histograms: Tensor
-    """i64[2, L, NUM_BINS]: see `mrl.system.histogram`."""
+    """i64[2, L, NUM_BINS]: histograms of the margins (see `mrl.system.histogram`)."""
 
     @staticmethod
     def of(margins: Tensor, differs: Tensor, captured: Tensor) -> MarginCounts:
-        """margins f32[L, n], differs and captured bool[L, n]."""
+        """Make the counts of `margins` f32[L, n]. `differs` bool[L, n] marks the rows in which the
+        router's choice differs from the captured one, and `captured` bool[L, n] the rows that have
+        a captured route."""
         rows = torch.stack([captured & differs, captured & ~differs])
         return MarginCounts(
             torch.where(rows, margins, 0.0).double().sum(-1),
@@ -75,22 +82,24 @@ class MarginCounts:
 
 @dataclass
 class RoutingCounter:
-    """Counts over the micro-batches of one pass of one rank.
+    """Counts the routes of one pass on one rank, micro-batch by micro-batch.
 
-    A micro-batch is counted in one go for all layers of a chunk: the number of kernels does not grow
-    with the number of layers, and none of them waits for the device.
+    All layers of a chunk are counted together, so the number of kernels does not grow with the number
+    of layers, and no kernel makes the host wait for the device.
     """
 
     num_expected: Tensor | int = 0
     num_captured: Tensor | int = 0
     num_replayed: Tensor | int = 0
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
-    """Counts by the layer numbers of what was counted together: the layers of one chunk."""
+    """The counts of each chunk, by the tuple of the numbers of the chunk's layers."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """One bool[n] per micro-batch, true where any layer of this rank differs."""
+    """bool[n] by the number of the micro-batch: true for rows in which the router of any layer of
+    this rank would choose other experts than the captured route."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """Tokens that went to each expert, i64[L, E], by the layer numbers of a chunk."""
+    """i64[L, E] for each chunk: the number of tokens that went to each expert. The key is the tuple
+    of the numbers of the chunk's layers."""
 
     def add(
         self,
@@ -100,8 +109,12 @@ class RoutingCounter:
         rows: RouterRows,
         replays: bool = True,
     ) -> None:
-        """Count one micro-batch after its forward. `replays` is false where `routes` were only to be
-        compared with."""
+        """Count one micro-batch after its forward pass.
+
+        routes: the routes with which the routers' own choices are compared; None counts only the
+        load of the experts. replays: whether the pass replayed `routes`. If so, the rows that were
+        replayed are counted too.
+        """
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
         if maps is not None:
@@ -111,7 +124,7 @@ class RoutingCounter:
         if routes is None:
             return
         self._num_tokens[batch_number] = rows.leading.sum()
-        # A stage without MoE layers still takes part in the reduction over the pipeline.
+        # A stage without MoE layers also takes part in the reduction over the pipeline.
         known = self._token_differs.get(batch_number, torch.zeros_like(rows.leading))
         compared = tuple(number for number in numbers if number in routes)
         if maps is not None and compared:
@@ -130,13 +143,17 @@ class RoutingCounter:
         rows: RouterRows,
         replays: bool,
     ) -> Tensor:
-        """Count layers `numbers`, whose routing maps are bool[L, n, E] -> bool[n]: rows in which any
-        layer's own choice differs from the captured one."""
+        """Compare the routers' own choices in the layers `numbers` with the routes. `maps`
+        bool[L, n, E] are the routing maps of these layers.
+
+        Returns bool[n]: true for rows in which, in any of the layers, the router's own choice
+        differs from the captured one.
+        """
         layers = [chunk.layers[number] for number in numbers]
         native = _stacked([layer.native_ids for layer in layers])
         assert native is not None
         target = torch.stack([ids_of(routes[number]) for number in numbers])
-        # A row is native in all of its K places or in none.
+        # Either all K ids of a row are NATIVE_ROUTE or none is.
         captured = (target[..., 0] != NATIVE_ROUTE) & rows.leading
         safe = torch.where(captured.unsqueeze(-1), target, native)
         differs = ~(safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
@@ -149,15 +166,18 @@ class RoutingCounter:
         self.layers[numbers] = counts if known is None else known + counts
         if replays:
             self.num_expected += rows.leading.sum() * len(numbers)
-            # The map has K experts a row, so holding all K captured ones is being equal to them.
+            # The map has K experts per row, so it equals the route if it contains all K of it.
             used = maps.gather(-1, safe).all(-1)
             self.num_captured += captured.sum()
             self.num_replayed += (used & captured).sum()
         return row_differs.any(0)
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:
-        """This rank's share of `routing/*`. A collective over the pipeline, whose stages hold the
-        other layers of the same tokens."""
+        """Return this rank's part of the statistics `routing/*`, before they are reduced over the
+        ranks; empty if no micro-batch had routes.
+
+        A collective over the pipeline stages, which hold different layers of the same tokens.
+        """
         batches = sorted(self._token_differs)
         if not batches:
             return {}
@@ -186,13 +206,22 @@ class RoutingCounter:
     def load_statistics(
         self, layer_numbers: Sequence[int], num_experts: int, device: torch.device
     ) -> Statistics:
-        """How even the experts' load was in the pass, the same on every rank: a collective over all.
+        """Measure how evenly the pass loaded the experts. A collective over all ranks.
 
-        By MoE layer (Megatron's 1-based number): `moe/load_max` is the fullest expert's share times E
-        (1 is even, E is collapsed), `moe/load_entropy` the entropy of the shares over log E, and
-        `moe/dead_experts` those without a single token. `moe/load_max` alone is the worst layer,
-        `moe/dead_experts` alone the sum. The routes are those that were used: under replay the
-        rollout's. Loads are summed over all ranks first: a mean of local ratios is another number.
+        The load of an expert is the number of tokens (`RouterRows.counted`) that were routed to
+        it; under replay the replayed routes count. Loads are summed over all ranks before any ratio
+        is taken, and every rank returns the same statistics. Each MoE layer has three keys with the
+        ending `/layer_NN` (Megatron's 1-based number):
+
+        - `moe/load_max`: the load of the fullest expert as a multiple of an even load (1 to E).
+        - `moe/load_entropy`: the entropy of the experts' shares of the load, divided by log E.
+        - `moe/dead_experts`: the number of experts without a token.
+
+        Without that ending, `moe/load_max` is the maximum over the layers, and `moe/dead_experts`
+        the sum over the layers.
+
+        layer_numbers: the numbers of all L MoE layers of the model. The result is empty if there
+        are no MoE layers.
         """
         if not layer_numbers:
             return {}
@@ -209,7 +238,10 @@ class RoutingCounter:
 
 
 def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
-    """Loads i64[E] of the whole model by layer number -> the statistics of `load_statistics`."""
+    """Compute the statistics that `RoutingCounter.load_statistics` describes.
+
+    loads: the number of tokens of each expert, i64[E], summed over all ranks, by layer number.
+    """
     counts = torch.stack(list(loads.values())).double()  # [L, E]
     num_experts = counts.shape[-1]
     shares = counts / counts.sum(-1, keepdim=True)
@@ -228,10 +260,13 @@ def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
 
 
 def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statistics:
-    """How sure the routers were of their choices, where the engine's were others and where not.
+    """Return the mean and the median (accurate to 2.2%) of the router margins over all rows and
+    layers, once for the rows in which engine and router chose different experts (`disagreement`),
+    and once for the rows in which they chose the same experts (`agreement`).
 
-    Means over rows and layers, and medians (to 2%); by layer, the means where they differ. Rows that
-    are a tie away from the engine's choice say rounding; sure ones that differ say other weights.
+    For the disagreements the mean of each layer is returned too. Small margins at disagreements
+    point to rounding, and large margins to different weights. The result is empty if the pass
+    recorded no margins.
     """
     parts = {part: c.margins for part, c in layers.items() if c.margins is not None}
     stats: Statistics = {}
@@ -252,7 +287,8 @@ def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statisti
 
 
 def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor of what every layer has noted; None for no layers."""
+    """Stack the tensors that the layers recorded in the last forward pass; return None if there are
+    no layers."""
     noted = [part for part in parts if part is not None]
     assert len(noted) == len(parts), "a router was not called in this forward"
     return torch.stack(noted) if noted else None
@@ -263,6 +299,6 @@ def _share(part: Tensor | int, whole: Tensor | int) -> Mean:
 
 
 def _shares(names: Sequence[str], parts: Tensor, wholes: Tensor) -> Statistics:
-    """parts and wholes [L] -> a mean under each of L names."""
+    """Return the statistics with the keys `names`; number i is the mean `parts[i] / wholes[i]`."""
     columns = zip(names, parts.double().unbind(), wholes.double().unbind(), strict=True)
     return {name: Mean(part, whole) for name, part, whole in columns}

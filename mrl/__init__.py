@@ -1,13 +1,17 @@
-"""mrl: Megatron-core trains, SGLang rolls out, routes are replayed (R3).
+"""Reinforcement learning for MoE models: Megatron-core trains, SGLang generates, and the trainer
+replays the engine's expert routes (R3).
 
-`import mrl` gives Python what the command line has: `load_recipe`, `train`, `evaluate`, callbacks and
-the errors. They are imported when they are first used, so that the import alone takes no time.
+`import mrl` gives Python code the functions `load_recipe`, `train` and `evaluate`, and the classes
+of callbacks, results and errors. Each name is imported at its first use, so `import mrl` itself is
+fast.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from mrl.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mrl.api.recipes import load_recipe
@@ -17,7 +21,6 @@ if TYPE_CHECKING:
     from mrl.run.callbacks import Callback
     from mrl.types import Sample, SampleGroup
 
-__version__ = "0.1.0"
 __all__ = [
     "Callback",
     "Evaluation",
@@ -31,7 +34,7 @@ __all__ = [
     "load_recipe",
     "train",
 ]
-_PLACES = {
+_MODULES = {
     "Callback": "mrl.run.callbacks",
     "Evaluation": "mrl.api.runs",
     "InputError": "mrl.errors",
@@ -47,12 +50,12 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _PLACES:
+    """Import a public name on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'mrl' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """List the public names, also those that were not used yet."""
-    return sorted([*globals(), *_PLACES])
+    """Return the sorted names of the module, including public names that were not imported yet."""
+    return sorted([*globals(), *_MODULES])

@@ -1,6 +1,6 @@
-"""Runs `mrl COMMAND`.
+"""The `mrl COMMAND` command line.
 
-The exit codes are those of mrl/errors.py.
+mrl/errors.py defines the exit codes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import NoReturn
 
 import torch
 
-from mrl import __version__
 from mrl.commands import ALL
 from mrl.commands.foreign_commands import hint_for
-from mrl.commands.report import show
 from mrl.errors import ExitCode, InputError, RunFailed
+from mrl.jobs.report import show
 from mrl.run.console import escape
 from mrl.system.disk import refusal
 from mrl.system.streams import open_missing, silence_unwritable
+from mrl.version import __version__
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line: the entry point of `mrl` and `python -m mrl`.
+    """Run the command line. This is the entry point of `mrl` and `python -m mrl`.
 
-    A command whose reader has left (`mrl recipe | head`) ends without a message, as those that
-    SIGPIPE kills do.
+    If the reader of standard output has closed the pipe (`mrl recipe | head`), the command ends
+    without a message, like a program that SIGPIPE kills.
     """
     open_missing()
     try:
@@ -41,29 +41,32 @@ def main(argv: list[str] | None = None) -> None:
             raise
         _flush(is_done=True)
     except BrokenPipeError:
-        if not _is_closed(sys.stdout.fileno()):  # that of an engine or a worker
+        if not _is_closed(sys.stdout.fileno()):  # another pipe broke, to an engine or worker
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
-        sys.exit(ExitCode.NOBODY_READS)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(ExitCode.BROKEN_PIPE)
 
 
 def _flush(*, is_done: bool) -> None:
-    """Flush what was printed. If a stream cannot be written to, the command fails even if it was
-    done."""
+    """Flush standard output and standard error. If the command succeeded (`is_done`) but its output
+    could not be written, print a message and exit with `ExitCode.DISK`.
+
+    Raises BrokenPipeError if the reader of standard output has closed the pipe.
+    """
     if (names := silence_unwritable()) and is_done:
-        _say(f"mrl: {names} could not be written: its device is full")
+        _print_error(f"mrl: {names} could not be written: its device is full")
         sys.exit(ExitCode.DISK)
-    sys.stdout.flush()  # raises BrokenPipeError where nobody reads any more
+    sys.stdout.flush()  # raises BrokenPipeError if the reader has closed the pipe
 
 
-def _say(text: str) -> None:
-    """Print a line to standard error, if that can be written to."""
+def _print_error(text: str) -> None:
+    """Print a line to standard error. A failed write is ignored."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _is_closed(fd: int) -> bool:
-    """Whether `fd` is the end of a pipe that nobody reads."""
+    """Return whether `fd` is the write end of a pipe whose read end is closed."""
     poll = select.poll()
     poll.register(fd, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -76,21 +79,21 @@ def _run(argv: list[str] | None) -> None:
         args.run(args)
     except InputError as error:
         rank = os.environ.get("RANK", "0")
-        _say(f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}")
+        _print_error(f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}")
         sys.exit(ExitCode.BAD_INPUT)
     except RunFailed as error:
-        with suppress(OSError):  # standard error may be what cannot be written
+        with suppress(OSError):  # standard error itself may be unwritable
             if not show(error):
-                _say(f"mrl: {escape(str(error))}")
+                _print_error(f"mrl: {escape(str(error))}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         raise
     except Exception as error:
         if text := refusal(error, Path.cwd()):
-            _say(f"mrl: {escape(text)}")
+            _print_error(f"mrl: {escape(text)}")
             sys.exit(ExitCode.DISK)
         if args.only_reads and isinstance(error, OSError) and error.filename is not None:
-            _say(f"mrl: {escape(os.fsdecode(error.filename))}: {error.strerror}")
+            _print_error(f"mrl: {escape(os.fsdecode(error.filename))}: {error.strerror}")
             sys.exit(ExitCode.BAD_INPUT)
         with suppress(OSError):
             traceback.print_exception(error)
@@ -103,15 +106,23 @@ def _run(argv: list[str] | None) -> None:
 
 
 def _use_one_thread() -> None:
-    """Compute with one thread, as torchrun does, unless OMP_NUM_THREADS is set: two threads make small
-    products on CPUs many times slower, and another number of threads adds up in another order."""
+    """Compute with one CPU thread, here and in child processes, as torchrun does, unless
+    OMP_NUM_THREADS is set.
+
+    Small matrix products on CPUs take many times longer with two threads than with one. The number
+    of threads also changes the order of summation, and therefore the results.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"  # of child processes
+        os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
         torch.set_num_threads(1)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse as argparse does; `key=value` may also come after options."""
+    """Parse the command line (`sys.argv[1:]` if `argv` is None) like argparse, but also accept
+    `key=value` overrides after options.
+
+    If it cannot be parsed, print one line and exit with `ExitCode.BAD_INPUT`.
+    """
     words, parser = sys.argv[1:] if argv is None else argv, _parser()
     parser.set_defaults(after_interrupt="no partial output remains", only_reads=False)
     try:
@@ -121,7 +132,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except _Misuse as error:
         message, program = error.args
-        hint = "" if message.startswith("argument -") else hint_for(words)  # an option of ours
+        hint = "" if message.startswith("argument -") else hint_for(words)  # argparse explains it
         print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     if rest:
@@ -130,11 +141,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class _Misuse(Exception):
-    """A command line that cannot be parsed: why, and the program or command whose help says more."""
+    """A command line that cannot be parsed. The arguments of the exception are the reason and the
+    name of the program whose --help explains more."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports bad input in one line, which `_parse` prints."""
+    """An argument parser that raises `_Misuse`, which `_parse` reports in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise _Misuse(message, self.prog)

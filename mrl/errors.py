@@ -1,6 +1,6 @@
-"""This module holds the errors that a user can mend, and the one table of exit codes.
+"""Exceptions that the command line reports without a traceback, and the table of exit codes.
 
-docs/faults.md prints the table; a test compares both.
+docs/faults.md shows this table; a test checks that the two tables are identical.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """An `ExitCode` says to the shell, SLURM or `mrl.launch` how a command ended."""
+    """The exit codes, which tell the shell, SLURM or `mrl.launch` how a command ended."""
 
     DONE = 0
     UNFORESEEN = 1
@@ -25,29 +25,29 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 77
     HANGUP = 129
     INTERRUPTED = 130
-    NOBODY_READS = 141
+    BROKEN_PIPE = 141
     TERMINATED = 143
 
 
 MEANINGS = {
     ExitCode.DONE: "done",
-    ExitCode.UNFORESEEN: "an error that mrl does not foresee; its traceback is printed",
+    ExitCode.UNFORESEEN: "an unexpected error; its traceback is printed",
     ExitCode.BAD_INPUT: "bad input: one line says what was given, expected, and what to do",
-    ExitCode.FAILED: "the run cannot continue, for a reason without a code of its own",
+    ExitCode.FAILED: "the run cannot continue, for a reason that has no code of its own",
     ExitCode.LOST_RANK: "a rank was lost: it was killed, or its node died",
     ExitCode.HUNG_RANK: "a rank hung: it was stopped, or made no progress within its limit",
     ExitCode.LOST_ENGINE: "a rollout engine was lost for good, or could not be started",
     ExitCode.DISK: "a file could not be written: the disk is full, over its quota or read-only, the "
     "file is too large, or the run folder is gone",
-    ExitCode.SAVED: "a signal or a callback stopped the run, which saved what there was to save",
+    ExitCode.SAVED: "a signal or a callback stopped the run, and its progress was saved",
     ExitCode.NOT_FINITE: "losses, log-probs or gradients were not finite",
     ExitCode.OUT_OF_MEMORY: "the memory of a GPU or of the host was too small",
-    ExitCode.HANGUP: "SIGHUP came, and the time did not suffice to save",
+    ExitCode.HANGUP: "SIGHUP arrived, and there was not enough time to save",
     ExitCode.INTERRUPTED: "Ctrl-C",
-    ExitCode.NOBODY_READS: "nobody reads what the command prints any more, as under head",
-    ExitCode.TERMINATED: "SIGTERM came, and the time did not suffice to save",
+    ExitCode.BROKEN_PIPE: "the reader of the command's output has closed the pipe, as `head` does",
+    ExitCode.TERMINATED: "SIGTERM arrived, and there was not enough time to save",
 }
-"""What each exit code means, in words for users."""
+"""The meaning of each exit code, in words for users."""
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -55,20 +55,21 @@ DISK_ERRORS = {
     errno.EROFS: "the file system is read-only",
     errno.EFBIG: "File too large: it is above the limit of this process (ulimit -f) or of the disk",
 }
-"""What an OSError of the disk means."""
+"""Messages for users, by the `errno` of a write that failed because of the disk."""
 
 
 class RunFailed(RuntimeError):
-    """The run cannot continue, and not for a fault of the code: the message says why and what to do.
+    """The run cannot continue, for a reason other than a bug in mrl. The message says why and what
+    to do.
 
-    The command line prints it without a traceback and exits with `exit_code`.
+    The command line prints the message without a traceback and exits with `exit_code`.
     """
 
     exit_code = ExitCode.FAILED
 
 
 class RankLost(RunFailed):
-    """Another rank of the job is gone: this one cannot reach it any more."""
+    """Another rank of the job can no longer be reached."""
 
     exit_code = ExitCode.LOST_RANK
 
@@ -80,7 +81,8 @@ class EngineGone(RunFailed):
 
 
 class DiskFailed(RunFailed):
-    """A file could not be written, because of the disk: the message names it."""
+    """A file could not be written because the disk is full, over its quota or read-only, or for a
+    similar reason. The message names the file."""
 
     exit_code = ExitCode.DISK
 
@@ -92,18 +94,19 @@ class NotFinite(RunFailed):
 
 
 class WrongWeights(RunFailed):
-    """An engine used other weights than it says, or than it was given: by its stamps or its cache."""
+    """An engine's weights differ from the weights that it reported, or from those that the trainer
+    sent to it."""
 
 
 class OutOfMemory(RunFailed):
-    """The memory of a GPU or of the host does not suffice."""
+    """The memory of a GPU or of the host is too small."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
 class InputError(ValueError):
-    """The user's input is bad: recipe, data, model folder or reward function.
+    """Bad input from the user, such as a wrong recipe, data file, model folder or reward function.
 
-    The message is one clear line: what was given, what was expected, what to do. The command line
-    prints it without a traceback and exits with code 2.
+    The message is one line that says what was given, what was expected, and what to do. The command
+    line prints it without a traceback and exits with code 2.
     """

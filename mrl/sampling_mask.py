@@ -1,8 +1,10 @@
-"""A sampling mask holds, for each token that was drawn from a truncated distribution, the tokens that
-`top_p` and `top_k` had kept.
+"""A sampling mask holds, for each token that was sampled from a truncated distribution, the tokens
+that `top_p` and `top_k` kept.
 
-DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) calls it "keep sampling mask": the trainer normalises over
-the same tokens as the engine did. T tokens, M kept tokens of all of them.
+DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) calls it "keep sampling mask": the trainer normalises
+over the same tokens as the engine did.
+
+Dimensions: T tokens of a sequence, M kept tokens in total.
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ import torch
 from torch import Tensor
 
 NOT_KEPT = -1
-"""What fills `rows` behind the kept tokens."""
+"""Padding of `SamplingMask.rows` after the kept tokens."""
 
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """A sampling mask is ragged: the kept tokens of token t follow those of token t - 1."""
+    """The tokens that `top_p` and `top_k` kept when each of T tokens was sampled. They are stored
+    as a ragged array: the tokens kept for token t follow the tokens kept for token t - 1."""
 
     token_ids: Tensor
-    """i32[M]: the kept tokens, each once for a token, and the drawn one among them."""
+    """i32[M]: the ids of the kept tokens. The ids kept for one token are distinct and include that
+    token."""
     counts: Tensor
-    """i32[T]: how many were kept; 0 for tokens that were not drawn."""
+    """i32[T]: the number of tokens kept for each token; 0 for a token that was not sampled."""
 
     def __post_init__(self) -> None:
         for name in ("token_ids", "counts"):
@@ -42,7 +46,8 @@ class SamplingMask:
 
     @staticmethod
     def of(sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """Return the mask of tokens that were each drawn from one of these sets."""
+        """Return the mask of T tokens. `sets[t]` holds the ids of the tokens kept for token t; it
+        is empty if token t was not sampled."""
         kept = [token for each in sets for token in each]
         counts = [len(each) for each in sets]
         return SamplingMask(
@@ -55,17 +60,18 @@ class SamplingMask:
         return len(self.counts)
 
     def outline(self) -> SamplingMask:
-        """Return the shape without the numbers, on the `meta` device."""
+        """Return a mask of the same shapes without data, on the `meta` device."""
         return SamplingMask(self.token_ids.to("meta"), self.counts.to("meta"))
 
     def cut(self, num_tokens: int) -> SamplingMask:
-        """Return the mask of the first tokens alone."""
+        """Return the mask of the first `num_tokens` tokens."""
         counts = self.counts[:num_tokens]
         return SamplingMask(self.token_ids[: int(counts.sum())], counts)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Return i64[R, K]: the kept tokens of the tokens i64[R], with NOT_KEPT behind them; K is the
-        largest number of any of them."""
+        """Return i64[R, K]: for each of the positions `tokens` i64[R], the ids of the tokens kept
+        at that position, padded with NOT_KEPT. K is the largest number of tokens kept at any of
+        these positions."""
         counts = self.counts[tokens].long()
         first = (self.counts.long().cumsum(0) - self.counts)[tokens]
         place = torch.arange(int(counts.max()) if len(counts) else 0)
@@ -77,10 +83,10 @@ class SamplingMask:
 
 
 def join_masks(parts: Sequence[tuple[SamplingMask | None, int]]) -> SamplingMask | None:
-    """Return the masks of (mask, number of tokens) end to end; None where no part has one.
+    """Return the masks of several parts joined end to end, or None if no part has a mask.
 
-    Tokens of a part without a mask have no set. Raises ValueError where a mask has another number of
-    tokens than its part.
+    Each part is (its mask or None, its number of tokens). Tokens of a part without a mask get a
+    count of 0. Raises ValueError if a mask has another number of tokens than its part.
     """
     if all(mask is None for mask, _ in parts):
         return None

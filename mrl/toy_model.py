@@ -1,7 +1,9 @@
-"""Writes a tiny Qwen3-MoE checkpoint with a character tokenizer: one CPU core can train it.
+"""Writes a tiny Qwen3-MoE checkpoint with a character tokenizer, small enough to train on one CPU
+core.
 
-It has the real architecture (GQA, qk-norm, top-k router, per-expert MLPs) at about 0.3 M parameters, in
-float32, so that Megatron and SGLang both run it and can be compared to the last digits.
+The model has every part of the Qwen3-MoE architecture (GQA, qk-norm, top-k router, per-expert MLPs)
+and about 0.3 M parameters in float32. Megatron and SGLang can both run it, so their log-probs can
+be compared at float32 precision.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from mrl.errors import InputError
 
 MARKER = "mrl_toy_model.json"
-"""Holds the knobs; a folder with this file may be written again."""
+"""Name of the file that records the arguments of `write_toy_model`. A folder that contains this
+file may be overwritten."""
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 PAD, IM_START, EOS, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
@@ -48,13 +51,14 @@ def write_toy_model(
     max_position_embeddings: int = 512,
     init_std: float = 0.1,
 ) -> None:
-    """Write config.json, model.safetensors (float32) and the tokenizer; the same bytes per seed.
+    """Write config.json, model.safetensors (float32) and the tokenizer. Calls with the same
+    arguments write the same bytes.
 
-    `mlp_only_layers` are 0-based numbers of dense layers. Every id below `vocab_size` has a token:
-    what the characters and the four special tokens leave is reserved.
+    `mlp_only_layers` are the 0-based numbers of dense layers. Every id below `vocab_size` has a
+    token: ids that the characters and the four special tokens do not use get reserved tokens.
 
-    Raises InputError where the folder holds anything but an earlier toy model, or the vocabulary is
-    too small for printable ASCII.
+    Raises InputError if `folder` is a file, or a non-empty folder that no earlier call wrote, or if
+    the vocabulary is too small for printable ASCII.
     """
     folder = Path(folder)
     _refuse_foreign_folder(folder)
@@ -76,7 +80,7 @@ SAME_NAMES = (
     "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "max_position_embeddings",
 )  # fmt: skip
-"""Arguments of `write_toy_model` that transformers calls the same."""
+"""Arguments of `write_toy_model` that have the same name in the transformers config."""
 
 
 def _config(knobs: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
@@ -89,18 +93,20 @@ def _config(knobs: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> Qwen3M
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        # Not the tokenizer's: transformers would start that row at 0, and the norm behind it would
-        # multiply the first gradient of a sampled pad token by a thousand.
+        # Not the tokenizer's pad id: transformers would initialise that embedding row to 0, and the
+        # norm after it would multiply the first gradient of a sampled pad token by a thousand.
         pad_token_id=None,
         dtype=torch.float32,
     )
-    return Qwen3MoeConfig(**shape)  # as a dict: transformers' signature hides `head_dim`
+    return Qwen3MoeConfig(**shape)  # as a dict: transformers' signature lacks `head_dim`
 
 
 def build_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each character: newline and printable ASCII.
+    """Make a tokenizer with one token per character, for newline and printable ASCII, plus four
+    special tokens and reserved tokens up to `vocab_size`.
 
-    Anything else becomes `<|unk|>`. Raises InputError where `vocab_size` is too small for these.
+    Any other character becomes `<|unk|>`. Raises InputError if `vocab_size` is too small for the
+    characters and the special tokens.
     """
     special = [PAD, IM_START, EOS, UNKNOWN]
     num_reserved = vocab_size - len(CHARACTERS) - len(special)

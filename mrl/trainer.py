@@ -1,13 +1,14 @@
-"""The loop: one step of every rank is sync, rollout, score, learn, log.
+"""The training loop of a recipe. On every rank, a step consists of sync, rollout, score, learn and log.
 
-It joins the rooms by passing values; nothing here knows Megatron or SGLang. `mrl.collect` decides where
-the engines are; on the trainer's own devices they and the trainer take turns (`mrl/collect/sync.py`).
+The loop passes values between the packages and does not depend on Megatron or SGLang itself. The
+collector decides where the engines run. If they run on the trainer's own devices, engines and
+trainer take turns (`mrl/engine_pool/local.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrl.collect.base import Collector
-from mrl.collect.evaluation import evaluate
-from mrl.collect.live import LiveCollector
+from mrl.collect.collector import Collector, evaluate
 from mrl.collect.saved import SavedCollector
 from mrl.data.completions import completions
 from mrl.diagnosis.collect import Diagnosis
-from mrl.disaggregated.collector import DisaggregatedCollector
-from mrl.disaggregated.free_collector import FreeCollector
+from mrl.engine_pool.local import make_local_collector
+from mrl.engine_pool.remote.steps import make_remote_collector
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import gather_lines
-from mrl.learn.advantages import count_loss_tokens, set_reward_advantages, shaping_metrics
-from mrl.learn.critic import make_critic
 from mrl.learn.learner import Learner
-from mrl.learn.policy import make_policy
+from mrl.learn.models import make_critic, make_policy
 from mrl.learn.rollout_metrics import episode_metrics, rollout_metrics, source_metrics
 from mrl.learn.saves import has_lost_a_save, make_checkpoints, make_snapshots
 from mrl.learn.sft import run_sft
@@ -39,14 +36,15 @@ from mrl.run import console
 from mrl.run.activities import idle_shares
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder, rollout_lines, saved_step
+from mrl.run.profiler import profiled
 from mrl.run.rollouts import is_held, save_groups
 from mrl.system.clock import Clock
-from mrl.system.profiler import profiled
-from mrl.system.stop import StopRequest, left, left_early
+from mrl.system.stop import StopRequest, stopped_at, stopped_early
 from mrl.trackers import Trackers
 from mrl.types import Max, SampleGroup, Statistics
 from parallel.checkpoint.checkpoints import Loaded
 from parallel.ledger import device_memory, memory_statistics
+from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
@@ -54,31 +52,35 @@ from parallel.reduce import reduce_statistics
 
 @dataclass
 class Trainer:
-    """Runs one recipe on one rank. `train()` goes from the last checkpoint to the last step."""
+    """Runs one recipe on one rank. `train` continues from the newest checkpoint to the last step."""
 
     plan: Plan
     mesh: Mesh
     folder: RunFolder
     callbacks: Sequence[Callback] = ()
-    """What is told of every step, in order, on every rank."""
+    """Called after every step, in order, on every rank."""
     name: str = ""
-    """Which of several runs in one process it is."""
+    """The name of the run if several runs share the process, else empty."""
+    base: SharedBase | None = None  # the service's base model, if the policy is an adapter
+    make_collector: Callable[[Plan, Mesh, RunFolder], Collector | SavedCollector] | None = None
+    """The function that makes the collector; None selects `make_collector` of this module."""
 
     def __post_init__(self) -> None:
         recipe = self.plan.recipe
         self.is_main = self.mesh.rank == 0
         self.step = 0
-        """Steps done."""
+        """The number of steps done."""
         self._first_step = 0
-        """The first step of this start."""
+        """The number of steps done when this process started."""
         self.stopped = ""
-        """Why the run stopped before its last step; empty where it did not."""
+        """Why the run stopped before its last step; empty if it did not."""
         self._stop = StopRequest(recipe.checkpoint.stop_limit_s, self.folder.saved_step)
-        with ExitStack() as undo:  # what was made is let go of where the rest cannot be made
+        with ExitStack() as undo:  # release what was built if a later step fails
             with self._progress("loading the model"):
                 self.policy = self._make_policy()
             undo.callback(self.policy.close)
-            self.collector = self._make_collector()
+            make = self.make_collector or make_collector
+            self.collector = make(self.plan, self.mesh, self.folder)
             undo.callback(self.collector.close)
             self.exchange = RolloutExchange(self.mesh, self.policy.moe_layers)
             diagnosis = Diagnosis(
@@ -104,29 +106,27 @@ class Trainer:
             )
             undo.pop_all()
 
-    def _make_policy(self, **shared: Any) -> Policy:
-        plan, shared = self.plan, {"reference": self.plan.reference, **shared}
-        return make_policy(plan.recipe, plan.model, self.mesh, plan.adapter, trains=True, **shared)
-
-    def _make_collector(self) -> Collector:
-        return make_collector(self.plan, self.mesh, self.folder)
+    def _make_policy(self) -> Policy:
+        plan, options = self.plan, {"base": self.base, "name": self.name} if self.base else {}
+        options["reference"] = plan.reference
+        return make_policy(plan.recipe, plan.model, self.mesh, plan.adapter, trains=True, **options)
 
     def train(self) -> None:
-        """Run all steps that are left. Whatever happens, no engine is left running.
+        """Run the remaining steps, then stop the engines, also after an exception.
 
-        A signal (SIGUSR1, SIGTERM, SIGHUP) and a callback that asks for it save at the end of the step
-        and stop: `stopped` says why. A signal before the first step of this start stops without a save,
-        as nothing was trained.
+        If a signal (SIGUSR1, SIGTERM, SIGHUP) or a callback requests a stop, the run stops at the
+        end of the step and saves, unless `debug.rollout_only` is set. `stopped` then has the reason.
+        A signal that arrives before this process has run a step stops the run without a save.
         """
-        with self._stop.heeding_signals():
+        with self._stop.handling_signals():
             self._train()
 
     def _train(self) -> None:
         recipe = self.plan.recipe
         try:
-            if not self._leaves_early(self.plan.resume_step or 0):
+            if not self._stops_before_training(self.plan.resume_step or 0):
                 self.begin()
-                self._leaves_early(self.step)
+                self._stops_before_training(self.step)
             while self.step < recipe.train.num_steps and not self.stopped:
                 with profiled(recipe.profile, self.folder.root, self.step, self.mesh.rank):
                     metrics = self.run_step()
@@ -143,8 +143,8 @@ class Trainer:
             self.trackers.close(failed=self.step < recipe.train.num_steps)
 
     def leave(self) -> None:
-        """Save the steps that are done, where no checkpoint has them yet, and wait for what is being
-        written. A collective."""
+        """Save the current state, unless the newest checkpoint is of the current step, and wait
+        until all saves are written. A collective."""
         self.checkpoints.finish()
         saved = [self.folder.saved_step()]
         dist.broadcast_object_list(saved)
@@ -154,13 +154,14 @@ class Trainer:
         self.snapshots.close()
 
     def close(self) -> None:
-        """Let go of the weights, for a process that lives on."""
+        """Release the models' memory, for a process that continues without this run."""
         for model in (self.policy, self.critic):
             if model is not None:
                 model.close()
 
     def begin(self) -> None:
-        """Start the engines, and go back to the newest checkpoint or through the supervised steps."""
+        """Start the engines, then load the newest snapshot or checkpoint. If the run has neither,
+        run the SFT steps of the recipe, if it has any."""
         self.snapshots.open(self.policy, self.critic)
         with self._progress(self.collector.start_text):
             self.collector.start(self.policy)
@@ -183,21 +184,22 @@ class Trainer:
             self.trackers.start(self.step)
 
     def resume(self, loaded: Loaded) -> None:
-        """Continue after a checkpoint whose weights are loaded already. A collective.
+        """Continue from a checkpoint after its weights were loaded. A collective.
 
-        If the rows of the data have changed since then, the data starts over at its first row.
+        If the rows of the data have changed since the save, reading starts again at the first row.
         """
-        collected, plan, why = loaded.trainer["collector"], self.plan, ""
+        collected, plan, reason = loaded.trainer["collector"], self.plan, ""
         if self.is_main and self.folder.history.has_other_data(loaded.step):
-            why = why_other_data(self.folder, plan.recipe, plan.sources, collected, loaded.step)
-        other = [bool(why)]
-        dist.broadcast_object_list(other)
-        self.collector.load_state_dict(collected, loaded.step, other_data=other[0])
+            reason = why_other_data(self.folder, plan.recipe, plan.sources, collected, loaded.step)
+        has_other_data = [bool(reason)]
+        dist.broadcast_object_list(has_other_data)
+        self.collector.load_state_dict(collected, loaded.step, other_data=has_other_data[0])
         self.learner.load_state_dict(loaded.trainer["learner"])
         self.step = self._first_step = loaded.step
 
     def _evaluate_last(self) -> None:
-        """Evaluate the final weights, which no step generates with; only `evals/` has the result."""
+        """Evaluate the final weights, which no step has used for rollouts. The console, the
+        callbacks and `evals/` get the result, but metrics.jsonl does not."""
         with self._progress("evaluating the final weights"):
             metrics = evaluate(self.policy, self.collector, self.step)
         if self.is_main:
@@ -206,6 +208,8 @@ class Trainer:
             callback.on_evaluation(self.step, metrics)
 
     def _call_back(self, metrics: dict[str, float]) -> None:
+        """Call every callback with the step's metrics, and with its evaluation if it had one. A
+        callback whose `on_step` returns true requests a stop of the run."""
         step, evaluation = int(metrics["step"]), self.collector.evaluation
         for callback in self.callbacks:
             if evaluation:
@@ -214,27 +218,27 @@ class Trainer:
                 self._stop.from_callback()
 
     def run_step(self) -> dict[str, float]:
-        """Run one step and return its metrics, which are the same on every rank but for the times."""
+        """Run one step and return its metrics, which are the same on every rank except for times."""
         clock = self.begin_step()
-        while not self.collector.is_over:  # once, unless an engine is lost or prompts are replaced
+        while not self.collector.is_over:  # repeats if an engine is lost or prompts are replaced
             self.sync(clock)
             self.collector.rollout(clock)
             self.collector.score(clock)
         return self.learn(clock)
 
     def begin_step(self) -> Clock:
-        """Choose the prompts of the next step, and return the clock that times its parts."""
+        """Choose the prompts of the next step; return the clock that times the parts of the step."""
         clock = Clock()
         self.collector.begin(self.step, clock)
         return clock
 
     def learn(self, clock: Clock) -> dict[str, float]:
-        """Train on the groups that the collector has for this step; return the metrics of the step."""
+        """Train on the collector's groups for this step and return the step's metrics. With
+        `debug.rollout_only`, record the groups without training on them."""
         groups = self.collector.groups
         memory = memory_statistics("rollout", self.policy.where())
-        learned: dict[str, float] = {}
         if self.plan.recipe.debug.rollout_only:
-            self._write_untrained(groups)
+            learned = self.learner.record_untrained(groups, self._write_rollouts)
         else:
             self.policy.onload()
             learned = self.learner.learn(self.step, groups, clock, self._write_rollouts)
@@ -251,7 +255,7 @@ class Trainer:
         return metrics
 
     def record_step(self, metrics: dict[str, float]) -> None:
-        """Write the metrics of the step that ended, tell the callbacks, and save where it is due."""
+        """Write the metrics of the step that ended, call the callbacks, and save if a save is due."""
         if self.is_main:
             self.folder.add_metrics(metrics)
             self.trackers.follow()
@@ -265,11 +269,10 @@ class Trainer:
     def _step_metrics(
         self, groups: list[SampleGroup], learned: dict[str, float], memory: Statistics
     ) -> dict[str, float]:
-        """Join what rollout, learner and memory measured. A collective."""
+        """Join the metrics of rollout, learner and memory. A collective."""
         recipe = self.plan.recipe
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         metrics |= source_metrics(groups)
-        metrics |= shaping_metrics(groups, recipe.algorithm, recipe.rollout.max_response_len)
         if recipe.environment is not None:
             metrics |= episode_metrics(groups)
         metrics |= learned
@@ -280,16 +283,8 @@ class Trainer:
         )
         return metrics
 
-    def _write_untrained(self, groups: list[SampleGroup]) -> None:
-        """Write the rollouts of a step that is not trained, with the advantages of their rewards."""
-        recipe = self.plan.recipe
-        max_len, is_r3 = recipe.rollout.max_response_len, recipe.moe.routing_replay == "r3"
-        tokens = count_loss_tokens(groups, recipe.algorithm, drops_stale=is_r3)
-        set_reward_advantages(groups, tokens, self.plan.algorithm, recipe.algorithm, max_len)
-        self._write_rollouts(groups)
-
     def sync(self, clock: Clock) -> None:
-        """Bring the engines to the policy's weights; times `sync`."""
+        """Send the policy's weights to the engines, and record the time under `sync`."""
         with clock.part("sync"):
             self.collector.sync(self.policy, self.step)
 
@@ -297,11 +292,12 @@ class Trainer:
         return console.progress(text) if self.is_main else nullcontext()
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
-        held = [i for i, group in enumerate(groups) if is_held(group)]
-        own = [groups[i] for i in held]
+        """Write rollouts/step_*.jsonl and, with `debug.save_rollouts`, the tensors. A collective."""
+        numbers = [i for i, group in enumerate(groups) if is_held(group)]
+        own = [groups[i] for i in numbers]
         texts = completions(own, self.plan.tokenizer)  # each rank decodes what it rolled out
         parts = [rollout_lines(self.step, g, t) for g, t in zip(own, texts, strict=True)]
-        lines = gather_lines(dict(zip(held, parts, strict=True)), len(groups))
+        lines = gather_lines(dict(zip(numbers, parts, strict=True)), len(groups))
         if lines is not None:
             self.folder.write_rollouts(self.step, lines)
         if self.plan.recipe.debug.save_rollouts:
@@ -310,41 +306,44 @@ class Trainer:
                 save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
     def _save_if_due(self) -> None:
-        """Save at the recipe's interval, at the last step, and when the run is to stop here."""
+        """Save a checkpoint at the recipe's interval, after the last step and before a requested
+        stop, but never with `debug.rollout_only`. Take a snapshot if one is due and the run
+        continues."""
         recipe, every = self.plan.recipe, self.plan.recipe.checkpoint.save_every
-        last = self.step == recipe.train.num_steps
-        told = 0 if last else self._told_on_any_rank()
-        due = last or told or (every and self.step % every == 0)
-        if due and not recipe.debug.rollout_only:
+        is_last = self.step == recipe.train.num_steps
+        request = 0 if is_last else self._stop_request()
+        is_due = is_last or request or (every and self.step % every == 0)
+        if is_due and not recipe.debug.rollout_only:
             self._save()
-        if self.snapshots.is_due(self.step) and not (last or told):
-            self.snapshots.take(self.step, self.policy, self._own_state(), self.critic)
-        if told:
-            self.stopped = left(told, self.step, is_saved=not recipe.debug.rollout_only)
+        if self.snapshots.is_due(self.step) and not (is_last or request):
+            self.snapshots.take(self.step, self.policy, self._state(), self.critic)
+        if request:
+            self.stopped = stopped_at(request, self.step, is_saved=not recipe.debug.rollout_only)
 
-    def _leaves_early(self, step: int) -> bool:
-        """Whether SIGUSR1 came while the run started, with `step` steps done."""
-        if step < self.plan.recipe.train.num_steps and (told := self._told_on_any_rank()):
-            self.stopped = left_early(told, step)
+    def _stops_before_training(self, step: int) -> bool:
+        """Return whether a signal stops the run before its first step, with `step` steps done."""
+        if step < self.plan.recipe.train.num_steps and (request := self._stop_request()):
+            self.stopped = stopped_early(request, step)
         return bool(self.stopped)
 
-    def _told_on_any_rank(self) -> int:
-        """Ranks stop together, also when only one of them was told."""
-        return int(reduce_statistics({"told": Max(torch.tensor(float(self._stop.asked)))})["told"])
+    def _stop_request(self) -> int:
+        """Return the largest `StopRequest.source` of all ranks (`mrl.system.stop`); 0 if no rank
+        was asked to stop. A collective."""
+        asked = Max(torch.tensor(float(self._stop.source)))
+        return int(reduce_statistics({"asked": asked})["asked"])
 
     def _save(self) -> None:
-        self.checkpoints.save(self.step, self.policy, self._own_state(), self.critic)
+        self.checkpoints.save(self.step, self.policy, self._state(), self.critic)
 
-    def _own_state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores besides weights and optimizers."""
         return {"collector": self.collector.state_dict(), "learner": self.learner.state_dict()}
 
 
-def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector:
-    """Return what gives the steps of a recipe their groups: saved rollouts, engines on the same
-    devices, or those of rollout ranks."""
+def make_collector(plan: Plan, mesh: Mesh, folder: RunFolder) -> Collector | SavedCollector:
+    """Return the source of each step's sample groups: saved rollouts, engines on the trainer's
+    devices, or engines on separate rollout ranks."""
     if plan.recipe.debug.load_rollouts is not None:
         return SavedCollector(plan.recipe, mesh)
-    if plan.roles.num_rollout:
-        kind = FreeCollector if plan.recipe.asynchronous.is_free else DisaggregatedCollector
-        return kind(plan, mesh, folder)
-    return LiveCollector(plan, mesh, folder)
+    make = make_remote_collector if plan.roles.num_rollout else make_local_collector
+    return make(plan, mesh, folder)

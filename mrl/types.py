@@ -1,9 +1,9 @@
-"""This module holds the records that flow between the rooms.
+"""Records that the packages exchange.
 
-Dimensions: P prompt tokens, T all tokens of a sample, G samples a prompt, N packed tokens of a
+Dimensions: P prompt tokens, T all tokens of a sample, G samples per prompt, N packed tokens of a
 micro-batch, B packed sequences, L MoE layers, K experts per token.
 
-Index t of a per-token field describes token t; the first token has no log-prob, so it is 0 there.
+Index t of a per-token field describes token t. The first token has no log-prob; its entry is 0.
 `rollout_logprobs` (engine), `old_logprobs` (trainer before the update), `ref_logprobs` (frozen
 reference) and `logprobs` (current policy) are four different numbers and never share a name.
 """
@@ -20,36 +20,34 @@ from torch import Tensor
 from mrl.sampling_mask import SamplingMask
 
 NATIVE_ROUTE = -1
-"""The expert id of a row without a captured route: the router decides for itself."""
-
+"""Expert id of a row without a captured route; the trainer's router then chooses the experts."""
 UNKNOWN_VERSION = -1
-"""The weight version of rows of routes where nobody can tell, and of tokens not of the policy."""
+"""Weight version of tokens that the policy did not sample, and of route rows of unknown version."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt is one row of the prompt file."""
+    """One row of the prompt file."""
 
     prompt_id: str
-    """Stable across runs: the number of the row, over all files."""
+    """The row's number as a string, counted from 0 over all files. It is the same in every run."""
     token_ids: Tensor
     """i64[P]."""
     content: Any
-    """What the row's prompt held: a string or a list of chat messages; without the beginning that
-    `data.overlong: truncate_left` cut off."""
+    """The prompt: a string, or a list of chat messages. `data.overlong` may have truncated it."""
     columns: dict[str, Any]
-    """Every other column of the row, `answer` and `info` among them; handed to the reward."""
+    """All other columns of the row, such as `answer` and `info`; the reward receives them."""
     source: str
     """`file:line`, for error messages."""
     reward: str | None = None
-    """A key of `DataConfig.rewards`, where its source of the data has a reward of its own."""
+    """Key into `DataConfig.rewards` if the prompt's data source has its own reward, else None."""
     source_name: str | None = None
-    """The name of its source, where the data has several (`data.sources`)."""
+    """Name of the prompt's data source if there are several (`data.sources`), else None."""
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Weights `version` made tokens (or rows of routes) [start, end) of a sample."""
+    """The tokens or route rows [start, end) of a sample; weights of `version` produced them."""
 
     version: int
     start: int
@@ -58,33 +56,38 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """A trace holds the experts that the rollout engine chose for a sample. Row t routes token t.
+    """The experts that the rollout engine chose for a sample. Row t is the route of token t.
 
     The last token of a sample was never fed back to the engine, so it has no row. No row repeats an
-    expert: `moe.trace` refuses that in what an engine sends, and packing in what is replayed.
+    expert: `moe.trace` and `moe.align` refuse a row that does.
     """
 
     expert_ids: Tensor
-    """u8[T-1, L, K], or u16 above 256 experts; on the `meta` device (shape without ids) where another
-    rank holds them: `mrl.exchange.rollouts` brings them to the ranks that train the sample."""
+    """u8[T-1, L, K], or u16 above 256 experts. A `meta` tensor if another rank has the ids;
+    `mrl.exchange.rollouts` sends them to the ranks that train the sample."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers."""
     num_experts: int
     row_versions: tuple[VersionSpan, ...]
-    """The weights that chose each row: spans that cover all T-1 rows in order."""
+    """The weight versions that chose the rows, as spans that cover all T-1 rows in order."""
     num_cached_rows: int
-    """Leading rows that came from the engine's prefix cache, not from this request's prefill."""
+    """Number of leading rows taken from the engine's prefix cache, not computed for this request."""
     num_recomputed_rows: int = 0
-    """Leading rows that were computed anew after the engine had retracted the request: not those that
-    the log-probs of the tokens before came from."""
+    """Number of leading rows that the engine computed again after it retracted the request. The
+    log-probs of these tokens may be from before the retraction, with other routes."""
     expert_weights: Tensor | None = None
-    """f32[T-1, L, K]: the engine's gate weights of those experts (`rollout.return_routing_weights`);
-    on the `meta` device where the ids are."""
+    """f32[T-1, L, K]: gate weights (`rollout.return_routing_weights`); `meta` like `expert_ids`."""
 
     @property
     def num_rows(self) -> int:
-        """T - 1, without reading a tensor."""
+        """The number of rows, T - 1. It is known even if another rank has the ids."""
         return self.row_versions[-1].end if self.row_versions else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size in bytes of the ids and weights in this process; 0 if another rank has them."""
+        tensors = [each for each in (self.expert_ids, self.expert_weights) if each is not None]
+        return sum(each.nbytes for each in tensors if not each.is_meta)
 
     def __post_init__(self) -> None:
         ids, shape = self.expert_ids, tuple(self.expert_ids.shape)
@@ -119,41 +122,40 @@ class RoutingTrace:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample is one prompt with one completion."""
+    """One completion of a prompt."""
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: prompt, then completion; in a conversation all turns and what comes between them. On the
-    `meta` device (length without ids), as the log-probs are, where another rank holds them:
-    `mrl.exchange.rollouts` brings them to the ranks that train the sample."""
+    """i64[T]: the prompt, then the completion, or all turns of a conversation and the text between
+    them. If another rank has the tokens, this, the log-probs and the sampling mask are `meta` tensors
+    until `mrl.exchange.rollouts` sends them to the ranks that train the sample."""
     prompt_len: int
     loss_mask: Tensor
-    """bool[T]: true on tokens that the policy chose."""
+    """bool[T]: true for tokens that the policy sampled."""
     rollout_logprobs: Tensor
-    """f32[T]: the engine's, at the sampling temperature; 0 on the prompt."""
+    """f32[T]: the engine's log-probs at the sampling temperature; 0 on the prompt."""
     weight_versions: tuple[VersionSpan, ...]
-    """Cover the tokens that the policy chose, in order: in a conversation not those between turns."""
+    """Spans of the tokens that the policy sampled, in order. Tokens between its turns have no span."""
     finish_reason: str
     """`stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """(end, reward) of each turn in an environment: the tokens before `end` earned it. Empty elsewhere,
-    and where the sample has no reward."""
+    """(end, reward) of each turn; the tokens before `end` earned the reward. Empty without turns."""
     sampling_mask: SamplingMask | None = None
-    """All tokens' sets, where `rollout_logprobs` are truncated; on the `meta` device where they are."""
+    """Tokens that `top_p` and `top_k` kept per position, with `rollout.sampling_mask`; else None."""
 
     @property
     def is_held(self) -> bool:
-        """Whether this rank has the tokens, and not their number alone."""
+        """Whether this rank has the token ids themselves, rather than only their number."""
         return not self.token_ids.is_meta
 
     @property
     def response_ids(self) -> Tensor:
-        """i64[T - prompt_len]."""
+        """i64[T - prompt_len]: the tokens after the prompt."""
         return self.token_ids[self.prompt_len :]
 
     def token_versions(self) -> Tensor:
-        """i32[T]: the weights that sampled each token; UNKNOWN_VERSION where the policy did not."""
+        """Return i32[T]: the weight version of each token; UNKNOWN_VERSION if it was not sampled."""
         versions = torch.full((len(self.token_ids),), UNKNOWN_VERSION, dtype=torch.int32)
         for span in self.weight_versions:
             versions[span.start : span.end] = span.version
@@ -161,51 +163,48 @@ class Sample:
 
     @property
     def num_generated(self) -> int:
-        """Tokens that the policy chose, also where the sample has left the loss."""
+        """Number of tokens that the policy sampled, even if the sample is excluded from the loss."""
         return sum(span.end - span.start for span in self.weight_versions)
 
 
 @dataclass
 class SampleGroup:
-    """A group holds all samples of a prompt; rewards and advantages come after the rollout."""
+    """All samples of a prompt. Rewards and advantages are filled in after the rollout."""
 
     prompt: Prompt
     samples: list[Sample]
     rewards: Tensor | None = None
-    """f32[G]; NaN where the reward function gave no reward or failed: masked, never scored 0."""
+    """f32[G]; NaN, not 0, if the reward function failed or returned no reward."""
     advantages: Tensor | None = None
-    """f32[G]: what is trained with; 0 where the reward is NaN. Where tokens have advantages of their
-    own (a critic, KL in the reward) it is the mean over the sample's loss tokens."""
+    """f32[G]: the advantages used in training; 0 if the reward is NaN. If tokens have their own
+    advantages (a critic, KL in the reward), this is the mean over the sample's loss tokens."""
     texts: list[str] | None = None
-    """The completions in words, where this rank has decoded them already (`mrl.data.completions`)."""
+    """The decoded completions; None if this rank has not decoded them (`mrl.data.completions`)."""
     reward_parts: dict[str, Tensor] | None = None
-    """f32[G] by name: each of several rewards, and parts that a reward returned; NaN where a sample has
-    none. None where there is a single reward without parts."""
+    """The values f32[G] of each reward, or part of a reward, by name; NaN for samples that lack the
+    part. None for a single reward without parts."""
 
 
 @dataclass(frozen=True)
-class PackedRoutes:
-    """The routes of N packed tokens, a few bits an id: `mrl.kernels.routes` packs and unpacks them.
+class TokenRoutes:
+    """The routes of N tokens; row t routes token t."""
 
-    Row t routes token t. The last token of a sequence and padding have no captured route.
-    """
-
-    packed: Tensor
-    """u8[N, L, row_bytes]."""
+    expert_ids: Tensor
+    """u8[N, L, K], or u16 above 256 experts; undefined in rows without a captured route."""
+    captured: Tensor
+    """bool[N]: whether a token has a captured route; else the trainer's routers choose its experts."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L layers."""
     num_experts: int
-    topk: int
-    """K."""
     weights: Tensor | None = None
-    """f32[N, L, K]: the engine's gate weights of those experts; of no meaning without a route."""
+    """f32[N, L, K]: the engine's gate weights; undefined for tokens without a route."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch holds B sequences packed end to end into N tokens.
+    """B sequences packed end to end into N tokens.
 
-    Padding, where the layout wants it, is the last sequence: no loss, native routes.
+    Padding, if the layout needs it, is the last sequence, without loss tokens or captured routes.
     """
 
     input_ids: Tensor
@@ -219,40 +218,41 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """f32[N]."""
     rewards: Tensor
-    """f32[B]: shaped (`mrl.learn.advantages.shaped_rewards`); 0 where a sample has none."""
+    """f32[B]: rewards after shaping (`mrl.learn.step_data.shaped_rewards`); 0 without a reward."""
     seq_weight: Tensor
-    """f32[B]: what one sequence counts in the loss; carries the whole global normaliser."""
+    """f32[B]: weight of each sequence in the loss, already divided by the global normaliser."""
     advantages: Tensor | None = None
-    """f32[B], from `mrl.learn.advantages`; the mean over loss tokens where tokens have their own."""
+    """f32[B]: one advantage per sequence. If each token has an advantage (`token_advantages`), this
+    is the mean over the sequence's loss tokens. None until `mrl.learn.advantages` has run."""
     sample_ids: Tensor | None = None
-    """i64[B]: each sample's number in its step, as lines of rollouts/step_*.jsonl; -1 for padding."""
+    """i64[B]: number of each sample in its step (line of rollouts/step_*.jsonl); -1 for padding."""
     weight_versions: Tensor | None = None
-    """i32[N]: the weights that sampled each token; UNKNOWN_VERSION where it is not the policy's."""
-    routes: PackedRoutes | None = None
+    """i32[N]: weight version of each token; UNKNOWN_VERSION if the policy did not sample it."""
+    routes: TokenRoutes | None = None
     old_logprobs: Tensor | None = None
     """f32[N], on the last pipeline stage."""
     ref_logprobs: Tensor | None = None
     """f32[N], on the last pipeline stage."""
     token_advantages: Tensor | None = None
-    """f32[N]: take the place of `advantages`, on the last pipeline stage."""
+    """f32[N]: one advantage per token, on the last pipeline stage; replaces `advantages` if given."""
     old_values: Tensor | None = None
-    """f32[N]: the critic's before the update, on the last pipeline stage."""
+    """f32[N]: the critic's values before the update, on the last pipeline stage."""
     returns: Tensor | None = None
-    """f32[N]: what the critic learns, on the last pipeline stage."""
+    """f32[N]: the critic's targets, on the last pipeline stage."""
     entropy: Tensor | None = None
-    """f32[N] in nats, with gradient: of the current policy at each loss token, for the loss only."""
+    """f32[N] in nats, with gradient: the current policy's entropy; set while the loss is computed."""
     nll_weight: Tensor | None = None
-    """f32[B]: what each log-likelihood counts beside the policy loss, normaliser included."""
+    """f32[B]: weight of each sequence's log-likelihood term in the loss, normaliser included."""
     version: int | None = None
-    """The trainer's weights at the rollout; the staleness of a token is version - weight_versions."""
+    """Version of the weights before the update; a token's staleness is `version - weight_versions`."""
     truncated: Tensor | None = None
-    """bool[B]: samples that were cut off."""
+    """bool[B]: true for samples that ended at the length limit."""
     token_rewards: Tensor | None = None
-    """f32[N]: what each turn earned, at its last loss token; take the place of `rewards`."""
+    """f32[N]: each turn's reward at its last loss token, else 0; replaces `rewards` if given."""
     bootstrap: Tensor | None = None
-    """f32[B]: the critic's value of the state after the last loss token of what was cut off; else 0."""
+    """f32[B]: the critic's value after the last loss token of truncated samples, else 0."""
     sampling_mask: SamplingMask | None = None
-    """The sets of the N tokens, always on the CPU: all log-probs are of the truncated distribution."""
+    """Tokens kept at each of the N positions, on the CPU, with `rollout.sampling_mask`; else None."""
 
     @property
     def num_tokens(self) -> int:
@@ -261,18 +261,18 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One optimizer step's share of this data-parallel rank."""
+    """The data of one optimizer step that this data-parallel rank trains on."""
 
     micro_batches: list[MicroBatch]
     num_loss_tokens: int
-    """The number over all data-parallel ranks."""
+    """Number of loss tokens, over all data-parallel ranks."""
     num_samples: int
-    """The number over all data-parallel ranks; samples without a single loss token do not count."""
+    """Number of samples with at least one loss token, over all data-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A statistic that is reported as total / count, both summed over micro-batches and ranks."""
+    """A statistic reported as total / count, both summed over micro-batches and ranks."""
 
     total: Tensor
     count: Tensor
@@ -280,26 +280,26 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A statistic that is reported as the sum over micro-batches and ranks."""
+    """A statistic reported as its sum over micro-batches and ranks."""
 
     value: Tensor
 
 
 @dataclass(frozen=True)
 class Max:
-    """A statistic that is reported as the largest value over micro-batches and ranks."""
+    """A statistic reported as its maximum over micro-batches and ranks."""
 
     value: Tensor
 
 
 @dataclass(frozen=True)
 class Quantiles:
-    """A statistic reported as quantiles over micro-batches and ranks, each under a key of its own."""
+    """A statistic reported as quantiles over micro-batches and ranks, one metric key per quantile."""
 
     counts: Tensor
-    """i64[bins], as `mrl.system.histogram` counts them."""
+    """i64[bins]: a histogram of the values (`mrl.system.histogram`)."""
     reported: tuple[tuple[str, float], ...]
-    """(metric key, quantile)."""
+    """(metric key, quantile in [0, 1]) of each quantile."""
 
 
 Statistic = Mean | Sum | Max | Quantiles
@@ -309,41 +309,41 @@ Statistics = dict[str, Statistic]
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What an algorithm makes of one micro-batch."""
+    """The loss and the statistics of one micro-batch."""
 
     loss_sum: Tensor
-    """Scalar with a gradient to `logprobs`; already weighted by `seq_weight`, never divided."""
+    """Scalar with gradient: token losses weighted by `seq_weight` and summed; not normalised later."""
     stats: Statistics = field(default_factory=dict)
 
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""(function, arguments): called in another process of the same machine it gives u8[num_bytes]."""
+"""(function, arguments): called in another process of this machine, it returns u8[num_bytes]."""
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A bucket holds a bounded number of bytes of weights under their Hugging Face names.
+    """A bounded number of bytes of weights under their Hugging Face names.
 
-    Whoever makes buckets may use the memory again for the next but one: a consumer that asks for a
-    bucket is through with all but the last one that it got, and with that one too where none is left.
+    Two buffers alternate, so bucket n + 2 overwrites bucket n. When a consumer asks for bucket
+    n + 2, it must have finished with bucket n; at the end of the iteration, with all buckets.
     """
 
     tensors: list[tuple[str, Tensor]]
     version: int
     flat: Tensor | None = None
-    """u8[num_bytes]: all tensors end to end, where they lie in memory like that already."""
+    """u8[num_bytes]: all tensors end to end, if they are already contiguous in memory."""
     is_last: bool = False
-    """No more buckets of this version come."""
+    """Whether this is the last bucket of its version."""
     shared_path: str | None = None
-    """A file that starts with `flat`, and that other processes of this user can map: on CPUs."""
+    """On CPUs: a file that begins with `flat` and that other processes of this user can map."""
     handles: tuple[Handle, ...] | None = None
-    """How each rank of an engine opens its own copy of `flat`, in rank order, where it spans several
-    (`mrl.rollout.engine_group`). On GPUs each must be opened exactly once, by the rank of its place."""
+    """One handle for each rank of an engine, in rank order, which opens that rank's own copy of
+    `flat` (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
     digest: dict[str, int] | None = None
-    """What the trainer's own weights of this bucket add up to, by place (`mrl.kernels.digest`), taken
-    before they were gathered and copied: whatever goes wrong after that is seen."""
+    """Digests of the bucket's weights by module (`mrl.kernels.digest`), from before the trainer
+    gathered and copied the weights, so that any later corruption is detected."""
     digest_s: float = 0.0
-    """Seconds that this rank's exporter spent on digests since the bucket before this one."""
+    """Seconds that this rank's exporter spent on digests since the previous bucket."""
 
     @property
     def num_bytes(self) -> int:

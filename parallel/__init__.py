@@ -1,7 +1,7 @@
-"""The only room that knows Megatron: sizes, groups, models, weights, the train step, checkpoints.
+"""All code that uses Megatron: layouts, models, weights, training steps, checkpoints.
 
-Importing the package does not import Megatron, so that bad input is refused at once. It silences
-KNOWN_WARNINGS, because every process that imports Megatron imports this package first.
+Importing the package does not import Megatron, so mrl can refuse bad input quickly. The import
+silences KNOWN_WARNINGS, because every process that uses Megatron imports this package first.
 """
 
 import logging
@@ -15,14 +15,15 @@ KNOWN_WARNINGS = (
     "`load_state_dict` is deprecated and will be removed in future versions",
     ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
 )
-"""Megatron's, about things that mrl has decided: they would repeat on every rank."""
+"""Patterns of Megatron's warnings about choices that mrl makes on purpose. Every rank would repeat
+these warnings."""
 
 
 def _silence() -> None:
     for text in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
-    # It names an MoE layer of the spec that is not Megatron's own "unknown", once a layer.
+    # It warns of an "Unknown MLP type" for every MoE layer whose class is not Megatron's own.
     logging.getLogger("megatron.core.transformer.transformer_layer").setLevel(logging.ERROR)
 
 
@@ -30,7 +31,8 @@ _silence()
 
 
 def prepare() -> None:
-    """Call before the first import of Megatron, so that it is at home on a machine without CUDA."""
+    """Prepare this process for Megatron, with or without CUDA. Call this before Megatron's first
+    import."""
     from parallel import cpu_mode
 
     cpu_mode.enable()

@@ -1,9 +1,14 @@
-"""The modules of a model on this rank, without what trains them: one model's own, or shared."""
+"""The modules of a Megatron model on this rank, and what a model attaches to them.
+
+A base holds only the modules. The model that trains them adds an optimizer, and attaches its
+adapter, its hooks and the routing replays of its routers. It can detach these again, so that
+several policies can take turns on one base.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from mrl.config import ModelConfig, MoeConfig, Recipe
 from mrl.errors import InputError
@@ -17,25 +22,29 @@ from parallel.transformer_config import build_config
 
 @dataclass(frozen=True)
 class BaseSetup:
-    """A setup says how the modules of a model compute. Policies that share modules agree on it."""
+    """The settings that decide how the modules of a model compute. Policies that share modules must
+    have equal setups."""
 
     model: HfModel
     config: ModelConfig
     recompute: bool = False
     moe: MoeConfig = field(default_factory=MoeConfig)
-    """The modules have its order of a token's experts, and its update of the experts' biases."""
+    """The recipe's `moe` section. The modules depend only on its `expert_bias_update_rate`, and on
+    whether its `replay` contains `order`."""
     true_on_policy: bool = False
-    """Layers that compute each token as the engine does (`layers/invariant.py`)."""
+    """Whether the layers compute each token as the engine does (`layers/invariant.py`)."""
     options: MegatronOptions = field(default_factory=MegatronOptions)
-    """The recipe's own, for Megatron. The modules have its fields of TransformerConfig."""
+    """The recipe's `megatron` section. The modules depend only on those of its fields that belong
+    to TransformerConfig."""
     logprob_chunk_tokens: int = 0
-    """Tokens whose logits are computed at a time; 0 gives all logits, and a critic has none."""
+    """The number of tokens whose logits are computed at a time; 0 computes the logits of all tokens
+    at once. It is 0 for a critic, which has no logits."""
     is_adapted: bool = False
-    """Whether an adapter is trained: it is built into the native layers."""
+    """Whether an adapter is trained. An adapter needs mrl's own layers, not TransformerEngine's."""
 
     @staticmethod
     def of(recipe: Recipe, model: HfModel) -> BaseSetup:
-        """Return what a recipe asks for."""
+        """Return the setup that a recipe asks for."""
         return BaseSetup(
             model,
             recipe.model,
@@ -57,7 +66,8 @@ class BaseSetup:
         return self.recompute or self.options.recomputes_routers
 
     def require_same(self, other: BaseSetup) -> None:
-        """Raise InputError where a policy that is set up like `other` cannot share these modules."""
+        """Raise InputError if a policy with the setup `other` cannot share modules that have this
+        setup."""
         here, there = self._keys(), other._keys()
         for key, expected in here.items():
             if there[key] != expected:
@@ -67,7 +77,7 @@ class BaseSetup:
                 )
 
     def _keys(self) -> dict[str, Any]:
-        """Return everything that the modules depend on, by the keys of a recipe."""
+        """Return all settings that the modules depend on, by recipe key."""
         return {
             "model.path": self.model.path.resolve(),
             "model.architecture": self.model.named,
@@ -82,20 +92,77 @@ class BaseSetup:
         }
 
 
-class Base:
-    """A `Base` holds the bare chunks of a model on this rank; their weights are random at first.
+class Attachment(Protocol):
+    """A part of a model that is attached to the modules of its base: an adapter, hooks or routing
+    replays.
 
-    A model trains these chunks, or adapters in their layers. This base is that of one model alone;
-    `parallel.lora.shared_base.SharedBase` is that of several policies.
+    Creating an attachment attaches it.
+    """
+
+    def attach(self) -> None: ...
+    def detach(self) -> None: ...
+
+
+Part = TypeVar("Part", bound=Attachment)
+
+
+class Attachments:
+    """All attachments of one model, in the order in which they were created."""
+
+    def __init__(self) -> None:
+        self._parts: list[Attachment] = []
+
+    def add(self, part: Part) -> Part:
+        """Register and return an attachment that was just created."""
+        self._parts.append(part)
+        return part
+
+    def attach(self) -> None:
+        """Attach everything to the modules again, in the original order, because hooks run in the
+        order in which they are attached."""
+        for part in self._parts:
+            part.attach()
+
+    def detach(self) -> None:
+        """Detach everything from the modules, in reverse order."""
+        for part in reversed(self._parts):
+            part.detach()
+
+
+class GatherHooks:
+    """The hooks in which Megatron's DDP waits for gathered weights. DDP has them only with
+    `overlap_param_gather`."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        """Remember which chunks have such hooks. `chunks` are wrapped in DDP, which has already
+        enabled the hooks."""
+        self._chunks = [chunk for chunk in chunks if chunk.use_forward_hook]
+
+    def attach(self) -> None:
+        for chunk in self._chunks:
+            chunk.enable_forward_pre_hook()
+
+    def detach(self) -> None:
+        for chunk in self._chunks:
+            chunk.disable_forward_pre_hook(param_sync=False)
+
+
+class Base:
+    """The chunks of one model on this rank, one per virtual pipeline stage, without DDP's wrapper.
+    Their weights are random at first.
+
+    The model trains the weights of these chunks, or an adapter in their layers. Several policies
+    can share a base only if it is a `parallel.lora.shared_base.SharedBase`.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
-    """Its own kinds in the ledger; without one its weights are among those of its one model."""
+    """The kinds (names in the memory ledger) under which the base registers its weights. Empty if
+    the only model on the base registers the weights instead."""
 
     def __init__(
         self, setup: BaseSetup, mesh: Mesh, output_layer: OutputLayer | None = None
     ) -> None:
-        """Build the chunks. `output_layer` takes the place of the vocabulary's projection."""
+        """Build the chunks. `output_layer` replaces the projection onto the vocabulary."""
         self.setup, self.mesh = setup, mesh
         self.dtype = choose_dtype(setup.config.dtype)
         asked = "local" if setup.is_adapted else setup.config.transformer_impl
@@ -109,24 +176,27 @@ class Base:
             setup.experts_in_order, setup.logprob_chunk_tokens,
         )  # fmt: skip
         self.mounted: Any = None
-        """The model whose adapter, hooks and replays are in the chunks now."""
+        """The model whose adapter, hooks and routing replays are attached to the chunks now; None
+        if no model is mounted."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether several policies have it, each with an adapter of its own."""
+        """Whether several policies share the base, each with its own adapter."""
         return bool(self.kinds)
 
     def take(self, model: Any, seed: int) -> None:
-        """Let `model` be mounted: it puts its parts into the chunks now. `seed`: that of an adapter."""
+        """Mount `model`, which is being built and attaches its adapter, hooks and replays itself.
+        `seed` is the seed of its adapter; only a shared base uses it."""
         assert self.mounted is None, "a base of one model was given to another"
         self.mounted = model
 
     def release(self, model: Any) -> bool:
-        """Let go of a model that is closed; return whether it had not been let go of before."""
+        """Release a model that is being closed, and return True. A shared base returns False for a
+        model that was released before."""
         return True
 
     def require_mounted(self, model: Any) -> None:
-        """Raise RuntimeError where the parts of `model` are not in the chunks."""
+        """Raise RuntimeError if `model` is not the mounted model."""
         if self.mounted is not model:
             other = "no policy is" if self.mounted is None else f"{self.mounted.name!r} is"
             raise RuntimeError(f"policy {model.name!r} is not mounted, {other}; call mount() first")

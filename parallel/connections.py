@@ -1,10 +1,10 @@
-"""This module chooses CUDA_DEVICE_MAX_CONNECTIONS, the queues between host and GPU, before CUDA starts.
+"""Choose CUDA_DEVICE_MAX_CONNECTIONS, the number of queues between host and GPU, before CUDA starts.
 
-Megatron asks for a collective before the product that it overlaps with, and relies on the GPU to begin
-them in this order. Up to Hopper only a single queue keeps it. The rule is that of Megatron-LM's
-`validate_args` (megatron/training/arguments.py, not a part of megatron-core, whose
-`tensor_parallel/layers.py` only warns): 1 with tensor or context parallelism, on GPUs before Blackwell.
-This has not run on a GPU.
+Megatron issues a collective before the matrix product that it overlaps with, and relies on the GPU to
+start them in this order. Up to Hopper only a single queue guarantees that. So on GPUs
+before Blackwell, `validate_args` in Megatron-LM's megatron/training/arguments.py requires the value 1
+with tensor or context parallelism. megatron-core does not contain that file, and its
+`tensor_parallel/layers.py` only warns. This module has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mrl.config import ParallelConfig
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10
-"""The major compute capability from which on streams keep the order by themselves."""
+"""The first major compute capability whose streams keep the order with several queues."""
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 QUERY_S = 30.0
 DRIVER = Path("/dev/nvidiactl")
-"""A machine with NVIDIA's driver has this file."""
+"""A file that exists if NVIDIA's driver is loaded."""
 
 
 def choose_connections(layout: ParallelConfig, ask_capabilities: Callable[[], str]) -> str | None:
-    """Return the value that Megatron wants for a layout; None where CUDA's default may stay.
+    """Return the value that Megatron needs for a layout; None if CUDA's default may stay.
 
-    `ask_capabilities` gives the answer to QUERY, such as "9.0" on a line for each GPU, or nothing; it
-    is asked only where the layout needs it.
+    `ask_capabilities` returns the output of QUERY, one line such as "9.0" for each GPU, or an
+    empty string. It is called only if the layout has tensor or context parallelism.
     """
     if layout.tensor_model_parallel_size == layout.context_parallel_size == 1:
         return None
@@ -42,15 +42,21 @@ def choose_connections(layout: ParallelConfig, ask_capabilities: Callable[[], st
 
 
 def set_connections(layout: ParallelConfig) -> None:
-    """Set the variable for this process, unless the user has. Call it before torch asks for GPUs: CUDA
-    reads it when it starts."""
+    """Set CUDA_DEVICE_MAX_CONNECTIONS for this process if the layout needs a value and the user has
+    set none.
+
+    Call this before torch uses a GPU: CUDA reads the variable when it starts.
+    """
     if VARIABLE not in os.environ and (value := choose_connections(layout, _ask)) is not None:
         os.environ[VARIABLE] = value
 
 
 def _ask() -> str:
-    """Ask the driver's tool, as torch would start CUDA. Warn and return nothing if it does not answer
-    where there is a GPU."""
+    """Return the output of QUERY; an empty string if the query fails. torch is not asked, because
+    this would start CUDA.
+
+    Warns if the query fails on a machine with NVIDIA's driver.
+    """
     answer = ""
     if shutil.which(QUERY[0]):
         with suppress(OSError, subprocess.SubprocessError):
@@ -60,8 +66,8 @@ def _ask() -> str:
             answer = done.stdout
     if not answer.strip() and DRIVER.exists():
         warnings.warn(
-            f"{QUERY[0]} did not tell the GPUs' compute capability, so {VARIABLE} stays unset; set "
-            "it to 1 on GPUs before Blackwell, where Megatron's tensor and context parallelism want it",
+            f"{QUERY[0]} did not report the GPUs' compute capability, so {VARIABLE} stays unset; set "
+            "it to 1 on GPUs before Blackwell: Megatron's tensor and context parallelism need that",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,14 +1,15 @@
 """Context parallelism: which packed tokens a rank holds.
 
-Every sequence is cut into 2 x cp chunks of equal length, and rank r holds chunks r and 2 cp - 1 - r:
-an early one, whose tokens look back at little, and a late one, so that causal attention is the same
-work on every rank. It is the order that Megatron's RoPE and TransformerEngine expect.
+Every sequence is cut into `2 * cp` chunks of equal length. Rank r holds chunk r, whose tokens
+attend to few keys, and chunk `2 * cp - 1 - r`, whose tokens attend to many keys, so that causal
+attention costs every rank the same. Megatron's RoPE and TransformerEngine expect this order.
 
-Attention gathers keys and values over the ranks (`parallel.layers.attention`); all else is per token.
-Log-probs are gathered as well, 8 bytes a token: the loss is then computed on whole sequences, as
-without context parallelism, and every rank takes the gradient of its own tokens.
+Attention gathers keys and values over the ranks (`parallel.layers.attention`); everything else
+works on single tokens. Log-probs are gathered too, at 8 bytes per token, so the loss is computed on
+whole sequences as without context parallelism. In the backward pass every rank takes the gradient
+of its own tokens.
 
-N packed tokens, n = N / cp of them on this rank.
+Dimensions: N packed tokens, n = N / cp of them on this rank.
 """
 
 from __future__ import annotations
@@ -23,56 +24,70 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mrl.types import PackedRoutes
+from moe.align import take_bytes
+from mrl.types import TokenRoutes
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive tokens of one sequence that lie together on this rank."""
+    """Consecutive tokens of one sequence that are adjacent on this rank."""
 
     local_start: int
-    """First of this rank's n tokens."""
+    """Index of the block's first token among this rank's n tokens."""
     num_tokens: int
     sequence_start: int
-    """First packed token of the sequence."""
+    """Index of the sequence's first token among the N packed tokens."""
     offset: int
-    """Tokens of the sequence before the block: all of them are keys for it."""
+    """The number of the sequence's tokens before the block. The block's queries attend to all of
+    these tokens."""
 
     @property
     def packed(self) -> Tensor:
-        """i64[num_tokens]: the packed tokens of the block."""
+        """i64[num_tokens]: packed indices of the block's tokens."""
         first = self.sequence_start + self.offset
         return torch.arange(first, first + self.num_tokens)
 
 
 @dataclass(frozen=True)
 class ContextSlice:
-    """This rank's part of a micro-batch; the whole of it where there is no context parallelism."""
+    """This rank's part of a micro-batch; the whole micro-batch without context parallelism."""
 
     group: ProcessGroup
     blocks: list[Block]
     index: Tensor | None = None
-    """i64[n]: the packed tokens of this rank, in its order; None for all."""
+    """i64[n]: packed indices of this rank's tokens, in this rank's order; None without context
+    parallelism, where the rank has all tokens."""
     places: Tensor | None = None
-    """i64[N]: where packed token t is when the slices of all ranks are laid end to end."""
+    """i64[N]: entry t is the position of packed token t if the slices of all ranks are laid end to
+    end; None without context parallelism."""
 
     @property
     def packed(self) -> Tensor:
-        """i64[n] on the CPU: the packed tokens of this rank, in its order."""
+        """i64[n] on the CPU: packed indices of this rank's tokens, in this rank's order."""
         parts = [block.packed for block in self.blocks]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def take(self, values: Tensor) -> Tensor:
-        """Take this rank's tokens: [N, ...] -> [n, ...]."""
+        """Select this rank's tokens: [N, ...] -> [n, ...]."""
         return values if self.index is None else values[self.index]
 
-    def take_routes(self, routes: PackedRoutes) -> PackedRoutes:
+    def take_routes(self, routes: TokenRoutes) -> TokenRoutes:
+        if self.index is None:
+            return routes
         weights = None if routes.weights is None else self.take(routes.weights)
-        return dataclasses.replace(routes, packed=self.take(routes.packed), weights=weights)
+        return dataclasses.replace(
+            routes,
+            expert_ids=take_bytes(routes.expert_ids, self.index),
+            captured=self.take(routes.captured),
+            weights=weights,
+        )
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gather [n, ...] -> [N, ...] in packed order. The gradient of a rank is that of its own
-        values: what follows must be computed by all ranks alike."""
+        """Gather `values` [n, ...] of all ranks; return [N, ...] in packed order.
+
+        The backward pass takes this rank's part of the gradient without a sum over ranks, so all
+        ranks must use the result in the same way.
+        """
         if self.places is None:
             return values
         joined = gather_from_sequence_parallel_region(
@@ -81,18 +96,22 @@ class ContextSlice:
         return joined[self.places]
 
     def gather_shared(self, values: Tensor) -> Tensor:
-        """Gather [n, ...] -> [N, ...] in the order of `places`. The gradients of all ranks are summed:
-        for what each rank uses in its own way."""
+        """Gather `values` [n, ...] of all ranks; return [N, ...], the slices of the ranks end to
+        end. `places` holds the index of each packed token in the result.
+
+        The backward pass sums the gradients of all ranks, so each rank may use the result in its
+        own way.
+        """
         if self.places is None:
             return values
         return gather_from_sequence_parallel_region(values, group=self.group)
 
 
 def context_slice(cu_seqlens: Tensor, group: ProcessGroup, device: torch.device) -> ContextSlice:
-    """Return this rank's slice, with tensors on `device`. `cu_seqlens` i32[B+1] is on the CPU, where
-    reading it waits for nothing.
+    """Return this rank's slice of the sequences `cu_seqlens` i32[B+1], with tensors on `device`.
 
-    Under context parallelism every length is a multiple of 2 cp.
+    `cu_seqlens` is on the CPU, so that reading it does not wait for a GPU. Under context
+    parallelism, raises ValueError for a sequence whose length is not a multiple of `2 * cp`.
     """
     bounds = cu_seqlens.tolist()
     if group.size() == 1:
@@ -105,9 +124,10 @@ def context_slice(cu_seqlens: Tensor, group: ProcessGroup, device: torch.device)
 
 
 def blocks_of_rank(bounds: Sequence[int], rank: int, size: int) -> list[Block]:
-    """The blocks of context-parallel `rank` of `size`, of sequences [bounds[i], bounds[i+1]).
+    """Return the blocks that context-parallel rank `rank` of `size` holds of the sequences
+    [bounds[i], bounds[i+1]).
 
-    Raises ValueError for a length that is no multiple of 2 `size`.
+    Raises ValueError for a sequence whose length is not a multiple of `2 * size`.
     """
     blocks, local = [], 0
     for a, b in pairwise(bounds):

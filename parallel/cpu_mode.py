@@ -1,13 +1,16 @@
-"""This module makes Megatron-core run without CUDA. No other file replaces parts of other packages.
+"""Let Megatron-core run without CUDA.
 
-Megatron names the CUDA device in many places. Where there is no CUDA, `enable()` makes torch send
-`device="cuda"` and `.cuda()` to the CPU (through torch's own override mode) and gives the handful of
-`torch.cuda` functions that Megatron calls a CPU stand-in.
+No other file of parallel/ assigns to names inside torch or megatron-core.
 
-With CUDA it only mends megatron-core's search for TransformerEngine: names that stay undefined or wrong
-where there is none, and one that is installed but does not import.
+Megatron names the CUDA device in many places. On a machine without CUDA, `enable()` makes torch
+send `device="cuda"` and `.cuda()` to the CPU (by a `TorchFunctionMode`), and replaces the few
+functions of `torch.cuda` that Megatron calls by versions for the CPU.
 
-Call it before the first import of megatron. It is idempotent.
+With CUDA it only repairs how megatron-core looks for TransformerEngine: it defines names that are
+undefined or wrong without TransformerEngine, and hides a TransformerEngine that is installed but
+cannot be imported.
+
+Call `enable()` before the first import of megatron. A second call does nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
-from parallel.implementation import find_engine
-from parallel.megatron_names import read, replace
+from mrl.system.torch_names import TORCH
+from parallel.implementation import find_transformer_engine
+from parallel.megatron_names import MEGATRON
 
 _active: list[TorchFunctionMode] = []
 
 
 class CpuInPlaceOfCuda(TorchFunctionMode):
-    """Sends tensors that ask for CUDA, or for memory pinned for it, to the CPU."""
+    """A torch mode that creates tensors in plain CPU memory if CUDA or pinned memory is asked for."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -44,16 +48,16 @@ class CpuInPlaceOfCuda(TorchFunctionMode):
             device = kwargs.get("device")
             if device is not None and torch.device(device).type == "cuda":
                 kwargs = {**kwargs, "device": "cpu"}
-            if kwargs.get("pin_memory"):  # memory for copies to a GPU; torch refuses it without one
+            if kwargs.get("pin_memory"):  # torch refuses to pin memory without a GPU
                 kwargs = {**kwargs, "pin_memory": False}
         elif func is torch.Tensor.type and len(args) == 1:
-            # Megatron sorts gradients by type string and knows the torch.cuda.* names only.
+            # Megatron groups gradients by type string and knows only the torch.cuda.* types.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **(kwargs or {}))
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stand-in for a CUDA stream whose work is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __eq__(self, other: object) -> bool:
@@ -73,14 +77,14 @@ class _Stream:
 
 
 def enable() -> bool:
-    """Turn the mode on where there is no CUDA. Returns whether it is on."""
-    hide_broken_engine()
+    """Prepare this process for Megatron; return whether the CPU is used in place of CUDA."""
+    hide_broken_transformer_engine()
     if torch.cuda.is_available():
         complete_megatron()
         return False
     if _active:
         return True
-    # torch.compile buys nothing on these shapes and its first call costs a minute of CPU time.
+    # torch.compile does not speed up these shapes, and its first call costs a minute of CPU time.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _replace_torch_cuda()
@@ -104,66 +108,73 @@ def _replace_torch_cuda() -> None:
         "set_device": lambda *a, **k: None,
     }
     for name, value in stand_ins.items():
-        setattr(torch.cuda, name, value)
+        TORCH.replace(f"cuda.{name}", value)
 
 
-def hide_broken_engine() -> None:
-    """Let Megatron find no TransformerEngine where the installed one does not import.
+def hide_broken_transformer_engine() -> None:
+    """Hide a TransformerEngine that cannot be imported as a whole, because Megatron would use those
+    of its parts that can be imported. Does nothing without CUDA.
 
-    megatron-core 0.16 asks for its parts one by one and catches ImportError only: of one that imports
-    half it takes some names and leaves others undefined (`TENorm` in its `gpt_layer_specs`).
+    megatron-core 0.16 imports the parts one by one and catches only ImportError. If some of them
+    fail, it uses the others and leaves names undefined (`TENorm` in its `gpt_layer_specs`).
     """
-    if torch.cuda.is_available() and find_engine().error is not None:
+    if torch.cuda.is_available() and find_transformer_engine().error is not None:
         for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
             del sys.modules[name]
         sys.modules["transformer_engine"] = None  # pyright: ignore[reportArgumentType]
 
 
 def complete_megatron() -> None:
-    """Names of megatron-core that fail without TransformerEngine, whatever the device.
+    """Repair names of megatron-core that are undefined or wrong without TransformerEngine, on any
+    device.
 
-    0.19 defines the first and the last itself.
+    megatron-core 0.19 no longer needs the repairs of `te_general_gemm` and `latent.HAVE_TE`.
     """
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
-        # The router (`RouterGatingLinearFunction`) reads it, and only a successful import defines it.
+        # The router (`RouterGatingLinearFunction`) reads it, and TransformerEngine's import defines it.
         moe_utils.te_general_gemm = None
 
-    # Recompute of norms asks TransformerEngine for its fp8 state even where nothing is fp8.
+    # Recompute of norms asks TransformerEngine for its fp8 state even if nothing is fp8.
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not random.HAVE_TE:
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         random.fp8_autocast = lambda **options: contextlib.nullcontext()
         random.activation_recompute_forward = lambda **options: contextlib.nullcontext()
         # The precision-aware optimizer compares TransformerEngine's version, here None, with 2.1.0.
-        replace("is_te_min_version", lambda *versions, **options: False)
+        MEGATRON.replace("is_te_min_version", lambda *versions, **options: False)
 
-    # 0.16.1 tests its layers against TransformerEngine's classes here even where there are none.
-    replace("latent.HAVE_TE", read("extensions.HAVE_TE"))
+    # 0.16.1 compares its layers with TransformerEngine's classes here even if there are none.
+    MEGATRON.replace("latent.HAVE_TE", MEGATRON.take("extensions.HAVE_TE"))
 
 
 def _replace_megatron() -> None:
-    """Names of megatron-core that have no CPU branch, or one that gloo cannot do."""
-    replace("_get_cuda_rng_state", lambda *a, **k: torch.get_rng_state())
-    replace("_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state))
+    """Replace functions of megatron-core that do not work on CPUs, or that gloo cannot run."""
+    MEGATRON.replace("_get_cuda_rng_state", lambda *a, **k: torch.get_rng_state())
+    MEGATRON.replace("_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state))
 
     def split_sizes_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    # Megatron's returns the tensor itself on a CPU.
-    replace("maybe_move_tensor_to_cpu", split_sizes_on_cpu)
-    replace("token_dispatcher.maybe_move_tensor_to_cpu", split_sizes_on_cpu)
+    # Megatron's own function returns a CPU tensor as it is, even if a numpy array is asked for.
+    MEGATRON.replace("maybe_move_tensor_to_cpu", split_sizes_on_cpu)
+    MEGATRON.replace("token_dispatcher.maybe_move_tensor_to_cpu", split_sizes_on_cpu)
     for name, uneven in (
         ("_gather_along_first_dim", _gather_uneven),
         ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
     ):
-        replace(name, _by_sizes(read(name), uneven))
-    replace("_get_sub_optimizer_param_groups", _offload_share)
+        MEGATRON.replace(name, _by_sizes(MEGATRON.take(name), uneven))
+    MEGATRON.replace("_get_sub_optimizer_param_groups", _offload_share)
 
 
 def _offload_share(self: Any, fraction: float) -> tuple[list, list, dict, dict, dict]:
-    """HybridDeviceOptimizer's split of its parameters, of which it takes those on a CPU for offloaded
-    already and then misses the device's copy of them. Here what it is given counts as the device's."""
+    """Split the parameters of a HybridDeviceOptimizer into those that are offloaded and those that
+    stay on the device.
+
+    The optimizer's own method treats parameters that are on a CPU as already offloaded, and later
+    does not find their copies on the device. Here all given parameters count as being on the
+    device.
+    """
     groups: tuple[list, list] = ([], [])
     copies, originals, in_fp32 = {}, {}, {}
     limit = fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
@@ -187,7 +198,8 @@ def _offload_share(self: Any, fraction: float) -> tuple[list, list, dict, dict, 
 
 
 def _by_sizes(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's own function for equal parts, ours where it is given their sizes."""
+    """Return a function that calls `uneven` if its argument `sizes` (the sizes of the parts) is
+    given, and `even` if it is None."""
 
     def either(
         values: Tensor, group: ProcessGroup, sizes: list[int] | None = None, *args: Any, **kw: Any
@@ -200,7 +212,10 @@ def _by_sizes(even: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Cal
 
 
 def _gather_uneven(values: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-    """[sizes[rank], ...] of every rank -> [sum(sizes), ...]; gloo itself gathers equal parts only."""
+    """Gather `values` [sizes[rank], ...] of every rank; return [sum(sizes), ...].
+
+    The parts are padded, because gloo gathers only parts of equal size.
+    """
     padded = values.new_zeros(max(sizes), *values.shape[1:])
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in sizes]
@@ -209,7 +224,8 @@ def _gather_uneven(values: Tensor, group: ProcessGroup, sizes: list[int]) -> Ten
 
 
 def _reduce_scatter_uneven(values: Tensor, group: ProcessGroup, sizes: list[int]) -> Tensor:
-    """[sum(sizes), ...] of every rank -> this rank's [sizes[rank], ...] of their sum."""
+    """Sum `values` [sum(sizes), ...] over the ranks; return this rank's part of the sum,
+    [sizes[rank], ...]."""
     total = values.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()].contiguous()

@@ -1,7 +1,8 @@
-"""The critic: a second Megatron model whose last layer gives one value a token, with its own optimizer.
+"""The critic: a second Megatron model, whose last layer gives one value per token.
 
-It has the policy's mesh, and its own weights, optimizer and ledger entries (`critic_*`). It
-routes natively: its routers are another model's, and the rollout's routes say nothing about them.
+It shares the policy's mesh, and has separate weights, a separate optimizer and separate ledger
+entries (`critic_*`). Its routers choose experts themselves, because the routes of a rollout belong
+to the policy's routers.
 """
 
 from __future__ import annotations
@@ -24,47 +25,52 @@ from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch
 from parallel.architectures.base import HfConfig, Rule
 from parallel.base import Base, BaseSetup
-from parallel.forward import HeadInput, HeadOutput, PassOutput
+from parallel.forward import HeadInput, HeadOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.options.read import read_options
+from parallel.pass_output import PassOutput
 
 VALUE_HEAD = "value_head.weight"
-"""The name of the head in a saved critic's folder; a language model has none, and the head starts
-anew."""
+"""The name of the value head in the folder of a saved critic. If the critic starts from a language
+model, whose folder has no value head, the head is initialized randomly."""
 
 
 class ValueHead(torch.nn.Module):
-    """Maps hidden [s, 1, h] to values f32[S, 1, 1], with Megatron's signature of an output layer.
+    """An output layer in Megatron's form, which maps the hidden states [s, 1, h] of s rows to
+    values f32[S, 1, 1].
 
-    The weight [1, h] is whole on every rank. Under sequence parallelism a rank has s = S / tp rows, and
-    the values of all are gathered: afterwards every rank computes the same loss of them.
+    Every rank holds the whole weight [1, h]. Without sequence parallelism s = S. With it a rank has
+    s = S / tp rows; the values of the tp ranks are gathered, and each of these ranks computes the
+    same loss from them.
     """
 
     def __init__(self, config: TransformerConfig, std: float, seed: int) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
-        # The same on all ranks: drawn on the CPU, from a generator of its own.
+        # Made on the CPU with a separate generator, so that it is the same on all ranks.
         noise = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
         self.weight = torch.nn.Parameter((std * noise).to(config.params_dtype))
-        # Each rank has the gradient of its own rows only: Megatron sums those of flagged weights.
+        # Each rank has the gradient of its own rows only; Megatron sums gradients of flagged weights.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, hidden: Tensor, weight: Any = None, **_: Any) -> tuple[Tensor, None]:
         values = F.linear(hidden, self.weight).float()
         if self.sequence_parallel:
-            # All ranks hold the same gradient of the whole: each takes its rows, without a sum.
+            # All ranks hold the same gradient of all values: each takes its rows, without a sum.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def value_rows(given: HeadInput, into: PassOutput) -> HeadOutput:
-    """Turn rows [1, n, 1] into values f32[N], noted in `into`: the head of the runner.
+    """Turn the model's output [1, n, 1] into values f32[N], and record them in `into`. This is the
+    critic's head.
 
-    Value t is that of the state before token t was chosen, so it is read off row t - 1; 0 off the loss
-    tokens. Row t itself is the value of the state after it.
+    Value t belongs to the state before token t was chosen, so it comes from row t - 1. Row t itself
+    is the value of the state after token t (`into.values_after`). Both values are 0 for tokens
+    without loss.
     """
     wanted = given.batch.loss_mask & (given.batch.position_ids > 0)
     rows = given.context.gather(given.states.flatten().float())
@@ -75,7 +81,8 @@ def value_rows(given: HeadInput, into: PassOutput) -> HeadOutput:
 
 
 def value_model(model: HfModel) -> HfModel:
-    """`model` with a value head in the place of its output layer, which nothing is tied to."""
+    """Return `model` with a value head, which is not tied to the embedding, in place of the output
+    layer."""
 
     def rules(hf: HfConfig) -> list[Rule]:
         table = [r for r in model.architecture.rules(hf) if r.megatron != "output_layer.weight"]
@@ -92,10 +99,10 @@ def value_model(model: HfModel) -> HfModel:
 
 
 class Critic(MegatronModel):
-    """A `Critic` is the model whose output is one value per token.
+    """The model that gives one value per token.
 
-    What makes it a Megatron model (passes, steps, memory) is `MegatronModel`'s; the value head and its
-    weights are the critic's own.
+    Passes, steps and memory moves are inherited from `MegatronModel`; this class adds the value
+    head.
     """
 
     loss_key = "loss/value"
@@ -115,9 +122,10 @@ class Critic(MegatronModel):
     ) -> None:
         """Build the critic and load its weights.
 
-        `model`: a language model, or a critic saved under HF names. `ledger`: the policy's own, so
-        that one ledger knows every byte of the rank. The head starts as N(0, head_std^2). `megatron`:
-        that branch of the recipe.
+        `model` is a language model, or a critic that was saved under HF names. `ledger` is the
+        policy's ledger, so that one ledger accounts for every byte of the rank. The weights of a
+        new value head are drawn from N(0, head_std^2) with `seed`. `megatron` is the recipe's
+        section of that name.
         """
         options = read_options(megatron)
         setup = BaseSetup(value_model(model), config, recompute, options=options)
@@ -134,9 +142,11 @@ class Critic(MegatronModel):
             self.load(may_lack=(VALUE_HEAD,))
 
     def values(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the values of the states before and after each loss token, without gradient.
+        """Return two lists without gradient: the values of the state before each loss token, and
+        the values of the state after each loss token.
 
-        Each is f32[N] per micro-batch on the last pipeline stage; there are none on the others.
+        On the last pipeline stage, each list has one tensor f32[N] per micro-batch, with 0 at
+        tokens without loss. On other stages the lists are empty.
         """
         found = self.forward_only(batches, Replay.off)
         return found.values, found.values_after

@@ -1,6 +1,7 @@
-"""This module holds the sizes of a layout and their arithmetic: pure numbers, no torch, no Megatron.
+"""The sizes of a parallel layout and their arithmetic, without torch or Megatron.
 
-Attention and dense layers see world = tp x cp x dp x pp; expert layers see world = etp x ep x edp x pp.
+In attention and dense layers world = tp x cp x dp x pp; in expert layers world = etp x ep x edp x
+pp, where edp is the number of replicas of an expert.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from mrl.errors import InputError
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The numbers of a model that a layout has to divide."""
+    """The sizes of a model that must be divisible by the sizes of a parallel layout."""
 
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
     vocab_size: int
     dense_ffn_size: int
-    """0 when every layer is MoE."""
+    """FFN columns of a dense layer; 0 if every layer is an MoE layer."""
     num_experts: int
-    """0 for a dense model."""
+    """Experts of an MoE layer; 0 for a dense model."""
     moe_ffn_size: int = 0
-    """Columns of one expert."""
+    """FFN columns of one expert."""
     shared_expert_ffn_size: int = 0
-    """Columns of the shared experts together; 0 where there are none."""
+    """FFN columns of all shared experts together; 0 if there are none."""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How `world` ranks are shared out. All sizes are ranks, `vpp` is model chunks per rank."""
+    """The arrangement of `world` ranks. Each size is a number of ranks, except `vpp`, the number of
+    model chunks per rank."""
 
     world: int
     tp: int
@@ -42,16 +44,23 @@ class ParallelDims:
     ep: int
     etp: int
     first_layers: int | None = None
-    """Layers of the first pipeline stage, where they are not the same on all."""
+    """The number of layers in the first pipeline stage; None if the stages share the layers
+    equally."""
     last_layers: int | None = None
+    """The number of layers in the last pipeline stage; None if the stages share the layers
+    equally."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     row_multiple: int = 1
-    """The rows of a rank's products are padded to a multiple of this many."""
+    """The rows of a rank's matrix products are padded to a multiple of this number."""
 
     @classmethod
     def create(cls, config: ParallelConfig, world: int, *, fp8: bool = False) -> ParallelDims:
-        """Check the sizes against the world; raises InputError that shows the arithmetic. `fp8`: 8-bit
-        products of TransformerEngine, which take 16 rows at a time."""
+        """Take the sizes from a recipe and check that they divide `world`.
+
+        `fp8`: whether TransformerEngine's 8-bit products are used, which need multiples of 16 rows.
+        If the sizes do not divide `world`, raises an InputError that shows the arithmetic. Also
+        raises InputError for settings that need several pipeline stages if there is only one stage.
+        """
         dims = cls(
             world=world,
             tp=config.tensor_model_parallel_size,
@@ -95,12 +104,14 @@ class ParallelDims:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Megatron's MoE layers refuse tensor parallelism without it."""
+        """Whether sequence parallelism is on. It is always on with tensor parallelism, because
+        Megatron's MoE layers refuse tensor parallelism without it."""
         return self.tp > 1
 
     @property
     def sequence_multiple(self) -> int:
-        """A packed sequence is padded to a multiple of this many tokens: `parallel.context`."""
+        """A packed sequence is padded to a multiple of this many tokens (see
+        `parallel.context`)."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
@@ -110,13 +121,17 @@ class ParallelDims:
 
     @property
     def equal_micro_batches(self) -> bool:
-        """Megatron's allgather dispatcher wants one length. Between pipeline stages, other lengths cost
-        a further message, which waits for the device (`P2PCommunicator._communicate_shapes`).
+        """Whether all micro-batches are padded to the same length.
+
+        Megatron's allgather dispatcher requires that. Between pipeline stages, varying lengths cost one
+        more message, which waits for the device (`P2PCommunicator._communicate_shapes`).
         """
         return self.dispatcher == "allgather" or self.pp > 1
 
     def check_model(self, sizes: ModelSizes) -> None:
-        """Raise InputError, with the arithmetic, for every size that the model does not allow."""
+        """Raise InputError if a size of the model is not divisible by the layout, or if the layout
+        divides experts and the model has no experts. The message shows the arithmetic of every
+        size that is not divisible."""
         rules = [
             ("attention heads", sizes.num_attention_heads, "tensor", self.tp),
             ("query groups (key/value heads)", sizes.num_query_groups, "tensor", self.tp),
@@ -142,7 +157,12 @@ class ParallelDims:
             raise InputError("parallel: " + "; ".join(wrong))
 
     def _layer_rules(self, num_layers: int) -> list[tuple[str, int, str, int]]:
-        """Layers that the stages must share equally, after those that the recipe gives to the ends."""
+        """Return the divisibility rules for layers as (description, number, name of the size,
+        size).
+
+        The first and last stage may have a given number of layers; the other stages share the rest
+        equally. Raises InputError if too few or too many layers are left for the other stages.
+        """
         ends = [n for n in (self.first_layers, self.last_layers) if n is not None]
         if not ends:
             return [("layers", num_layers, "pipeline x virtual", self.pp * self.vpp)]
@@ -176,3 +196,8 @@ class ParallelDims:
         if self.dispatcher != "alltoall":
             text += f", {self.dispatcher}"
         return text + ("; sequence parallel" if self.tp > 1 else "")
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple

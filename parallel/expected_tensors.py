@@ -1,8 +1,9 @@
-"""Checks a model folder's tensors against its config.json, by their headers: names, shapes and types.
+"""Check the names, shapes and types of a model folder's tensors against its config.json. Only the
+headers of the weight files are read.
 
-The architecture's table says which tensor each Megatron parameter is made of, and its settings how
-large that parameter is. What the table below does not know, as a layer of an outside architecture, is
-left to the loading. h hidden size, E experts.
+The architecture's rules say which HF tensors a Megatron parameter consists of, and the architecture's
+settings give the sizes. A parameter that the table SHAPES lacks, such as one of a user's own
+architecture, is checked only when the weights are loaded.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any
 from mrl.errors import InputError
 from parallel.architectures.base import Rule
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors
+from parallel.hf_tensors import HfTensors, shape_in_words
 
 Shape = tuple[int, ...]
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types, in the words of safetensors, of weights that can be trained."""
+"""The types of weights that can be trained, as safetensors names them."""
 
 
 class _Sizes:
-    """These are the sizes that shapes are made of, from Megatron's settings."""
+    """The sizes of a model that appear in the shapes of its tensors, from Megatron's settings."""
 
     def __init__(self, model: HfModel) -> None:
         settings = model.architecture.transformer_config(model.config)
@@ -36,12 +37,12 @@ class _Sizes:
         return self.heads * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim
 
     def latent_query(self) -> int:
-        """Width of all query heads under multi-head latent attention."""
+        """Return the width of all query heads under multi-head latent attention."""
         return self.heads * (self.get("qk_head_dim") + self.get("qk_pos_emb_head_dim"))
 
 
 Shapes = Callable[[_Sizes], tuple[Shape, ...]]
-"""The shapes of the HF tensors of one Megatron parameter, in the table's order."""
+"""Returns the shapes of one Megatron parameter's HF tensors, in the order of its rule."""
 
 
 def _mlp(width: Callable[[_Sizes], int]) -> dict[str, Shapes]:
@@ -78,12 +79,14 @@ SHAPES: dict[str, Shapes] = {
         _mlp(lambda s: s.get("moe_shared_expert_intermediate_size")),
     ),
 }
-"""Megatron parameter of the rule table -> the shapes of its HF tensors."""
+"""Maps the name of a Megatron parameter, as in the architecture's rules, to the shapes of its HF
+tensors."""
 GROUPED: dict[str, Shapes] = {
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
     _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
 }
-"""Those of grouped-query attention alone."""
+"""Maps the norms of query and key to their shapes in grouped-query attention. In latent attention
+`q_layernorm` has another shape."""
 _QUERY_LATENT: dict[str, Shapes] = {
     _ATTENTION + "linear_q_down_proj.weight": lambda s: ((s.get("q_lora_rank"), s.hidden),),
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.get("q_lora_rank"),),),
@@ -104,14 +107,20 @@ _KEY_VALUE: dict[str, Shapes] = {
 
 
 def expected_shapes(model: HfModel) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and shape of every HF tensor that config.json means."""
+    """Yield the name and shape of every HF tensor that config.json implies.
+
+    Parameters that are not in SHAPES or a similar table of this module are left out.
+    """
     for _, hf, place, shape in rule_shapes(model):
         yield hf.format(**place), shape
 
 
 def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Shape]]:
-    """Yield the rule, the name of the rule's table, its `layer` and `expert`, and the shape of every HF
-    tensor that config.json means."""
+    """Yield (rule, HF name as in the rule, values of its placeholders `layer` and `expert`, shape)
+    for every HF tensor that config.json implies.
+
+    Parameters that are not in SHAPES or a similar table of this module are left out.
+    """
     sizes = _Sizes(model)
     table = dict(SHAPES)
     if not sizes.get("multi_latent_attention"):
@@ -128,8 +137,10 @@ def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Sha
 
 
 def check_tensors(model: HfModel, tensors: HfTensors, may_lack: Collection[str] = ()) -> None:
-    """Raise InputError for a tensor that is missing, has another shape than config.json means, or is
-    no floating-point one."""
+    """Raise InputError for a tensor that is missing, has a wrong shape or is not floating-point.
+
+    Tensors in `may_lack` may be missing.
+    """
     missing, other = [], []
     for name, shape in expected_shapes(model):
         if name not in tensors:
@@ -151,13 +162,15 @@ def check_tensors(model: HfModel, tensors: HfTensors, may_lack: Collection[str] 
         name, shape = other[0]
         more = f" ({len(other)} tensors are of another shape)" if len(other) > 1 else ""
         raise InputError(
-            f"model.path: {model.path}: {name} is {_words(tensors.shape(name))}, but config.json means "
-            f"{_words(shape)}{more}; correct config.json, or download the weights again"
+            f"model.path: {model.path}: {name} is {shape_in_words(tensors.shape(name))}, but "
+            f"config.json means {shape_in_words(shape)}{more}; correct config.json, or download the "
+            "weights again"
         )
 
 
 def _layers(rule: Rule, model: HfModel) -> list[int]:
-    """Return the 0-based layers that have the parameter of a rule; [0] for one outside the layers."""
+    """Return the 0-based numbers of the layers that have the parameter of a rule; [0] for a
+    parameter outside the layers."""
     if "{layer}" not in rule.megatron:
         return [0]
     moe = {number - 1 for number in model.moe_layer_numbers}
@@ -166,7 +179,3 @@ def _layers(rule: Rule, model: HfModel) -> list[int]:
         return list(layers)
     is_dense = rule.megatron.removeprefix(_MLP).startswith("linear_")
     return [layer for layer in layers if (layer in moe) != is_dense]
-
-
-def _words(shape: Shape) -> str:
-    return " x ".join(map(str, shape)) or "a single number"

@@ -1,9 +1,10 @@
-"""This module sends the whole model under HF names from any layout, in buckets of bounded size.
+"""Export the whole model under HF names from any layout, in buckets of bounded size.
 
-Buckets are decided from shapes alone, before anything moves. They are laid into two buffers in turn, so
-that an engine reads one while the next is built: each parameter is gathered over its expert- and
-tensor-parallel peers and its pieces are copied to where they belong. A rank holds its shard, the two
-buffers, and the peers' pieces of one parameter. Every rank holds the whole bucket.
+Parameters are assigned to buckets by their shapes, before any data is sent. There are two buffers,
+so that an engine can read one bucket while the next is filled. To fill a bucket, each parameter is
+gathered over its expert- and tensor-parallel peers, and the pieces are copied to their positions in
+the buffer. Every rank gets every bucket. In addition to the two buffers a rank holds its shards of
+the weights, and the peers' pieces of one parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from parallel.weights import Entry, WeightMap
 NUM_BUFFERS = 2
 HfTensor = tuple[str, torch.Size, torch.dtype]
 Header = tuple[list[HfTensor], dict[str, int]]
-"""What is in a bucket, and its digests by place."""
+"""The tensors of a bucket, and the bucket's digests by module
+(`mrl.kernels.digest.digest_place`)."""
 
 
 def num_bytes(tensor: HfTensor) -> int:
@@ -35,13 +37,15 @@ def num_bytes(tensor: HfTensor) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """A `Unit` is one parameter of this stage with its expert-parallel peers, gathered in one go."""
+    """One parameter of this pipeline stage, together with its counterparts on the expert-parallel
+    peers. All of them are gathered together."""
 
     entry: Entry
     tensors: list[HfTensor]
-    """Peer after peer, in the order of the rule's HF names."""
+    """The HF tensors, one peer after the other, and within a peer in the order of the rule's
+    names."""
     merged: bool = False
-    """Whether the low-rank update of its layer is added."""
+    """Whether the low-rank update (the adapter) of the parameter's layer is added to the weight."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +56,8 @@ class Unit:
         return self.tensors[0][2]
 
     def shard(self) -> Tensor:
-        """This rank's, as it is sent: of one parameter at a time, where it has to be cast."""
+        """Return this rank's shard as it is sent: with the update added if `merged`, and cast to
+        the dtype of the export."""
         own = self.entry.parameter.detach()
         if self.merged and self.entry.update is not None:
             own = own.float() + self.entry.update.matrix()
@@ -69,14 +74,18 @@ def export_buckets(
     *,
     merged: bool = False,
 ) -> Iterator[WeightBucket]:
-    """Yield every HF tensor exactly once, in buckets of up to `max_bytes`, on every rank.
+    """Yield every HF tensor exactly once on every rank, in buckets of up to `max_bytes`.
 
-    In `dtype` where one is given: each rank casts its shard first, so that what it digests is what
-    is sent. Buffers keep their own, as engines keep them. `merged` adds the low-rank updates.
+    A collective: every rank must exhaust the iterator. Buckets come in the order of pipeline
+    stages. If a parameter and its counterparts on the expert-parallel peers together are larger
+    than `max_bytes`, they get a bucket of their own. There are two buffers, so a bucket is
+    overwritten when the second bucket after it is requested. On CPUs the buffers are in `memory`,
+    or in new shared memory if that is None.
 
-    A parameter that is larger, counted with its expert-parallel peers, is a bucket of its own. A
-    bucket's tensors are overwritten when the next but one is asked for. A collective: every rank must
-    drain the iterator. Stage after stage in pipeline order. On CPUs the buckets lie in `memory`.
+    `dtype`: the dtype to which tensors are cast; None keeps their dtype. Each rank casts its shard
+    before it computes the digest, so the digest is that of the bytes that are sent. Megatron's
+    buffers (expert biases) keep their dtype, as they do in engines. `merged`: whether the low-rank
+    updates of the adapter are added to the weights.
     """
     mesh = weights.mesh
     buckets = _assign_buckets(weights, max_bytes, dtype, merged)
@@ -86,7 +95,7 @@ def export_buckets(
     buffers = _buffers(weights, buckets, memory or SharedMemory())
     own = _headers(buckets, digests)
     stages = [_from_stage(weights, own, stage) for stage in range(mesh.dims.pp)]
-    left = sum(map(len, stages))  # a stage may have none: of an adapter it may hold nothing
+    left = sum(map(len, stages))  # a stage without any part of the adapter sends none
     for stage, headers in enumerate(stages):
         mine = stage == mesh.pp_rank
         for number, (header, digest) in enumerate(headers):
@@ -110,11 +119,12 @@ def export_buckets(
                 digest=digest,
                 digest_s=digest_s,
             )
-            digest_s = 0.0  # all of them were taken before the first bucket
+            digest_s = 0.0  # all digests were computed before the first bucket
 
 
 def model_bytes(weights: WeightMap, dtype: torch.dtype | None) -> int:
-    """About what an export sends: this stage's share, times the number of stages. Nothing is asked."""
+    """Estimate the number of bytes of an export: the bytes of this pipeline stage's parameters
+    times the number of stages. Not a collective."""
     mesh, total = weights.mesh, 0
     for entry in weights.entries:
         parameter = entry.parameter
@@ -127,11 +137,13 @@ def model_bytes(weights: WeightMap, dtype: torch.dtype | None) -> int:
 def _buffers(
     weights: WeightMap, buckets: list[list[Unit]], memory: SharedMemory
 ) -> list[tuple[Tensor, str | None]]:
-    """Each with its file, on CPUs; only one where there is only one bucket.
+    """Return two buffers, or one if the export is a single bucket, as (buffer, path of its file).
+    On GPUs the path is None.
 
-    As large as the largest bucket: growing a buffer would keep the old one alive in the hands of the
-    consumer. On GPUs a handle that no engine opens keeps its buffer until this process ends
-    (torch/csrc/CudaIPCTypes.cpp): an engine that fails costs the buffers of that sync.
+    The buffers have the size of the largest bucket, so that no buffer has to be replaced by a
+    larger one while a consumer still reads it. On GPUs an IPC handle that no engine opens keeps its
+    buffer alive until this process ends (torch/csrc/CudaIPCTypes.cpp), so an engine that fails
+    during a weight sync leaks the buffers of that sync.
     """
     device, size = weights.mesh.device, _largest(weights, buckets)
     number = 1 if weights.mesh.dims.pp == 1 and len(buckets) == 1 else NUM_BUFFERS
@@ -147,10 +159,10 @@ def _headers(buckets: list[list[Unit]], digests: list[dict[str, int]]) -> list[H
 
 
 def _digests(weights: WeightMap, buckets: list[list[Unit]]) -> list[dict[str, int]]:
-    """Return the digests of each bucket of this stage, by place.
+    """Return the digests of each bucket of this stage, by module.
 
-    Each rank reads its own shards where they are, and the sums are added up: neither gathering,
-    copying nor sending can hide from them.
+    Each rank computes digests of its own shards, and these digests are summed over the ranks. So
+    they describe the weights before anything is gathered, copied or sent.
     """
     mesh = weights.mesh
     units = [unit for bucket in buckets for unit in bucket]
@@ -170,7 +182,12 @@ def _digests(weights: WeightMap, buckets: list[list[Unit]]) -> list[dict[str, in
 
 
 def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[tuple[str, int]]:
-    """(place, digest) of a unit; expert-parallel peers hold other experts, or copies of the rest."""
+    """Yield (module, digest) for the tensors of a unit. `of_peers` has the unit's digest on each
+    expert-parallel peer.
+
+    An expert's unit has a different expert on each peer, so it yields one pair per peer. All peers
+    hold the same copy of any other parameter, so its unit yields one pair.
+    """
     entry = unit.entry
     digests = of_peers if entry.expert >= 0 else [of_peers[weights.mesh.ep_rank]]
     for expert, digest in zip(_experts(weights, entry), digests, strict=True):
@@ -178,9 +195,10 @@ def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[t
 
 
 def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
-    """i64[units] of this rank's shards; what all tensor-parallel ranks hold counts on one.
+    """Return the digest sums i64[units] of this rank's shards, without waiting for the device.
 
-    Nothing waits for the device. Shards that have to be cast are cast about CHUNK elements at a time.
+    If all tensor-parallel ranks hold a parameter completely, only the first of them counts it.
+    Shards are cast about CHUNK elements at a time.
     """
     mesh = weights.mesh
     sums = torch.zeros(len(units), dtype=torch.int64, device=mesh.device)
@@ -202,7 +220,7 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
 
 
 def _largest(weights: WeightMap, buckets: list[list[Unit]]) -> int:
-    """Bytes of the largest bucket of any pipeline stage."""
+    """Return the bytes of the largest bucket of any pipeline stage."""
     mesh = weights.mesh
     sizes = (sum(unit.num_bytes for unit in bucket) for bucket in buckets)
     largest = torch.tensor(max(sizes, default=0)).to(mesh.device)
@@ -214,7 +232,7 @@ def _largest(weights: WeightMap, buckets: list[list[Unit]]) -> int:
 def _assign_buckets(
     weights: WeightMap, max_bytes: int, dtype: torch.dtype | None, merged: bool
 ) -> list[list[Unit]]:
-    """Assign this stage's units to buckets of one dtype each."""
+    """Assign this stage's units to buckets of up to `max_bytes`, each with a single dtype."""
     made = (_unit(weights, entry, dtype, merged) for entry in weights.entries)
     units = sorted(made, key=lambda unit: str(unit.dtype))
     buckets: list[list[Unit]] = []
@@ -251,7 +269,10 @@ def _unit(weights: WeightMap, entry: Entry, dtype: torch.dtype | None, merged: b
 
 
 def _experts(weights: WeightMap, entry: Entry) -> list[int]:
-    """The global expert of each expert-parallel peer: the same place in its own block of experts."""
+    """Return the global number of the expert that each expert-parallel peer holds under this entry.
+
+    Returns [-1] for a parameter that is not an expert's.
+    """
     if entry.expert < 0:
         return [-1]
     mesh = weights.mesh
@@ -262,7 +283,7 @@ def _experts(weights: WeightMap, entry: Entry) -> list[int]:
 
 
 def _gather(weights: WeightMap, unit: Unit, views: list[Tensor]) -> None:
-    """Fill the HF tensors of one unit."""
+    """Gather one unit into its HF tensors `views`."""
     mesh, entry, local = weights.mesh, unit.entry, unit.shard()
     is_expert = entry.expert >= 0
     peers = _all_gather(local, mesh.ep) if is_expert else [local]
@@ -279,7 +300,8 @@ def _gather(weights: WeightMap, unit: Unit, views: list[Tensor]) -> None:
 
 
 def _split_hf(weights: WeightMap, entry: Entry, shard: Tensor) -> list[Tensor]:
-    """One tensor-parallel shard -> the same part of each of its HF tensors."""
+    """Split one tensor-parallel shard of a parameter into its parts of the parameter's HF
+    tensors."""
     _, size = weights.tp_place(entry)
     return split(shard, entry.rule.split, weights.num_groups // size, weights.heads_per_group)
 
@@ -295,7 +317,7 @@ def _views(flat: Tensor, header: list[HfTensor]) -> list[Tensor]:
 
 
 def _from_stage(weights: WeightMap, headers: list[Header], stage: int) -> list[Header]:
-    """What a pipeline stage is about to send, on every rank."""
+    """Return, on every rank, the headers of the buckets that a pipeline stage is going to send."""
     group = weights.mesh.pp
     if group.size() == 1:
         return headers

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -31,85 +31,47 @@ from parallel.layers.output_layer import Projection
 from parallel.mesh import Mesh
 from parallel.model import unwrap
 from parallel.packing import to_device
+from parallel.pass_output import Observe, ObservedRoutes, PassOutput
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
-"""(what the head gives, f32[N] with gradient, and micro-batch) -> undivided loss sum and statistics."""
-
-Observe = Literal["counts", "rows"]
-"""Compare the captured routes with what the routers would choose, also where they are not replayed:
-`counts` for the statistics, `rows` to keep every row as well."""
-
-
-@dataclass(frozen=True)
-class ObservedRoutes:
-    """What is known of a layer's routes in a micro-batch; the n rows are in the order of
-    `PipelineRunner.row_places`."""
-
-    captured: Tensor
-    """i16[n, K]: the engine's; NATIVE_ROUTE where none was captured."""
-    native: Tensor
-    """i16[n, K]: what the router would choose."""
-    margins: Tensor
-    """f32[n]: see `moe.replay.margins`."""
-
-
-@dataclass
-class PassOutput:
-    """A `PassOutput` holds what one pass over this rank's micro-batches gave, in their order."""
-
-    logprobs: list[Tensor] = field(default_factory=list)
-    """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
-    entropies: list[Tensor] = field(default_factory=list)
-    """f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
-    values: list[Tensor] = field(default_factory=list)
-    """A critic's, f32[N] each, 0 off the loss tokens; only on the last pipeline stage."""
-    values_after: list[Tensor] = field(default_factory=list)
-    """A critic's, f32[N] each: of the state after each loss token, 0 elsewhere; where `values` are."""
-    losses: list[LossOutput] = field(default_factory=list)
-    """Detached; only on the last pipeline stage, and only with a loss."""
-    native_routes: list[dict[int, Route]] = field(default_factory=list)
-    """The routers' choices by micro-batch and layer number, in a pass without gradient in which they
-    decided for themselves; empty otherwise. `Replay.recorded` replays them."""
-    observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
-    """Rows by micro-batch and layer number, of a pass that was told to keep them: (4 K + 4) bytes for
-    each row and layer of this rank. A micro-batch without captured routes has none."""
-    routing: Statistics = field(default_factory=dict)
+"""Computes a loss and statistics from the head's output f32[N], which has a gradient, and the
+micro-batch. The loss is a sum, which is not normalised later."""
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """What a head makes its result of, for one micro-batch."""
+    """The input of a head for one micro-batch."""
 
     states: Tensor
-    """What the model gave, [1, n, width]: logits, values, or hidden states of this rank's tokens (under
-    sequence parallelism its share of the rows) where there is a `projection`."""
+    """The model's output [1, n, width] for this rank's tokens: logits, values, or
+    hidden states if there is a `projection` (under sequence parallelism only this rank's rows)."""
     batch: MicroBatch
     on_cpu: MicroBatch
-    """The same, where reading it waits for nothing."""
+    """`batch` on the CPU, where reading it does not wait for a GPU."""
     context: ContextSlice
-    """Which of its tokens are this rank's."""
+    """The part of the micro-batch's tokens that this rank has."""
     projection: Projection | None = None
-    """Onto the vocabulary, where the model leaves that to the head."""
+    """The projection onto the vocabulary, if the model leaves it to the head."""
 
 
 Head = Callable[[HeadInput, PassOutput], "HeadOutput"]
-"""(input, where to note the result detached) -> what the loss is a function of: log-probs of a policy,
-values of a critic, f32[N] with gradient. A policy's head gives its entropy, too."""
+"""Computes the tensors that the loss depends on: log-probs of a policy, with their entropy, or
+values of a critic. It also adds its results, detached, to the PassOutput."""
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What a head makes of one micro-batch."""
+    """The output of a head for one micro-batch."""
 
     result: Tensor
-    """f32[N] with gradient."""
+    """f32[N] with gradient: log-probs or values."""
     entropy: Tensor | None = None
-    """f32[N] with gradient; None of a critic."""
+    """f32[N] with gradient: the entropy of a policy; None for a critic."""
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One call of `PipelineRunner.run`."""
+    """The arguments and results of one call of `PipelineRunner.run`."""
 
     loss: LossFunction | None
     replay: Replay
@@ -119,21 +81,24 @@ class _Pass:
     counter: RoutingCounter
 
     def finish(self, given: HeadInput) -> tuple[Tensor, Tensor, dict]:
-        """Return (undivided loss sum, a number of tokens that Megatron asks for, nothing to report)."""
+        """Return the sum of the loss, a token count and metrics, in the form that Megatron expects.
+
+        mrl uses neither the count nor the metrics.
+        """
         found = self.head(given, self.output)
         result = found.result
-        num_tokens = torch.zeros((), dtype=torch.int, device=result.device)  # Megatron's; unused
+        num_tokens = torch.zeros((), dtype=torch.int, device=result.device)
         if self.loss is None:
             return result.sum(), num_tokens, {}
         batch = dataclasses.replace(given.batch, entropy=found.entropy)
         loss = self.loss(result, batch)
-        # Megatron scales the tensor that it gets in place.
+        # A clone, because Megatron scales the loss in place.
         self.output.losses.append(LossOutput(loss.loss_sum.detach().clone(), loss.stats))
         return loss.loss_sum, num_tokens, {}
 
 
 class PipelineRunner:
-    """A `PipelineRunner` runs this rank's chunks forward, and backward in training."""
+    """Runs micro-batches through this rank's chunks: forward, and backward in training."""
 
     def __init__(
         self,
@@ -145,8 +110,13 @@ class PipelineRunner:
         gates: bool = False,
         overlaps_reduction: bool = False,
     ) -> None:
-        """`gates`: replay the gate weights that are known of the routes, and record them under R2.
-        `overlaps_reduction`: hooks reduce the gradients while the backward pass runs."""
+        """Prepare the chunks for passes.
+
+        `recompute` says whether the routers run a second time in the backward pass. With `gates`
+        passes also replay the gate weights of routes that have them, and record gate weights for a
+        later `Replay.recorded`. `overlaps_reduction` says whether hooks reduce the gradients while
+        the backward pass runs.
+        """
         self.chunks = chunks
         self._gates = gates
         self.mesh = mesh
@@ -154,7 +124,7 @@ class PipelineRunner:
         self.router_losses = router_losses
         self.projections = {id(c): Projection.of(unwrap(c), overlaps_reduction) for c in chunks}
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
-        # The head reads bf16 itself; Megatron's fp32 copy of logits would be its largest tensor.
+        # The head reads bf16; Megatron's fp32 copy of the logits would be the largest tensor of a pass.
         half = get_model_config(chunks[0]).bf16
         self._output_options = {"fp32_output": False} if half else {}
 
@@ -166,10 +136,11 @@ class PipelineRunner:
         head: Head | None = None,
         observe: Observe | None = None,
     ) -> PassOutput:
-        """Run all micro-batches forward, and backward when there is a `loss`. A collective.
+        """Run all micro-batches forward, and backward if there is a `loss`. A collective.
 
-        `head` takes the place of the model's own for this pass. Raises ValueError for micro-batches of
-        several lengths where the layout takes one.
+        `head` replaces the model's own head in this pass. Raises ValueError for micro-batches of
+        different lengths if the layout needs equal lengths, and for samples that lack the routes or
+        gate weights that `replay` needs.
         """
         lengths = sorted({batch.num_tokens for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
@@ -203,8 +174,11 @@ class PipelineRunner:
     def _forward_step(
         self, current: _Pass, numbered: Iterator[tuple[int, MicroBatch]], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Megatron calls this for each micro-batch and chunk; the second result is the loss function
-        that it calls on the last stage, in batch order."""
+        """Run one chunk on its next micro-batch. Megatron calls this.
+
+        Return the chunk's output, and a function that turns it into the loss. Megatron calls that
+        function on the last stage, in the order of the micro-batches.
+        """
         beat()
         number, on_cpu = next(numbered)
         batch = to_device(on_cpu, self.mesh.device)
@@ -242,8 +216,12 @@ class PipelineRunner:
         )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:
-        """Return the engine's routes for this rank's rows and layers, by micro-batch and layer number;
-        `Replay.recorded` of them is the same as `Replay.rollout`."""
+        """Return the engine's routes of this rank's rows and layers, by micro-batch and layer
+        number. The dict of a micro-batch without captured routes is empty.
+
+        A pass that replays the result as `Replay.recorded(...)` computes the same as a pass with
+        `Replay.rollout`.
+        """
         found: list[dict[int, Route]] = []
         for on_cpu in batches:
             batch = to_device(on_cpu, self.mesh.device)
@@ -255,14 +233,15 @@ class PipelineRunner:
         return found
 
     def row_places(self, batch: MicroBatch) -> Tensor:
-        """i64[n]: the packed tokens whose rows this rank's routers see, in their order; on the CPU."""
+        """Return i64[n] on the CPU: the packed indices of the rows that this rank's routers see."""
         context = context_slice(batch.cu_seqlens, self.mesh.cp, torch.device("cpu"))
         places = self._row_places(batch.num_tokens, context)
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
 
     @contextmanager
     def replaying_gates(self, gates: bool) -> Iterator[None]:
-        """Passes in here replay the known gate weights, or the experts' ids alone."""
+        """Inside the block, passes replay the gate weights of routes too if `gates` is true, and
+        otherwise only expert ids."""
         before, self._gates = self._gates, gates
         try:
             yield
@@ -296,7 +275,7 @@ class PipelineRunner:
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
     def _row_places(self, num_tokens: int, context: ContextSlice) -> slice | Tensor:
-        """The rows that this rank's routers see."""
+        """Return the packed indices of the rows that this rank's routers see."""
         num_rows = num_tokens // self.mesh.dims.cp
         own = row_slice(num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
         return own if context.index is None else context.index[own]

@@ -1,5 +1,4 @@
-"""This module reads a model folder's config.json and finds its architecture, without Megatron or
-weights."""
+"""Read a model folder's config.json and find its architecture, without Megatron or weights."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from parallel.architectures.common import rope_settings
 from parallel.dims import ModelSizes
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What the id of a model on the Hugging Face hub looks like: ORGANISATION/NAME."""
+"""The form of a model's id on the Hugging Face hub: ORGANISATION/NAME."""
 
 COUNTS = frozenset(
     {
@@ -25,23 +24,26 @@ COUNTS = frozenset(
         *("max_position_embeddings", "num_experts_per_tok"),
     }
 )
-"""Keys of config.json that every model has as a positive whole number, where it has them."""
+"""Keys of config.json whose value, if present, must be a positive integer."""
 
 LARGEST_COUNT = 2**31 - 1
 LARGEST_COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-"""The largest value of a key, where it is less than LARGEST_COUNT: lists are made as long as these."""
+"""The largest values of keys for which LARGEST_COUNT is too high, because mrl makes lists of that
+length."""
 TWO_NAMES = (
     (("num_experts",), ("num_local_experts",)),
     (("rope_theta",), ("rope_parameters", "rope_theta")),
 )
-"""Places of config.json that mean the same: transformers 4 writes the first, 5 the second."""
+"""Pairs of keys in config.json with the same meaning. transformers 4 writes the first key of a
+pair, and transformers 5 the second."""
 
 
 def read_config(folder: Path) -> HfConfig:
-    """Read config.json of a model folder, with or without weights. Raises InputError."""
+    """Read config.json of a model folder, which need not have weights. Raises InputError if the
+    folder or its config.json is missing, or if config.json is invalid."""
     if folder.is_file():
         raise InputError(f"model.path: {folder} is a file; give the folder of a checkpoint")
     if not folder.is_dir():
@@ -82,7 +84,8 @@ def read_config(folder: Path) -> HfConfig:
 
 
 def _check_two_names(config: HfConfig, file: Path) -> None:
-    """Raise InputError where two places of one meaning differ: the engine may read the other one."""
+    """Raise InputError if two keys with the same meaning have different values, because mrl may
+    read one of the keys and the engine the other."""
     for old, new in TWO_NAMES:
         one, other = _at(config, old), _at(config, new)
         if None not in (one, other) and one != other:
@@ -100,7 +103,7 @@ def _at(config: HfConfig, place: tuple[str, ...]) -> Any:
 
 
 def _check_positive(config: HfConfig, theta: float, file: Path) -> None:
-    """Raise InputError where a number that the forward pass divides by is not positive and finite."""
+    """Raise InputError if a number by which the forward pass divides is not positive and finite."""
     for key, number in (("rms_norm_eps", config.get("rms_norm_eps")), ("rope_theta", theta)):
         if number is not None and not 0 < float(number) < float("inf"):
             raise InputError(
@@ -110,25 +113,27 @@ def _check_positive(config: HfConfig, theta: float, file: Path) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder is more than its config.json."""
+    """Return whether a model folder has weights, and not only a config.json."""
     return any(folder.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """An `HfModel` is a checked model folder."""
+    """A model folder whose config.json has been checked."""
 
     path: Path
     config: HfConfig
     architecture: Architecture
     named: str | None = None
-    """What the recipe names as `model.architecture`; None where the model_type decides."""
+    """The recipe's `model.architecture`; None if the `model_type` in config.json decides."""
 
     @classmethod
     def read(cls, path: str | Path, named: str | None = None) -> HfModel:
-        """Read a folder, with the architecture that is `named` in the recipe or that of its model_type.
+        """Read a folder. The architecture of the model is the one `named` in the recipe, or else
+        the one for the `model_type` in config.json.
 
-        Raises InputError for a missing folder, file or key, or an unsupported architecture.
+        Raises InputError for a missing folder, file or key, a wrong value, or an unsupported
+        architecture.
         """
         folder = Path(path)
         config = read_config(folder)
@@ -156,7 +161,8 @@ class HfModel:
         return model
 
     def read_like(self, path: str | Path) -> HfModel:
-        """Read another folder, which has this one's architecture where it has its `model_type`.
+        """Read another folder. If it has the same `model_type`, the recipe's `model.architecture`
+        applies to it as well.
 
         Raises InputError as `read` does.
         """
@@ -173,10 +179,11 @@ class HfModel:
         return self.architecture.moe_layer_numbers(self.config)
 
     def differences(self, other: HfModel) -> list[str]:
-        """Say in what the two are not the same function of their weights; `other` is "there".
+        """List the settings that differ between this model and `other`, and that would change the
+        log-probs of the same weights.
 
-        Equal sizes are not enough: under another RoPE theta or routing the same tensors give other
-        log-probs.
+        Equal sizes are not enough, because RoPE theta and routing matter too. In the returned
+        strings "there" means `other`, and "here" means this model.
         """
         here, there = self._settings(), other._settings()
         return [
@@ -195,7 +202,7 @@ class HfModel:
         }
 
     def describe(self) -> str:
-        """One line for the plan, with what of the checkpoint is left out on purpose."""
+        """Return one line for the plan, with the parts of the checkpoint that mrl leaves out."""
         layers, moe_layers = f"{self.sizes.num_layers} layers", len(self.moe_layer_numbers)
         experts = (
             f"{self.sizes.num_experts} experts in {moe_layers} of " if moe_layers else "dense, "
@@ -205,12 +212,12 @@ class HfModel:
 
     @property
     def context_len(self) -> int:
-        """Tokens that the model was made for."""
+        """The maximum length of a sequence in tokens."""
         return self.config["max_position_embeddings"]
 
     @property
     def rotary_base(self) -> float:
-        """RoPE theta, in the place where transformers 5 or 4 keeps it."""
+        """RoPE theta, from the key of transformers 4 or 5."""
         return rope_settings(self.config)["rope_theta"]
 
     @property

@@ -1,11 +1,14 @@
-"""This module reads the tensors of a Hugging Face folder, one at a time."""
+"""Read the tensors of a Hugging Face folder one at a time. Check their names and sizes, and that
+their numbers are finite."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,7 +22,11 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 
 class HfTensors:
-    """`HfTensors` reads the tensors of a model folder by name, when they are asked for."""
+    """The tensors of a model folder by name. A tensor is read from the disk when it is accessed.
+
+    The constructor raises InputError for a missing or damaged file. Access raises InputError for a
+    name that the folder lacks.
+    """
 
     def __init__(self, model: HfModel) -> None:
         self.path = model.path
@@ -41,15 +48,15 @@ class HfTensors:
         return name in self._where
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, without reading it."""
+        """Return the shape of a tensor without reading the tensor."""
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the type of a tensor in the words of safetensors (`BF16`), without reading it."""
+        """Return the type of a tensor as safetensors names it (`BF16`), without reading the tensor."""
         return self._where[name].get_slice(name).get_dtype()
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
-        """Read the rows from `start` to before `end` of a tensor with at least one dimension."""
+        """Read the rows [start, end) of a tensor with at least one dimension."""
         beat()
         return self._where[name].get_slice(name)[start:end]
 
@@ -61,6 +68,11 @@ class HfTensors:
             )
         beat()
         return self._where[name].get_tensor(name)
+
+
+def shape_in_words(shape: tuple[int, ...]) -> str:
+    """Return a shape in words, such as `64 x 32`, for a message."""
+    return " x ".join(map(str, shape)) or "a single number"
 
 
 def _open(file: Path) -> Any:
@@ -79,7 +91,11 @@ def _open(file: Path) -> Any:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files of the index; a folder may hold the same weights in another format beside them."""
+    """Return the files that the index lists, or all safetensors files if there is no index.
+
+    A folder may also contain the same weights in another format, which the index does not list.
+    Raises InputError if the index is invalid or lists a missing file.
+    """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -96,8 +112,8 @@ def _weight_files(folder: Path) -> list[Path]:
         ) from None
     if outside := [name for name in sorted(names) if Path(name).name != name]:
         raise InputError(
-            f"model.path: {index} lists {outside[0]!r}, expected names of files beside it; download it "
-            "again"
+            f"model.path: {index} lists {outside[0]!r}, expected names of files in its own folder; "
+            "download it again"
         )
     try:
         missing = [file.name for file in files if not (file.is_file() or file.is_symlink())]
@@ -113,26 +129,27 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def check_sizes(model: HfModel, tensors: HfTensors) -> None:
-    """Raise InputError where config.json has more layers than the weights, or other embeddings."""
+    """Raise InputError if a layer of config.json has no weights, or if the embedding has another
+    shape than config.json says."""
     config, sizes = model.config, model.sizes
     layers = {int(found[1]) for name in tensors.names if (found := LAYER.match(name))}
     missing = sorted(set(range(sizes.num_layers)) - layers)
-    if layers and missing:  # an architecture from outside may name its layers otherwise
+    if layers and missing:  # a user's own architecture may name its layers differently
         raise InputError(
             f"model.path: {model.path}/config.json has {sizes.num_layers} layers, but there are no "
             f"weights of layer {missing[0]}; correct config.json or download the weights again"
         )
     expected = (sizes.vocab_size, config.get("hidden_size"))
     if EMBEDDINGS in tensors and expected[1] and tensors.shape(EMBEDDINGS) != expected:
-        found = " x ".join(map(str, tensors.shape(EMBEDDINGS)))
         raise InputError(
             f"model.path: {model.path}/config.json has vocab_size x hidden_size {expected[0]} x "
-            f"{expected[1]}, but the weights {EMBEDDINGS!r} are {found}; correct config.json"
+            f"{expected[1]}, but the weights {EMBEDDINGS!r} are "
+            f"{shape_in_words(tensors.shape(EMBEDDINGS))}; correct config.json"
         )
 
 
 def check_names(model: HfModel, names: set[str]) -> None:
-    """Raise InputError for a weight in the folder that the model would silently not have."""
+    """Raise InputError for a weight in the folder that loading would silently ignore."""
     config, sizes = model.config, model.sizes
     known = {"lm_head.weight"} if model.tied_embeddings else set()
     for name in (name for rule in model.architecture.rules(config) for name in rule.hf):
@@ -150,3 +167,59 @@ def check_names(model: HfModel, names: set[str]) -> None:
             f"{model.path}: {len(unknown)} weight(s) that a {config['model_type']} model with this "
             f"config.json does not have, e.g. {unknown[0]!r}; correct config.json or remove them"
         )
+
+
+MAX_SAMPLED = 400
+"""The largest number of experts' tensors that are sampled, and also the largest number of other
+tensors. The numbers are limited because the disk may be slow."""
+NUM_PARTS = 3
+"""The number of places at which a sampled tensor is read: its start, its middle and its end."""
+PART_ELEMENTS = 4096
+WHOLE_ELEMENTS = 1 << 24
+"""The number of elements of a tensor that are in memory at once when all numbers are read."""
+
+
+def check_finite_tensors(model: HfModel, tensors: HfTensors, *, whole: bool = False) -> None:
+    """Raise an InputError that names the first tensor in which a NaN or an infinity is found.
+
+    With `whole` every number is read, which may take long. Otherwise only a few rows of many
+    tensors are read. These are enough to find a file with a part that was never written, and the
+    weights of a run that diverged, because such files have NaN or infinity in long stretches.
+    """
+    for name in _chosen(sorted(tensors.names), whole=whole):
+        for part in _parts(tensors, name, whole=whole):
+            if part.is_floating_point() and not bool(part.isfinite().all()):
+                number = part[~part.isfinite()][0].item()
+                raise InputError(
+                    f"model.path: {model.path}: {name} holds {number}, expected finite numbers; "
+                    "download the weights again, or take an earlier checkpoint (mrl check --deep reads "
+                    "every number)"
+                )
+
+
+def _chosen(names: list[str], *, whole: bool) -> list[str]:
+    """Return the names of the tensors to read: all names if `whole`, and otherwise evenly spaced
+    names, at most MAX_SAMPLED of the experts' tensors and as many of all other tensors."""
+    if whole:
+        return names
+    kinds = [[n for n in names if (".experts." in n) == is_expert] for is_expert in (False, True)]
+    return [n for kind in kinds for n in kind[:: max(1, -(-len(kind) // MAX_SAMPLED))]]
+
+
+def _parts(tensors: HfTensors, name: str, *, whole: bool) -> Iterator[Tensor]:
+    """Yield parts of a tensor: all of its rows if `whole`, and otherwise a few rows at its start,
+    in its middle and at its end. A tensor without rows is one part."""
+    shape = tensors.shape(name)
+    if not shape or 0 in shape:
+        yield tensors[name]
+        return
+    row = max(1, torch.Size(shape).numel() // shape[0])
+    if whole:
+        step = max(1, WHOLE_ELEMENTS // row)
+        starts = range(0, shape[0], step)
+    else:
+        step = max(1, PART_ELEMENTS // row)
+        last = max(0, shape[0] - step)
+        starts = sorted({last * part // (NUM_PARTS - 1) for part in range(NUM_PARTS)})
+    for start in starts:
+        yield tensors.rows(name, start, min(start + step, shape[0]))

@@ -1,4 +1,4 @@
-"""This module decides which layers and which number format to use, without importing Megatron."""
+"""Decide which layers to build, with which fused kernels and dtype, without importing Megatron."""
 
 from __future__ import annotations
 
@@ -16,33 +16,37 @@ from mrl.errors import InputError
 
 Implementation = Literal["local", "transformer_engine"]
 
-OLDEST_ENGINE = (2, 6)
-"""TransformerEngine that the layers are written for."""
-OLDEST_INVARIANT_ENGINE = (2, 10)
-"""Megatron asserts it for `num_splits`, which its batch-invariant mode sets
-(`TEDotProductAttention.forward`)."""
+OLDEST_TRANSFORMER_ENGINE = (2, 6)
+"""The oldest TransformerEngine that the layers work with."""
+OLDEST_BATCH_INVARIANT = (2, 10)
+"""The oldest TransformerEngine for Megatron's batch-invariant mode, which sets `num_splits`.
+`TEDotProductAttention.forward` asserts this version if the mode is on."""
 OLDEST_FUSED_PERMUTE = (2, 1)
-"""Megatron refuses `moe_permute_fusion` below (`TransformerConfig.__post_init__`)."""
+"""The oldest TransformerEngine with which Megatron accepts `moe_permute_fusion`
+(`TransformerConfig.__post_init__`)."""
 
 
 @dataclass(frozen=True)
-class Engine:
-    """TransformerEngine as it is installed here."""
+class TransformerEngine:
+    """The state of TransformerEngine on this machine."""
 
     version: str | None
-    """None where it is not installed."""
+    """The installed version; None if it is not installed."""
     error: str | None = None
-    """What importing it raised."""
+    """The exception that the import of TransformerEngine raised, in one line; None if it can be
+    imported or is not installed."""
 
     @property
     def problem(self) -> str | None:
-        """Why its layers cannot be built, in words; None where they can."""
+        """The reason, in words, why TransformerEngine's layers cannot be built; None if they can be
+        built."""
         if self.version is None:
             return "no transformer-engine"
         if self.error is not None:
             return f"transformer-engine {self.version} does not import ({self.error})"
-        if self.numbers < OLDEST_ENGINE:
-            return f"transformer-engine {self.version} is older than {_dotted(OLDEST_ENGINE)}"
+        if self.numbers < OLDEST_TRANSFORMER_ENGINE:
+            oldest = _dotted(OLDEST_TRANSFORMER_ENGINE)
+            return f"transformer-engine {self.version} is older than {oldest}"
         return None
 
     @property
@@ -51,30 +55,34 @@ class Engine:
 
 
 @functools.cache
-def find_engine() -> Engine:
-    """Import TransformerEngine: a broken one is found out here, in one line, and not
-    in the middle of Megatron's imports."""
+def find_transformer_engine() -> TransformerEngine:
+    """Import TransformerEngine; return its version and the error of the import, if any.
+
+    Without this check, a broken TransformerEngine would fail in the middle of Megatron's imports
+    instead of being reported in one line.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
-        return Engine(None)
+        return TransformerEngine(None)
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a missing symbol is an OSError, a wrong build a RuntimeError
+    except Exception as error:  # a missing symbol raises OSError, a wrong build RuntimeError
         lines = str(error).splitlines() or [""]
-        return Engine(version, f"{type(error).__name__}: {lines[0]}")
-    return Engine(version)
+        return TransformerEngine(version, f"{type(error).__name__}: {lines[0]}")
+    return TransformerEngine(version)
 
 
 def choose_implementation(
     asked: Literal["auto", "local", "transformer_engine"],
 ) -> tuple[Implementation, str]:
-    """Choose which layers to build, and say why, for the plan. Raises InputError when those that the
-    recipe asks for are missing.
+    """Choose which layers to build; return the choice and the reason for it, which the plan prints.
 
-    `local` are mrl's native layers (docs/layers.md).
+    `local` means mrl's own layers (docs/layers.md). `auto` means TransformerEngine's layers if they
+    can be built on this machine, and mrl's own layers otherwise. Raises InputError if
+    `transformer_engine` is asked for and its layers cannot be built here.
     """
     if asked == "local":
         return "local", "asked for"
@@ -83,7 +91,7 @@ def choose_implementation(
         problems.append("no CUDA device")
         if importlib.util.find_spec("transformer_engine") is None:
             problems.append("no transformer-engine")
-    elif problem := find_engine().problem:
+    elif problem := find_transformer_engine().problem:
         problems.append(problem)
     if asked == "transformer_engine":
         if problems:
@@ -99,13 +107,13 @@ def choose_implementation(
     return "transformer_engine", "auto"
 
 
-def check_invariant_engine() -> None:
-    """Raises InputError where `rollout.true_on_policy` on a GPU would find too old an engine."""
-    engine = find_engine()
-    if engine.problem is None and engine.numbers < OLDEST_INVARIANT_ENGINE:
+def check_batch_invariant() -> None:
+    """Raise InputError if TransformerEngine is too old for `rollout.true_on_policy` on a GPU."""
+    engine = find_transformer_engine()
+    if engine.problem is None and engine.numbers < OLDEST_BATCH_INVARIANT:
         raise InputError(
             f"rollout.true_on_policy is on, but transformer-engine is {engine.version}; Megatron's "
-            f"batch-invariant mode needs {_dotted(OLDEST_INVARIANT_ENGINE)} or newer: update it, or "
+            f"batch-invariant mode needs {_dotted(OLDEST_BATCH_INVARIANT)} or newer: update it, or "
             "turn the mode off"
         )
 
@@ -117,13 +125,18 @@ def fusions(
     is_latent: bool,
     true_on_policy: bool = False,
 ) -> dict[str, Any]:
-    """Megatron's fusion switches that this machine can have; a recipe's own come after them.
+    """Return the settings of Megatron's fused kernels for this machine. A recipe can override them.
 
-    bias_activation_fusion: SwiGLU as one kernel by torch.compile, with any layers on a GPU.
-    apply_rope_fusion: TransformerEngine's, in fp32. Latent attention has its own fused kernel, which
-    Megatron calls experimental and which takes cosines rounded to the model's dtype: left off.
-    moe_permute_fusion: TransformerEngine's, whose sums have an order. mrl's layers have their own.
-    gradient_accumulation_fusion: needs NVIDIA's apex built with its C++ and CUDA extensions.
+    All fused kernels are off on CPUs and under `true_on_policy`. On GPUs:
+
+    - bias_activation_fusion: SwiGLU as one kernel, made by torch.compile. It is always on.
+    - apply_rope_fusion: TransformerEngine's kernel, in fp32. It is on with TransformerEngine's
+      layers, except for latent attention, whose fused kernel is experimental in Megatron and takes
+      cosines that are rounded to the model's dtype.
+    - moe_permute_fusion: TransformerEngine's kernels, which sum in a fixed order. It is on with
+      TransformerEngine's layers; mrl's own layers have other kernels for this.
+    - gradient_accumulation_fusion: a kernel of NVIDIA's apex. It is on with bf16 weights if apex is
+      built with its C++ and CUDA extensions.
     """
     if device.type != "cuda" or true_on_policy:
         return {"bias_activation_fusion": False}
@@ -131,23 +144,25 @@ def fusions(
     return {
         "bias_activation_fusion": True,
         "apply_rope_fusion": engine and not is_latent,
-        "moe_permute_fusion": engine and find_engine().numbers >= OLDEST_FUSED_PERMUTE,
+        "moe_permute_fusion": engine and find_transformer_engine().numbers >= OLDEST_FUSED_PERMUTE,
         "gradient_accumulation_fusion": dtype is torch.bfloat16
-        and _imports("fused_weight_gradient_mlp_cuda"),
+        and can_import("fused_weight_gradient_mlp_cuda"),
     }
 
 
 def choose_dtype(asked: Literal["auto", "float32", "bfloat16"]) -> torch.dtype:
-    """Choose the number format; `auto` is bfloat16 on GPUs and float32 on CPUs."""
+    """Return the torch dtype that the recipe asks for. `auto` is bfloat16 on GPUs and float32 on
+    CPUs."""
     if asked == "auto":
         return torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return getattr(torch, asked)
 
 
-def _imports(module: str) -> bool:
+def can_import(module: str) -> bool:
+    """Return whether a module is installed and can be imported."""
     try:
         importlib.import_module(module)
-    except Exception:  # one that was built for another torch raises whatever it likes
+    except Exception:  # a module that was built for another torch may raise anything
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Gradients that are kept between the passes that computed them and an optimizer step."""
+"""Keep gradients in host memory from the passes that compute them until an optimizer step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from parallel.megatron_model import MegatronModel
 
 
 class KeptGradients:
-    """Sums the gradients of several passes of one model in the host's memory.
+    """The sum of the gradients of several passes of one model, in host memory.
 
-    The model's own buffers hold them only until the next pass, or until another policy is mounted.
-    What is added is already summed over ranks, so a sum of one pass has the bits of its buffers.
+    The model's own buffers hold gradients only until the next pass, or until another policy is
+    mounted. Gradients are added after their reduction over ranks. So the sum over a single pass is
+    equal to the buffers bit for bit.
     """
 
     def __init__(self, model: MegatronModel) -> None:
@@ -25,11 +26,11 @@ class KeptGradients:
 
     @property
     def num_bytes(self) -> int:
-        """The host memory that they take on this rank."""
+        """The number of bytes of host memory that the sums take on this rank."""
         return sum(each.nbytes for each in self._sums)
 
     def add(self) -> None:
-        """Add what the newest pass has left in the buffers."""
+        """Add the gradients that the latest pass left in the buffers."""
         self._model.require_state()
         found = [
             each.detach().to("cpu", copy=True) for each in gradient_tensors(self._model.chunks)
@@ -41,7 +42,7 @@ class KeptGradients:
             self._sums = found
 
     def put_back(self) -> None:
-        """Fill the buffers with the sums, for an optimizer step."""
+        """Copy the sums into the model's gradient buffers, for an optimizer step."""
         self._model.zero_gradients()
         buffers = gradient_tensors(self._model.chunks)
         with torch.no_grad():
@@ -49,7 +50,7 @@ class KeptGradients:
                 buffer.copy_(total)
         for chunk in self._model.chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                # A swap has gathered the weights, and those after the step are others.
+                # A swap of policies gathered the weights; the step changes them, so gather again.
                 group.param_gather_dispatched = False
 
     def clear(self) -> None:

@@ -1,27 +1,28 @@
-"""The ledger says where the trainer's bytes are, by kind: on the device, the host, or nowhere.
+"""Track the trainer's memory by kind (such as `parameters`, `gradients` or `optimizer`), and move a
+kind between device and host, or free it.
 
-The trainer and the rollout engine share the devices, so what the trainer does not need leaves:
-gradients and optimizer state before the weight sync, parameters after it.
+The trainer and the rollout engine share the devices, so the trainer moves away what it does not
+need: gradients and optimizer state before the weight sync, parameters after the sync.
 
 Bytes belong to storages, not to tensors: Megatron's DDP keeps all gradients as views of one buffer,
-its distributed optimizer all parameters too, and for fp32 models the optimizer's main parameters are
-views of that same buffer. Each storage has one owner, the first kind that names it, and moves with
-that kind only.
+its distributed optimizer does the same with all parameters, and for fp32 models the optimizer's
+main parameters are views of that same buffer. Each storage has one owner, the first kind that names
+it, and moves only with that kind.
 
-Storages are emptied and filled in place. Assigning to `parameter.data` would move the bytes too, but
-across devices it also replaces the parameter's gradient accumulator, on which Megatron's DDP hangs its
-hooks: training would continue with gradients of zero, silently.
+Storages are emptied and filled in place. Assigning to `parameter.data` would move the bytes too,
+but across devices it also replaces the parameter's gradient accumulator, to which Megatron's DDP
+attaches its hooks: training would silently continue with gradients of zero.
 
-Host buffers are kept and used again, by size: pinning memory takes longer than the copy into it. They
-stay allocated while their contents are on the device; `host_buffer_bytes` counts them all. A storage
-that never changes, such as a frozen weight, keeps its own: it is copied to the host once.
+Host buffers are kept and reused by size, because pinning memory takes longer than the copy into it.
+They stay allocated even while the kind is on the device; `host_buffer_bytes` counts all of them. A
+storage that never changes, such as a frozen weight, keeps its host buffer and is copied to it once.
 
-Memory of kinds that leave stays with torch's allocator, and the next tensors of this process get it:
-they come after the copies, on the same stream. Only `give_back` returns it to the driver, for another
-process of the device.
+When a kind moves away, torch's allocator keeps its device memory for the next tensors of this
+process. The kernels that fill these tensors run after the copies to the host, because they use the
+same stream. Only `give_back` returns the memory to the driver, for another process on the device.
 
-The copies to and from pinned memory have not run on a GPU yet; that nothing is lost or unhooked is
-tested on a CPU.
+The copies to and from pinned memory have not run on a GPU yet. Tests on a CPU show that no bytes
+are lost and that hooks still run.
 """
 
 from __future__ import annotations
@@ -39,30 +40,32 @@ Place = Literal["device", "host", "freed"]
 
 
 class Bytes(NamedTuple):
-    """How many bytes of one kind are where, on this rank."""
+    """The bytes of one kind on this rank: on the device, on the host, and freed."""
 
     device: int
     host: int
     freed: int
-    """Given back without a copy: their contents are nothing until they return, as zeros."""
+    """Bytes that were freed without a copy. Their contents are lost; `to_device` fills the storages
+    with zeros."""
 
 
 @dataclass
 class _Owner:
     tensors: Callable[[], Iterable[Tensor]]
-    """Asked each time: Adam makes its moments in the first step."""
+    """Returns the tensors of the kind. It is called each time, because Adam creates its moments in
+    the first step."""
     disposable: bool
     stays_on_host: bool
     keeps_frozen: bool
     place: Place = "device"
     away: list[tuple[UntypedStorage, int, Tensor | None]] = field(default_factory=list)
-    """Emptied storages: (storage, bytes, host copy or None where freed)."""
+    """Emptied storages: (storage, number of bytes, host copy or None if it was freed)."""
     copies: dict[int, tuple[UntypedStorage, Tensor]] = field(default_factory=dict)
-    """The host copies of frozen storages, wherever these are, by `_cdata`."""
+    """Host copies of frozen storages by `_cdata`, kept while the storages are on the device too."""
 
 
 class Ledger:
-    """A `Ledger` knows the storages of one rank by kind. A kind is moved as a whole."""
+    """The storages of one rank by kind. All storages of a kind are moved together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.type
@@ -80,11 +83,13 @@ class Ledger:
         on_host: bool = False,
         keeps_frozen: bool = False,
     ) -> None:
-        """Enter a kind. Storages that an earlier kind names stay with that one.
+        """Register a kind, whose tensors the function `tensors` returns. If a storage belongs to
+        the tensors of an earlier kind too, it stays with the earlier kind.
 
-        `disposable`: the contents are nothing between steps, so the kind may be freed. `on_host`: the
-        tensors live on the host for good and never move. `keeps_frozen`: weights that are not trained
-        have their values for good when the kind first moves; their host copies are kept.
+        `disposable`: the contents are not needed between steps, so the kind may be freed.
+        `on_host`: the tensors are always on the host and never move. `keeps_frozen`: weights that
+        are not trained have their final values when the kind first moves, so their host copies are
+        kept and never written again.
         """
         assert kind not in self._owners, f"the ledger has {kind!r} already"
         place: Place = "host" if on_host else "device"
@@ -94,18 +99,22 @@ class Ledger:
         return self._owners[kind].place
 
     def is_disposable(self, kind: str) -> bool:
-        """Whether the contents of a kind are nothing between steps."""
+        """Return whether the contents of a kind are not needed between steps."""
         return self._owners[kind].disposable
 
     def require_on_device(self, *kinds: str) -> None:
-        """Raise RuntimeError where one of `kinds` is away: its tensors have no bytes now."""
+        """Raise RuntimeError if one of `kinds` is not on the device, because its tensors then have
+        no contents."""
         away = {kind: self.place(kind) for kind in kinds if self.place(kind) != "device"}
         if away:
             raise RuntimeError(f"memory ledger: expected {kinds} on the device, got {away}")
 
     def to_host(self, kind: str) -> int:
-        """Copy a kind to the host and free its device memory for this process; return the number of
-        bytes that were copied. Raises RuntimeError where it is not on the device."""
+        """Copy a kind to the host and free its device memory for this process.
+
+        Return the number of copied bytes. Raises RuntimeError if the kind is not on the device, or
+        never moves.
+        """
         owner, num_copied = self._expect(kind, "to_host", ("device",)), 0
         storages = self._on_device()[kind]
         changing = {t.untyped_storage()._cdata for t in owner.tensors() if not _is_frozen(t)}
@@ -125,7 +134,8 @@ class Ledger:
         return num_copied
 
     def free(self, kind: str) -> None:
-        """Free the memory of a disposable kind without a copy; raises RuntimeError for others."""
+        """Free the memory of a disposable kind without a copy. Raises RuntimeError if the kind is
+        not disposable or not on the device."""
         owner = self._expect(kind, "free", ("device",))
         if not owner.disposable:
             raise RuntimeError(
@@ -138,8 +148,11 @@ class Ledger:
         owner.place = "freed"
 
     def put_away(self, *kinds: str) -> int:
-        """Free or copy to the host those of `kinds` that are on the device; return the number of bytes
-        that were copied."""
+        """Move those of `kinds` that are on the device: free disposable kinds, and copy others to
+        the host.
+
+        Return the number of copied bytes.
+        """
         num_copied = 0
         for kind in [kind for kind in kinds if self.place(kind) == "device"]:
             if self.is_disposable(kind):
@@ -149,8 +162,11 @@ class Ledger:
         return num_copied
 
     def to_device(self, kind: str) -> int:
-        """Bring a kind back: the bytes that left, zeros if freed. Return the number of bytes that were
-        copied. Raises RuntimeError where the kind is not away."""
+        """Bring a kind back to the device with its old contents, or with zeros if it was freed.
+
+        Return the number of copied bytes. Raises RuntimeError if the kind is on the device already,
+        or never moves.
+        """
         owner = self._expect(kind, "to_device", ("host", "freed"))
         num_copied = sum(num_bytes for _, num_bytes, host in owner.away if host is not None)
         for storage, num_bytes, host in owner.away:
@@ -168,16 +184,21 @@ class Ledger:
         return num_copied
 
     def give_back(self) -> None:
-        """Return all free memory of the device to the driver, once the copies to the host are done: for
-        an engine that shares the device. Once for all kinds of a move, because it waits."""
+        """Return all free device memory to the driver, for an engine on the same device. Does
+        nothing on a CPU.
+
+        It waits for the copies to the host, so call it once after all kinds have moved.
+        """
         if self._pinned:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def drop(self, kind: str) -> None:
-        """Forget a kind and free all its memory, wherever it is: its tensors have no bytes afterwards.
+        """Forget a kind and free all its memory on device and host. Its tensors have no bytes
+        afterwards.
 
-        The host buffers that it was moved into go, too. One that was never entered is ignored.
+        The host buffers that the kind used are freed too. A kind that was never registered is
+        ignored.
         """
         if kind not in self._owners:
             return
@@ -194,7 +215,7 @@ class Ledger:
         self._host_buffer_bytes -= sum(n for _, n, host in owner.away if host is not None)
 
     def where(self) -> dict[str, Bytes]:
-        """Every byte of this rank by kind; nothing is counted twice."""
+        """Return the bytes of this rank by kind. No storage is counted twice."""
         counts = {}
         for kind, storages in self._storages().items():
             owner = self._owners[kind]
@@ -209,7 +230,7 @@ class Ledger:
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Host memory that the ledger holds to move things into, in use or not."""
+        """The bytes of host memory that the ledger holds for copies, in use or not."""
         return self._host_buffer_bytes
 
     def _expect(self, kind: str, move: str, places: tuple[Place, ...]) -> _Owner:
@@ -224,16 +245,18 @@ class Ledger:
         return owner
 
     def _storages(self, *, with_away: bool = True) -> dict[str, list[UntypedStorage]]:
-        """Return the storages that hold bytes now, by kind; each with the first kind that names it.
+        """Return, by kind, the storages that hold bytes now. A storage that several kinds have is
+        listed under the first of them.
 
-        `with_away`: ask also kinds that are away, of which Adam's step counts may still be here.
+        `with_away`: include kinds that are not on the device. They may have storages that were
+        never emptied, such as Adam's step counts.
         """
         taken = {s._cdata for owner in self._owners.values() for s, _, _ in owner.away}
         found: dict[str, list[UntypedStorage]] = {}
         for kind, owner in self._owners.items():
             mine = found[kind] = []
             if owner.place != "device" and not with_away:
-                continue  # many policies may be away
+                continue  # there may be many policies, and only one is on the device
             for tensor in owner.tensors():
                 storage = tensor.untyped_storage()
                 if storage._cdata not in taken and storage.nbytes():
@@ -245,8 +268,10 @@ class Ledger:
         return storage.nbytes() if storage.device.type == self._device else 0
 
     def _on_device(self) -> dict[str, list[UntypedStorage]]:
-        """Return the storages on the device: not what stays on the CPU of a GPU machine, such as Adam's
-        step counts."""
+        """Return the storages on the device, by kind.
+
+        On a GPU machine some tensors stay on the CPU, such as Adam's step counts.
+        """
         return {
             kind: [s for s in storages if self._device_bytes(s)]
             for kind, storages in self._storages(with_away=False).items()
@@ -261,14 +286,14 @@ class Ledger:
 
 
 def gradient_tensors(chunks: list[Any]) -> Iterator[Tensor]:
-    """The buffers that Megatron's DDP reduces gradients in."""
+    """Yield the buffers in which Megatron's DDP reduces gradients."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
 
 
 def parameter_tensors(chunks: list[Any]) -> Iterator[Tensor]:
-    """Weights and registered buffers (expert biases) of the chunks."""
+    """Yield the weights and registered buffers (expert biases) of the chunks."""
     for chunk in chunks:
         yield from chunk.parameters()
         for _, buffer in chunk.named_buffers():  # DDP's own `buffers` are its gradient buffers
@@ -276,30 +301,34 @@ def parameter_tensors(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _is_frozen(tensor: Tensor) -> bool:
-    """Whether this is a weight that is not trained; buffers, which may change, are none."""
+    """Return whether a tensor is a weight that is not trained. Returns False for a registered
+    buffer, because it may change."""
     return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Main parameters and moments; for an fp32 model the main parameters are the weights themselves.
+    """Yield the tensors of an optimizer: the main parameters (fp32 copies of the weights, or the
+    weights themselves in an fp32 model) and the state, such as Adam's moments.
 
-    What a HybridDeviceOptimizer keeps on the host is among them, gradients included: it stays there.
+    The tensors that a HybridDeviceOptimizer keeps on the host, including its gradients, are yielded
+    too; they never move.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         outer = part.optimizer
-        if outer is None:  # nothing of this kind, dense or experts, is trained on this rank
+        if outer is None:  # this rank trains no dense parameters, or no experts
             continue
         for inner in (outer, *getattr(outer, "sub_optimizers", ())):
             for group in inner.param_groups:
                 yield from group["params"]
             for state in inner.state.values():
                 for value in filter(torch.is_tensor, state.values()):
-                    yield getattr(value, "_data", value)  # the bytes of TransformerEngine's fp8
+                    yield getattr(value, "_data", value)  # of an fp8 tensor of TransformerEngine
         yield from getattr(outer, "cpu_copy_map_grad", {}).values()
 
 
 def memory_statistics(phase: str, where: Mapping[str, Bytes]) -> Statistics:
-    """Return `memory/PHASE/KIND_device_bytes` and `_host_bytes`: the largest over the ranks."""
+    """Return the statistics `memory/PHASE/KIND_device_bytes` and `memory/PHASE/KIND_host_bytes` of
+    each kind. Each is reported as the largest number of bytes over the ranks."""
     return {
         f"memory/{phase}/{kind}_{place}_bytes": Max(torch.tensor(float(getattr(count, place))))
         for kind, count in where.items()
@@ -308,7 +337,8 @@ def memory_statistics(phase: str, where: Mapping[str, Bytes]) -> Statistics:
 
 
 def device_memory(device: torch.device) -> Statistics:
-    """Return the GPU memory in use and its peak since the last call; nothing on a CPU."""
+    """Return the GPU memory that torch has allocated now, and its peak since the last call, as
+    statistics in bytes; empty on a CPU."""
     if device.type != "cuda":
         return {}
     peak = torch.cuda.max_memory_allocated(device)

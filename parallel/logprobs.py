@@ -1,24 +1,34 @@
-"""Log-probs and entropy of the loss tokens of a packed micro-batch: from hidden states, in chunks, or
-from all of its vocab-parallel logits.
+"""Log-probs and entropy of the loss tokens of packed micro-batches, and log-probs of whole
+sequences.
 
-N packed tokens, n of them on this context-parallel rank, V_loc this tensor-parallel rank's slice of the
-vocabulary.
+They are computed either from hidden states, with the logits of a few rows at a time, or from all
+vocab-parallel logits of a micro-batch.
+
+Dimensions: N packed tokens, n of them on this context-parallel rank, V_loc this tensor-parallel
+rank's slice of the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe.routes import Replay
 from mrl.errors import InputError
 from mrl.kernels import linear_logprob, vp_logprob
-from mrl.types import MicroBatch
+from mrl.types import MicroBatch, Sample
 from parallel.context import ContextSlice
-from parallel.forward import HeadInput, HeadOutput, PassOutput
+from parallel.forward import HeadInput, HeadOutput
 from parallel.layers.output_layer import Projection
+from parallel.megatron_model import MegatronModel
+from parallel.mesh import Mesh
+from parallel.packing import WeightedSample, pack
+from parallel.pass_output import PassOutput
 
 
 def packed_logprobs(
@@ -28,13 +38,14 @@ def packed_logprobs(
     group: ProcessGroup,
     context: ContextSlice,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each loss token given those before it, and the entropy of its distribution.
+    """Compute the log-prob of each loss token given the tokens before it, and the entropy of the
+    distribution that predicts the token.
 
-    logits [n, V_loc] of this context-parallel rank's tokens (the row of token t predicts token t+1),
-    which the backward overwrites -> logprobs f32[N] (differentiable), entropy f32[N] (differentiable)
-    of all tokens; both 0 off the loss tokens, whose rows are not even read, and on the first token of
-    a sequence. `temperature` is the sampling temperature, so that the numbers compare with the
-    engine's.
+    `logits` [n, V_loc] belong to this context-parallel rank's tokens; the row of token t predicts
+    token t + 1. Return log-probs f32[N] and entropies f32[N] of all tokens, both differentiable.
+    Both are 0 at the first token of a sequence and at tokens without loss; the rows that predict
+    these tokens are not read. The backward pass overwrites the logits. `temperature` is the
+    sampling temperature, so that the numbers are comparable with the engine's.
     """
     logprobs, entropy = vp_logprob(
         logits,
@@ -55,14 +66,14 @@ def chunked_logprobs(
     projection: Projection,
     context: ContextSlice,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `packed_logprobs` does from hidden states [n, h] (under sequence parallelism this
-    rank's share of them) and the projection onto the vocabulary: only loss tokens have logits, a chunk
-    at a time.
+    """Compute the same as `packed_logprobs` from hidden states and the projection onto the
+    vocabulary.
 
-    Where the micro-batch has a sampling mask, log-probs are those of the truncated distribution, over
-    the tokens that the engine had kept; the entropy stays that of the whole one.
-
-    `on_cpu`: the micro-batch, where counting its loss tokens waits for nothing.
+    `hidden` is [n, h], or under sequence parallelism this rank's part of these rows. Logits are
+    computed for loss tokens only, for a few rows at a time. If the micro-batch has a sampling mask,
+    the log-probs are those of the truncated distribution, over the tokens that the engine kept; the
+    entropy is still that of the whole distribution. `on_cpu` is the micro-batch on the CPU, where
+    counting its loss tokens does not wait for a GPU.
     """
     hidden = projection.gathered(hidden)
     predicts = _predicts(on_cpu)
@@ -84,30 +95,39 @@ def chunked_logprobs(
 
 
 def _predicts(batch: MicroBatch) -> Tensor:
-    """bool[N]: rows whose next token is a loss token; nothing predicts a sequence's first token."""
+    """Return bool[N]: true for rows whose next token is a loss token and not the first token of a
+    sequence."""
     return (batch.loss_mask & (batch.position_ids > 0)).roll(-1)
 
 
 def _in_packed_order(
     logprobs: Tensor, entropy: Tensor, context: ContextSlice
 ) -> tuple[Tensor, Tensor]:
-    """Values of this rank's rows f32[n] -> of all packed tokens f32[N], each where its token is."""
+    """Turn values f32[n] of this rank's rows into values f32[N] of all packed tokens.
+
+    The value of row t becomes the value of token t + 1, which row t predicts.
+    """
     if context.index is not None:
         logprobs, entropy = context.gather(torch.stack([logprobs, entropy], dim=1)).unbind(1)
-    # The last row predicts nothing and is 0, so what rolls around to the front is too.
+    # The last row predicts nothing and is 0, so a 0 rolls around to the front.
     return logprobs.roll(1), entropy.roll(1)
 
 
 @dataclass(frozen=True)
 class LogprobHead:
-    """What the output of a language model is: log-probs at the sampling temperature, and entropy."""
+    """The head of a language model, which computes log-probs and entropies at the sampling
+    temperature."""
 
     temperature: float
     tp: ProcessGroup
 
     def __call__(self, given: HeadInput, output: PassOutput) -> HeadOutput:
-        """Logits [1, n, V_loc], or hidden states and a projection -> logprobs f32[N] and entropy f32[N]
-        with gradient; both go into `output`, detached."""
+        """Compute logprobs f32[N] and entropy f32[N] with gradient; add both, detached, to
+        `output`.
+
+        `given.states` are logits [1, n, V_loc], or hidden states if there is a projection. Raises
+        InputError for samples with sampling masks if there is no projection.
+        """
         states, context = given.states.squeeze(0), given.context
         if given.projection is None and given.on_cpu.sampling_mask is not None:
             raise InputError(
@@ -125,3 +145,48 @@ class LogprobHead:
         output.logprobs.append(logprobs.detach())
         output.entropies.append(entropy.detach())
         return HeadOutput(logprobs, entropy)
+
+
+def sequence_logprobs(model: MegatronModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return the log-probs f32[T] of each sequence i64[T] under the present weights at temperature
+    1.
+
+    The log-prob of a sequence's first token is 0. Routers choose the experts themselves. A
+    collective: every data-parallel replica computes all sequences, and every rank gets the same
+    result. These numbers are used to compare trainer and engine.
+    """
+    mesh = model.mesh
+    batch = _batch(sequences, mesh)
+    repeats = mesh.dims.pp if mesh.dims.vpp > 1 else 1  # the interleaved schedule needs a multiple
+    head = LogprobHead(1.0, mesh.tp)
+    output = model.forward_only([batch] * repeats, Replay.off, head=head)
+    logprobs = torch.zeros(batch.num_tokens, device=mesh.device)
+    if mesh.reports_loss and mesh.dp_rank == 0:  # true on exactly one rank
+        logprobs += output.logprobs[0]
+    if mesh.dims.world > 1:
+        dist.all_reduce(logprobs)
+    starts = batch.cu_seqlens.tolist()
+    return [
+        logprobs[start : start + len(sequence)].cpu()
+        for start, sequence in zip(starts, sequences, strict=False)
+    ]
+
+
+def _batch(sequences: Sequence[Tensor], mesh: Mesh) -> MicroBatch:
+    samples = [
+        Sample(
+            group_id=0,
+            token_ids=sequence,
+            prompt_len=1,
+            loss_mask=torch.arange(len(sequence)) > 0,
+            rollout_logprobs=torch.zeros(len(sequence)),
+            weight_versions=(),
+            finish_reason="length",
+        )
+        for sequence in sequences
+    ]
+    return pack(
+        [WeightedSample(sample, 0.0, 0.0) for sample in samples],
+        mesh.dims.token_multiple,
+        sequence_multiple=mesh.dims.sequence_multiple,
+    )

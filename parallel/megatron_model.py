@@ -1,6 +1,6 @@
-"""A Megatron model of this rank: chunks, weights, passes, optimizer steps, and moves off the device.
+"""A Megatron model on this rank: chunks, weights, passes, optimizer steps, and moves off the device.
 
-`Policy` and `Critic` are the two kinds of it. What the model's output means is theirs.
+Its two subclasses are `Policy` and `Critic`, which define what the model's output means.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from mrl.config.adapter import Adapter
 from mrl.errors import NotFinite
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
-from parallel.attachments import Attachments, GatherHooks
-from parallel.backward_watch import BackwardWatch
-from parallel.base import Base
-from parallel.forward import Head, LossFunction, Observe, PassOutput, PipelineRunner
+from parallel.base import Attachments, Base, GatherHooks
+from parallel.forward import Head, LossFunction, PipelineRunner
+from parallel.layer_hooks import BackwardWatch
 from parallel.layers.balancing import RouterLosses, expert_biases
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors
 from parallel.lora.adapted import Adaptation
@@ -32,6 +31,7 @@ from parallel.model import unwrap, wrap_chunks
 from parallel.optimizer import build_optimizer
 from parallel.optimizer_state import free_gradient_copies
 from parallel.options.read import MegatronOptions
+from parallel.pass_output import UNOBSERVED, Observe, Observer, PassOutput
 from parallel.reduce import merge
 from parallel.transformer_config import build_ddp_config
 from parallel.weights import WeightMap
@@ -39,32 +39,32 @@ from parallel.weights import WeightMap
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one optimizer step gave; the numbers are the same on every rank unless said otherwise."""
+    """The results of one optimizer step, the same on every rank unless noted otherwise."""
 
     grad_norm: float
-    """Before clipping, over all parameters."""
+    """The norm of the gradient of all parameters, before clipping."""
     lr: float
     stats: Statistics
-    """This rank's share; `loss_key` of the model is among them."""
+    """This rank's part of the statistics, among them the model's `loss_key`."""
     output: PassOutput
-    """What its forward pass gave, under the weights before the step."""
+    """The results of the step's forward pass, under the weights before the step."""
 
 
 class MegatronModel:
-    """A `MegatronModel` holds one Megatron model on this rank, with an optimizer where it is trained.
+    """One Megatron model on this rank, with an optimizer if it is trained.
 
-    It owns everything that policy and critic have in common: the chunks and their weights, the passes,
-    the optimizer, and the ledger entries by which its memory moves. It knows nothing of what its output
-    means: the head of the runner does. Every method but the moves is a collective: call it on all
-    ranks. A model without optimizer has weights only: no gradient buffers, no optimizer state.
+    It has everything that policy and critic have in common: chunks, weights, passes, optimizer, and
+    the ledger entries by which its memory moves. The runner's head decides what the model's output
+    means. Every method except those that only move memory is a collective. A model without an
+    optimizer has weights only, without gradient buffers and optimizer state.
     """
 
     loss_key: ClassVar[str]
-    """The metric that the sum of the losses is reported as."""
+    """The metric under which the sum of the losses is reported."""
     optimizer: Any = None
-    """Megatron's optimizer, once `make_optimizer` has made it."""
+    """Megatron's optimizer, after `make_optimizer`."""
     scheduler: Any = None
-    """The schedule of its learning rate."""
+    """Megatron's schedule of the learning rate, after `make_optimizer`."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class MegatronModel:
         options: MegatronOptions = MegatronOptions(),  # noqa: B008
         lora: LoraSetup | None = None,
     ) -> None:
-        """Make what trains the chunks of `base`, whose weights are random until `load`.
+        """Set up passes and training on the chunks of `base`. Its weights are random until `load`.
 
-        `optimizer`: None for a model that is never trained. `name`: what messages call it. `prefix`
-        goes before its kinds in the ledger. `options`: the recipe's own, for Megatron. `lora`: what is
-        trained in the place of the weights.
+        `optimizer` is None for a model that is never trained. `name` is used in messages. `prefix`
+        starts the names of its kinds in the ledger. `options` is the recipe's `megatron` section.
+        `lora` describes the adapter that is trained instead of the weights, if any.
         """
         self.base, self.mesh, self.ledger = base, base.mesh, ledger
         self.name, self._prefix = name, prefix
@@ -98,7 +98,7 @@ class MegatronModel:
         distributed = optimizer is not None and optimizer.use_distributed_optimizer
         ddp = None if optimizer is None else build_ddp_config(distributed, options)
         if ddp is not None:
-            # Megatron's schedules take from it what is one model's: the layers have that of the base.
+            # A copy: Megatron's schedules read this model's functions in it. Layers have the base's.
             self._settings = copy.copy(base.settings)
             self.chunks = wrap_chunks(base.chunks, self._settings, ddp)
             self.attachments.add(GatherHooks(self.chunks))
@@ -123,17 +123,17 @@ class MegatronModel:
             self._prepare_training(ddp.overlap_grad_reduce)
 
     def _parameter_tensors(self) -> Iterable[torch.Tensor]:
-        """Return this model's own weights: all, or an adapter's where others have the same base."""
+        """Return this model's own weights: all of them, or only the adapter's on a shared base."""
         if self.base.is_shared:
             return [entry.parameter for entry in self.trained.entries]
         return parameter_tensors(self.chunks)
 
     def _prepare_training(self, overlaps_reduction: bool) -> None:
-        """Tell Megatron's schedules how gradients are finished, and enter what training holds."""
+        """Set how Megatron's schedules finish gradients, and register the memory of training."""
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
         self._settings.finalize_model_grads_func = self._finish_gradients
         if overlaps_reduction:
-            # Gradients are reduced in the backward pass of the last micro-batch only.
+            # Only the backward pass of the last micro-batch reduces gradients.
             contexts: list[Any] = [chunk.no_sync for chunk in self.chunks]
             self._settings.no_sync_func = contexts if len(contexts) > 1 else contexts[0]  # pyright: ignore[reportAttributeAccessIssue]
         gradients, optimizer = self._prefix + "gradients", self._prefix + "optimizer"
@@ -147,12 +147,12 @@ class MegatronModel:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that is trained; None where all weights are."""
+        """The adapter that is trained; None if all weights are trained."""
         return None if self.lora is None else self.lora.setup.adapter
 
     @property
     def own_kinds(self) -> tuple[str, ...]:
-        """The kinds of this model in the ledger, those of a shared base left out."""
+        """The kinds of this model in the ledger, without the kinds of a shared base."""
         training = () if self._optimizer_config is None else ("gradients", "optimizer")
         return tuple(self._prefix + kind for kind in ("parameters", *training))
 
@@ -162,8 +162,7 @@ class MegatronModel:
 
     @phase("load")
     def load(self, may_lack: Collection[str] = ()) -> None:
-        """Load the weights from the model's folder (`WeightMap.load`), but for those of a shared base;
-        then make the optimizer: it may copy them."""
+        """Load the weights (except a shared base's), set up the adapter, and make the optimizer."""
         if not self.base.is_shared:
             self.weights.load(may_lack)
         if isinstance(self.trained, AdapterMap):
@@ -172,9 +171,8 @@ class MegatronModel:
             self.make_optimizer(self._optimizer_config)
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
-        """Make a fresh optimizer and schedule for the present weights; earlier moments are forgotten.
-
-        Raises RuntimeError for a model that was made without an optimizer.
+        """Make a new optimizer and schedule for the present weights; earlier moments are lost. Raises
+        RuntimeError for a model that was made without an optimizer.
         """
         self._require_trainable()
         self.require_state()
@@ -184,19 +182,19 @@ class MegatronModel:
         self._settings.grad_scale_func = self.optimizer.scale_loss
 
     def close(self) -> None:
-        """Free the memory of weights, gradients and optimizer state; nothing can be done afterwards.
+        """Free the memory of weights, gradients and optimizer state; the model is unusable afterwards.
 
-        A shared base stays. Megatron's hooks make reference cycles that run through autograd's C++,
-        where Python's garbage collector does not find them: without this a process that trains again
-        would hold both models.
+        A shared base stays. Megatron's hooks make reference cycles through autograd's C++, which
+        Python's garbage collector does not find: without this call, a process that trains again would
+        hold both models.
         """
         if not self.base.release(self):
             return  # it is closed already, and another policy may have its name
         for kind in self.own_kinds:
             self.ledger.drop(kind)
-        # The layers keep tensors of their last pass, whose graph keeps the gradient accumulators, whose
-        # hooks keep Megatron's wrapper, which keeps the layers: a ring through C++ that Python never
-        # collects. With it stay all process groups, each with threads and open files.
+        # The cycle: layers -> tensors of their last pass -> graph -> gradient accumulators -> hooks ->
+        # Megatron's wrapper -> layers. It would also keep all process groups, with their threads and
+        # open files.
         for chunk in self.chunks if self.chunks is not self.base.chunks else ():
             vars(chunk).clear()
 
@@ -208,21 +206,20 @@ class MegatronModel:
         return () if self.optimizer is None else optimizer_tensors(self.optimizer)
 
     def require_parameters(self) -> None:
-        """Raise RuntimeError where the model is not mounted, or its weights are not on the device."""
+        """Raise RuntimeError if the model is not mounted, or its weights are not on the device."""
         self.base.require_mounted(self)
         self.ledger.require_on_device(*self._parameter_kinds)
 
     def require_state(self) -> None:
-        """Raise RuntimeError where the model is not mounted, or not all of it is on the device."""
+        """Raise RuntimeError if the model is not mounted, or not all of it is on the device."""
         self.base.require_mounted(self)
         self.ledger.require_on_device(*self.base.kinds, *self.own_kinds)
 
     def gather_parameters(self) -> None:
-        """Have all ranks hold the present weights: a collective, before all but a forward pass reads
-        them. With `overlap_param_gather` only the passes after an update gather by themselves."""
-        if self._optimizer_config is None:
-            return
-        for chunk in self.chunks:
+        """Gather the present weights on all ranks, before anything but a forward pass reads them. A
+        collective. Without `overlap_param_gather` all ranks have the weights already.
+        """
+        for chunk in self.chunks if self._optimizer_config is not None else ():
             if not chunk.ddp_config.overlap_param_gather:
                 continue
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -239,7 +236,7 @@ class MegatronModel:
     ) -> PassOutput:
         """Run all micro-batches forward under the present weights, without gradient.
 
-        `head` takes the place of the model's own for this pass.
+        `head` replaces the model's own head in this pass.
         """
         self.require_parameters()
         for chunk in self.chunks:
@@ -252,15 +249,16 @@ class MegatronModel:
         loss: LossFunction,
         replay: Replay,
         before_update: Callable[[], None] | None = None,
+        observer: Observer = UNOBSERVED,
     ) -> StepOutput:
-        """Compute the gradients of the global batch, then take one optimizer step; `before_update` runs
-        between them and may raise, on all ranks or on none.
+        """Compute the gradients of the global batch, call `before_update`, take one optimizer step.
 
-        Raises NotFinite, on all ranks, when a gradient of any rank is not finite, and RuntimeError
-        without an optimizer. Where it or `before_update` raises, weights, buffers, optimizer state and
-        learning-rate schedule are those before the call, bit for bit.
+        `observer` gets the forward pass's output before `before_update` is called. Both may raise, on
+        all ranks or on none. Raises NotFinite on all ranks if a gradient of any rank is not finite, and
+        RuntimeError without an optimizer. After any of these errors, weights, buffers, optimizer state
+        and learning-rate schedule are as before the call, bit for bit.
         """
-        output = self.compute_gradients(batch, loss, replay, before_update)
+        output = self.compute_gradients(batch, loss, replay, before_update, observer)
         grad_norm, lr = self.apply_gradients()
         return StepOutput(grad_norm, lr, self.statistics(output), output)
 
@@ -270,6 +268,7 @@ class MegatronModel:
         loss: LossFunction,
         replay: Replay,
         before_update: Callable[[], None] | None = None,
+        observer: Observer = UNOBSERVED,
     ) -> PassOutput:
         """Do the first half of `train_step`: leave the gradients, summed over ranks, in the buffers."""
         self.zero_gradients()
@@ -281,23 +280,24 @@ class MegatronModel:
         self.router_losses.begin_step(num_tokens, self.mesh.dp)
         self._backward_watch.begin_step()
         biases = [(bias, bias.clone()) for bias in expert_biases(self.chunks)]
-        output = self.runner.run(micro_batches, loss, replay)
+        output = self.runner.run(micro_batches, loss, replay, observe=observer.observe)
         try:
+            observer.record(output)
             if before_update is not None:
                 before_update()
             gradients = gradient_tensors(self.chunks)
             self._backward_watch.require_finite(gradients, micro_batches, self.mesh)
         except BaseException:
-            for bias, before in biases:  # Megatron moves them where it finishes the gradients
+            for bias, before in biases:  # Megatron changes them when it finishes the gradients
                 bias.copy_(before)
             raise
         return output
 
     def apply_gradients(self, lr: float | None = None) -> tuple[float, float]:
-        """Do the second half of `train_step`: take one optimizer step with the gradients that are in
-        the buffers. Return their norm before clipping, and the learning rate.
+        """Do the second half of `train_step`: one optimizer step with the gradients in the buffers.
 
-        `lr` takes the place of the schedule's in this step. Raises NotFinite where a gradient is not.
+        Return (norm of the gradients before clipping, learning rate). `lr`, if given, replaces the
+        schedule's learning rate in this step. Raises NotFinite if a gradient is not finite.
         """
         groups = self.optimizer.param_groups
         if lr is not None:
@@ -320,30 +320,30 @@ class MegatronModel:
         self.optimizer.zero_grad()
 
     def statistics(self, output: PassOutput) -> Statistics:
-        """Return this rank's share of what the losses of a step report."""
+        """Return this rank's part of the losses' statistics; empty on ranks that report no loss."""
         if not self.mesh.reports_loss:
             return {}
         return merge([{**loss.stats, self.loss_key: Sum(loss.loss_sum)} for loss in output.losses])
 
     def offload_optimizer(self) -> None:
-        """Make room for the engine's weights; on a CPU there is one memory, and nothing moves."""
+        """Except on a CPU, move optimizer and gradients off the device, for the engine's weights."""
         self.move_optimizer()
         self.ledger.give_back()
 
     def offload_parameters(self) -> None:
-        """Make room for the engine's KV cache, once the weights are sent."""
+        """Except on a CPU, move the weights off the device, for the engine's KV cache."""
         if self.mesh.device.type != "cpu":
             self.ledger.put_away(*self._parameter_kinds)
         self.ledger.give_back()
 
     def move_optimizer(self) -> None:
-        """Move optimizer and gradients to the host; `Ledger.give_back` gives their memory to others."""
+        """Move the optimizer state to the host and free the gradients, except on a CPU."""
         self.gather_parameters()
         if self.mesh.device.type != "cpu" and self._optimizer_config is not None:
             self.ledger.put_away(self._prefix + "optimizer", self._prefix + "gradients")
 
     def onload(self) -> None:
-        """Take the memory back after the engine went to sleep; what never left stays."""
+        """Move everything back to the device, after the engine has freed its memory there."""
         self.base.require_mounted(self)
         for kind in (*self.base.kinds, *self.own_kinds):
             if self.ledger.place(kind) != "device":

@@ -1,17 +1,19 @@
-"""Names that mrl patches or reads inside megatron-core, beside those that it imports."""
+"""The private names of megatron-core that mrl replaces or reads. Other modules access them through
+`MEGATRON`.
+
+Public names, which mrl imports as usual, are not listed: `make compat` reads them from the imports.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
-from mrl.system.releases import SUPPORTED, Name, locate, since
+from mrl.system.releases import SUPPORTED, Name, NameTable, since
 
 _CORE = "megatron.core"
 _MOE, _PARALLEL = f"{_CORE}.transformer.moe", f"{_CORE}.tensor_parallel"
 always = partial(since, SUPPORTED["megatron-core"][0])
-"""A name that has the same path in all supported releases."""
+"""Makes the entry of a name that has the same path in all supported releases."""
 
 NAMES: dict[str, Name] = {
     # cpu_mode.py
@@ -39,9 +41,9 @@ NAMES: dict[str, Name] = {
     ),
     "extensions.HAVE_TE": always(f"{_CORE}.extensions.transformer_engine.HAVE_TE"),
     "latent.HAVE_TE": always(f"{_CORE}.transformer.multi_latent_attention.HAVE_TE"),
-    # layers/specs.py: the layer's spec names the class.
+    # layers/specs.py finds MoE layers by this class in a layer's spec.
     "MoELayer": always(f"{_MOE}.moe_layer.MoELayer"),
-    # layers/dispatch.py: where it is, the messages of the all-to-all compute the shared experts.
+    # layers/dispatch.py: releases that have it compute the shared experts during the all-to-all.
     "SharedExpertMLP.wait_current_stream": since(
         "0.19.2", f"{_MOE}.shared_experts.SharedExpertMLP.wait_current_stream", "self"
     ),
@@ -53,24 +55,4 @@ NAMES: dict[str, Name] = {
 }  # fmt: skip
 
 
-def read(name: str) -> Any:
-    """Return a name of `NAMES`."""
-    owner, last = locate(_path(name))
-    return getattr(owner, last)
-
-
-def has(name: str) -> bool:
-    """Return whether the installed release has a name of `NAMES`."""
-    return bool(_path(name))
-
-
-def replace(name: str, value: Any) -> None:
-    """Put something in the place of a name of `NAMES`. Raises AttributeError if there is none."""
-    owner, last = locate(_path(name))
-    getattr(owner, last)
-    setattr(owner, last, value)
-
-
-@cache
-def _path(name: str) -> str:
-    return NAMES[name].path(importlib.metadata.version("megatron-core"))
+MEGATRON = NameTable("megatron-core", NAMES)

@@ -1,4 +1,7 @@
-"""This module makes the process groups of a rank once; they are passed on as a value, a `Mesh`."""
+"""Join the ranks of a job and make their process groups.
+
+A `Mesh` holds the groups, and is passed to the code that needs them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import datetime
 import itertools
 import os
 import random
+import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,38 +23,41 @@ from torch.distributed import ProcessGroup
 from mrl.errors import RankLost
 from mrl.system.launcher import signal_arrived
 from mrl.system.rendezvous import check_rendezvous
+from mrl.system.torch_names import TORCH
 from parallel import prepare
 from parallel.dims import ParallelDims
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A `Mesh` holds this rank's process groups, one per kind of parallelism.
+    """This rank's process groups, one for each kind of parallelism.
 
-    The ranks of a job are arranged in a grid of tp x cp x dp x pp for the dense layers; the experts
-    arrange the tp x cp x dp ranks of a pipeline stage anew, in etp x ep x expert replicas.
+    For the dense layers the ranks of a job form a grid of tp x cp x dp x pp. For the experts the
+    tp x cp x dp ranks of a pipeline stage form another grid, of etp x ep x expert replicas.
     """
 
     dims: ParallelDims
-    """The size of every dimension of the grid."""
+    """The size of each dimension of the grid."""
     rank: int
     """This rank's number in the job, from 0 to `dims.world` - 1."""
     device: torch.device
     """This rank's GPU, or the CPU."""
     tp: ProcessGroup
-    """Tensor parallel: ranks that share out each dense layer's weights, and under sequence parallelism
-    the rows between the layers; all see the same samples."""
+    """Tensor parallel: the ranks that split each dense layer's weights, and under sequence
+    parallelism also the rows between the layers. All ranks of a group process the same samples."""
     pp: ProcessGroup
-    """Pipeline parallel: one rank of each stage; every stage has other layers."""
+    """Pipeline parallel: one rank of each stage. The stages have different layers."""
     dp: ProcessGroup
-    """Data parallel: replicas that see other samples. Ranks that share out a sequence (`cp`) see the
-    same samples and are in different groups of this kind."""
+    """Data parallel: replicas that process different samples. Ranks that split a sequence (`cp`)
+    have the same samples, and are in different data-parallel groups."""
     cp: ProcessGroup
-    """Context parallel: ranks that share out the tokens of each sequence."""
+    """Context parallel: the ranks that split the tokens of each sequence."""
     ep: ProcessGroup
-    """Expert parallel: ranks that share out the experts of each MoE layer, and exchange tokens."""
+    """Expert parallel: the ranks that divide the experts of each MoE layer, and exchange tokens."""
     etp: ProcessGroup
-    """Expert tensor parallel: ranks that share out each expert's weights."""
+    """Expert tensor parallel: the ranks that split each expert's weights."""
 
     @property
     def tp_rank(self) -> int:
@@ -81,13 +89,15 @@ class Mesh:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank holds the losses of its data-parallel replica. One rank of each does, so
-        that no number is counted twice."""
+        """Whether this rank holds the losses of its data-parallel replica.
+
+        Exactly one rank of each replica holds them, so that no number is counted twice.
+        """
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def world_size() -> int:
-    """Return the number of ranks that torchrun started, or 1."""
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -99,21 +109,26 @@ def local_device() -> torch.device:
 
 
 _joined: list[tuple[dist.Store, int]] = []
-"""torchrun's store and this rank, once it was joined."""
+"""torchrun's store and this rank, after the first `join_store`."""
 ARRIVED = "arrived"
-"""The prefix of a key of the store, followed by a rank: the rank waits for the others there."""
-_meetings = itertools.count(1)
-"""The times that the ranks met there."""
+"""Prefix of the store's keys `arrived_<rank>`. A rank sets its key when it waits for the others."""
+_num_joins = itertools.count(1)
+"""Counts how often this process has joined the other ranks."""
 
 
 def join_store() -> tuple[dist.Store, int]:
-    """Return the store in which all ranks of the launcher meet, those that do not train too, and this
-    rank. Raises InputError where another program listens there."""
+    """Return the store that all ranks of the launcher share, including ranks that do not train, and
+    the number of this rank.
+
+    Without a launcher, return a new local store and 0. Raises InputError if another program listens
+    at the store's address.
+    """
     if "RANK" not in os.environ:
         return dist.HashStore(), 0
     if not _joined:
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        has_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it holds the port
+        # torchrun's agent, if there is one, already listens at the address.
+        has_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if host and port.isdecimal() and not has_launcher:
             check_rendezvous(host, int(port))
         store, rank, _ = next(iter(dist.rendezvous("env://")))
@@ -121,23 +136,23 @@ def join_store() -> tuple[dist.Store, int]:
     return _joined[0]
 
 
-def _meeting() -> tuple[dist.Store, int]:
-    """Return where the ranks meet, and this rank.
+def _empty_store() -> tuple[dist.Store, int]:
+    """Return an empty store that all ranks share, and the number of this rank.
 
-    A process may train several times. The ranks meet under another prefix each time: gloo would find
-    the addresses that the groups of the last time left in torchrun's store.
+    A process may train several times. It uses another prefix of torchrun's store each time, because
+    gloo would find the addresses that earlier process groups left there.
     """
     store, rank = join_store()
-    return dist.PrefixStore(f"mrl_{next(_meetings)}", store), rank
+    return dist.PrefixStore(f"mrl_{next(_num_joins)}", store), rank
 
 
 def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
-    """Join the other ranks (by torchrun's rendezvous, or alone), make Megatron's process groups, and
-    seed the random generators.
+    """Join the other ranks, make Megatron's process groups, and seed the random generators.
 
-    `timeout_s`: a rank that waits longer than this for the others in a collective gives up; this
-    applies to all groups, Megatron's too. Raises RankLost with the ranks that have not connected by
-    then.
+    The ranks find each other by torchrun's rendezvous; without torchrun there is one rank.
+    `timeout_s` is the longest time that a rank waits for the others in a collective of any group,
+    including Megatron's groups. If some ranks do not connect within this time, raises a RankLost
+    that names them.
     """
     prepare()
     from megatron.core import parallel_state
@@ -148,12 +163,12 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store, rank = _meeting()
+        store, rank = _empty_store()
         timeout = datetime.timedelta(seconds=timeout_s)
         signal_arrived(rank)
         store.set(f"{ARRIVED}_{rank}", "")
         try:
-            # Higher ranks only lead engines, and are in no process group.
+            # Ranks above the world only lead engines and are in no process group.
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=dims.world, timeout=timeout
             )
@@ -170,14 +185,14 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
         context_parallel_size=dims.cp,
         expert_model_parallel_size=dims.ep,
         expert_tensor_parallel_size=dims.etp,
-        # Megatron makes a timedelta of it, and says `int`.
+        # Annotated as `int`, but Megatron passes it to timedelta.
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
     )
     _limit_all_groups(datetime.timedelta(seconds=timeout_s))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    state: Any = parallel_state  # its getters say "or None", but these groups were just made
+    state: Any = parallel_state  # its getters may return None, but these groups were just made
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
     return Mesh(
         dims=dims,
@@ -193,23 +208,59 @@ def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
 
 
 def _not_arrived(store: dist.Store, world: int) -> list[int]:
-    """Return the ranks that have not connected yet."""
+    """Return the ranks that have not connected yet; an empty list if the store cannot be
+    reached."""
     with suppress(RuntimeError):  # the store is gone as well
         return [rank for rank in range(world) if not store.check([f"{ARRIVED}_{rank}"])]
     return []
 
 
 def _limit_all_groups(timeout: datetime.timedelta) -> None:
-    """Give the limit to the groups that Megatron makes without one: the experts' gloo group."""
-    c10d: Any = dist.distributed_c10d
-    for group in list(c10d._world.pg_map):
-        c10d._set_pg_timeout(timeout, group)
+    """Set the timeout of all groups. Megatron makes the experts' gloo group without a timeout."""
+    set_timeout = TORCH.take("_set_pg_timeout")
+    for group in list(TORCH.take("_world").pg_map):
+        set_timeout(timeout, group)
 
 
 def destroy_mesh() -> None:
-    """Leave the process groups; does nothing where they were never joined."""
+    """Leave the process groups; do nothing if they were never joined."""
     if dist.is_initialized():
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def gather_objects(value: T) -> list[T]:
+    """Gather the picklable `value` of every rank; return the values in rank order. A collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+MAX_SKEW_S = 5.0
+"""The largest difference between clocks without a warning. Clocks that ntp or chrony synchronizes
+differ by less than a tenth of a second."""
+
+
+def compare_clocks() -> str:
+    """Return a warning if the clocks of two nodes differ by more than MAX_SKEW_S, or else an empty
+    string. A collective.
+
+    Logs of several nodes are compared by their times. The ranks read their clocks right after a
+    barrier, so the differences include its latency.
+    """
+    dist.barrier()
+    return skew_in_words(gather_objects((socket.gethostname(), time.time())))
+
+
+def skew_in_words(times: list[tuple[str, float]], most: float = MAX_SKEW_S) -> str:
+    """Return a warning if the clocks of two hosts differ by more than `most` seconds, or else an
+    empty string. `times` are (host, seconds since 1970), read at the same moment."""
+    (early, first), (late, last) = (pick(times, key=lambda pair: pair[1]) for pick in (min, max))
+    if last - first <= most or early == late:
+        return ""
+    return (
+        f"the clock of {late} is {last - first:.0f} s ahead of that of {early}: times in logs and "
+        "files of the two cannot be compared; look at timedatectl, and let chrony or ntp set both"
+    )

@@ -8,83 +8,19 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
-from parallel.layers import expert_order, invariant, specs
-from parallel.layers.attention import PackedAttention, RotaryAttention
-from parallel.layers.dispatch import NativeMoELayer, RouteOrderMoELayer
-from parallel.layers.experts import GroupedExperts, join_storages
-from parallel.layers.latent_attention import LatentAttention
+from parallel.layers import invariant
+from parallel.layers.experts import join_storages
 from parallel.layers.output_layer import deferred_output_layer
+from parallel.layers.specs import block_spec
 from parallel.mesh import Mesh
 
-
-class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight gradient Megatron sums over the sequence-parallel ranks.
-
-    Megatron's own torch norm refuses sequence parallelism; this one enters through the layer spec.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
-    ) -> None:
-        super().__init__(
-            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.get_default_device()
-        )
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-
-
 OutputLayer = Callable[[TransformerConfig], torch.nn.Module]
-
-
-def _block_spec(
-    config: TransformerConfig,
-    implementation: Implementation,
-    vp_stage: int | None,
-    true_on_policy: bool,
-    experts_in_order: bool,
-) -> Any:
-    engine = implementation == "transformer_engine"
-    spec: Any = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
-    )
-    for layer in spec.layer_specs:
-        if not engine:
-            _native_layer(layer.submodules, config, true_on_policy, experts_in_order)
-        elif experts_in_order:
-            expert_order.replace_layer(layer.submodules)
-    if not engine:
-        spec.layer_norm = SequenceParallelRMSNorm
-    return spec
-
-
-def _native_layer(
-    parts: Any, config: TransformerConfig, true_on_policy: bool, experts_in_order: bool
-) -> None:
-    """Put mrl's modules into the spec of one decoder layer of Megatron's local layers."""
-    parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.multi_latent_attention:
-        parts.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
-    else:
-        parts.self_attention.module = RotaryAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
-    if specs.has_experts(parts):
-        kind = RouteOrderMoELayer if experts_in_order else NativeMoELayer
-        parts.mlp = specs.of_module(parts.mlp, kind)
-        if not true_on_policy:  # there each expert computes a row as the engine does
-            layer = specs.submodules_of(parts.mlp)
-            layer.experts = specs.of_module(layer.experts, GroupedExperts)
-    if true_on_policy:
-        invariant.replace_layers(parts)
 
 
 def build_chunks(
@@ -97,12 +33,14 @@ def build_chunks(
     experts_in_order: bool = False,
     logprob_chunk_tokens: int = 0,
 ) -> list[Any]:
-    """Build this rank's model chunks (one per virtual stage) on its device, not wrapped yet.
+    """Build this rank's model chunks, one per virtual stage, on its device and without DDP's
+    wrapper.
 
-    `output_layer` makes what takes the place of the vocabulary's projection in the last chunk.
-    `true_on_policy`: local layers that compute each token as the engine does. `experts_in_order`: add a
-    token's experts in the order of its route. `logprob_chunk_tokens`: the last chunk gives hidden
-    states, and the head computes the logits of so many tokens at a time; 0: it gives all logits.
+    `output_layer` makes the layer that replaces the projection onto the vocabulary in the last
+    chunk. With `true_on_policy` the local layers compute each token as the engine does. With
+    `experts_in_order` an MoE layer sums a token's experts in the order of its route. If
+    `logprob_chunk_tokens` is not 0, the last chunk returns hidden states, and the head computes the
+    logits of that many tokens at a time; otherwise it returns all logits.
     """
     dims = mesh.dims
     chunks = []
@@ -110,7 +48,7 @@ def build_chunks(
         vp_stage = virtual if dims.vpp > 1 else None
         chunk: torch.nn.Module = GPTModel(
             config,
-            _block_spec(config, implementation, vp_stage, true_on_policy, experts_in_order),
+            block_spec(config, implementation, vp_stage, true_on_policy, experts_in_order),
             vocab_size=model.sizes.vocab_size,
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
@@ -139,9 +77,11 @@ def build_chunks(
 def wrap_chunks(
     chunks: list[Any], config: TransformerConfig, ddp: DistributedDataParallelConfig
 ) -> list[Any]:
-    """Wrap chunks in Megatron's DDP, with gradient buffers of what is trained in them now.
+    """Wrap chunks in Megatron's DDP, with gradient buffers for the parameters that now require
+    gradients.
 
-    Megatron's schedules take the functions of a pass from `config`, that of the wrapper.
+    `config` must belong to one model only, because Megatron's schedules read the model's own
+    functions from it.
     """
     return [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
@@ -150,10 +90,11 @@ def wrap_chunks(
 
 
 def _flag_experts(chunk: torch.nn.Module) -> None:
-    """Mark what is reduced over the experts' own replicas.
+    """Mark the experts' parameters, so that their gradients are reduced over the experts' own
+    replicas.
 
-    Megatron does so only when EP > 1, yet with ETP < TP experts too are shared out differently from the
-    dense layers; without the mark their gradients are silently wrong.
+    Megatron does this only if EP > 1. But if ETP < TP, the experts are also distributed differently
+    from the dense layers, and without the mark their gradients would be silently wrong.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -161,7 +102,10 @@ def _flag_experts(chunk: torch.nn.Module) -> None:
 
 
 def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """bf16 but for the routers' biases and counts: a rounded bias chooses other experts."""
+    """Convert a chunk to bf16, except the routers' biases and counts.
+
+    With a rounded bias a router would choose other experts.
+    """
     half = Float16Module(config, chunk)
     for module in chunk.modules():
         for name in ("expert_bias", "local_tokens_per_expert"):

@@ -1,4 +1,4 @@
-"""This module makes Megatron's optimizer and learning-rate schedule for the chunks of a model."""
+"""Make Megatron's optimizer and learning-rate schedule for the chunks of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mrl.config import OptimizerConfig
 from parallel.options.read import MegatronOptions
 
 NO_CLIPPING = 1e30
-"""Megatron reports the gradient norm only where it clips."""
+"""A clipping threshold that is never reached. It is used because Megatron reports the gradient norm
+only if it clips."""
 
 
 def build_optimizer_config(
@@ -24,7 +25,7 @@ def build_optimizer_config(
     use_distributed_optimizer: bool,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> MegatronOptimizerConfig:
-    """Megatron's settings of Adam; the recipe's `options` have the last word."""
+    """Return Megatron's settings of Adam. The recipe's `options` override all other settings."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -47,11 +48,11 @@ def build_optimizer(
     dtype: torch.dtype,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """Return Megatron's optimizer and its schedule at step 0.
+    """Return Megatron's optimizer for the chunks, and its learning-rate schedule at step 0.
 
-    A `config` whose learning rate decays has its `lr_decay_steps` given.
+    If the learning rate decays, `config.lr_decay_steps` must be set.
     """
-    # As the gradients are reduced, whatever `config` says: it may be another's (SFT).
+    # The chunks decide how gradients are reduced; `config` may be that of SFT and differ.
     distributed = chunks[0].ddp_config.use_distributed_optimizer
     optimizer = get_megatron_optimizer(
         build_optimizer_config(config, dtype, distributed, options), chunks
@@ -75,7 +76,7 @@ def build_schedule(config: OptimizerConfig, optimizer: Any) -> OptimizerParamSch
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A checkpoint says how many steps are done, and the recipe what follows from that.
+        # Only the number of steps comes from a checkpoint, everything else from the recipe.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         wsd_decay_steps=config.wsd_decay_steps,
@@ -84,12 +85,12 @@ def build_schedule(config: OptimizerConfig, optimizer: Any) -> OptimizerParamSch
 
 
 def use_fused_kernels(optimizer: Any) -> None:
-    """Let torch's own Adam step each parameter in one kernel, in place.
+    """Let torch's own Adam update each parameter in one kernel, in place.
 
-    Megatron builds `torch.optim.AdamW` where neither TransformerEngine nor apex is installed, and has
-    no option for its `fused` form. Without it torch takes `foreach` on CUDA, whose intermediate lists
-    are one more fp32 copy of the parameters (says the documentation of torch.optim.AdamW). Other
-    optimizers stay as they are.
+    Megatron builds `torch.optim.AdamW` if neither TransformerEngine nor apex is installed, and has
+    no option for its `fused` form. By default torch uses `foreach` on CUDA, whose intermediate
+    lists take as much memory as one more fp32 copy of the parameters (documentation of
+    torch.optim.AdamW). Other optimizers are left unchanged.
     """
     for adam in torch_adams(optimizer):
         for group in (*adam.param_groups, adam.defaults):
@@ -97,7 +98,8 @@ def use_fused_kernels(optimizer: Any) -> None:
 
 
 def torch_adams(optimizer: Any) -> Iterator[torch.optim.Adam]:
-    """Yield the torch optimizers inside Megatron's, of the dense parameters and of the experts'."""
+    """Yield the torch Adam optimizers inside Megatron's optimizer, such as one for dense parameters
+    and one for experts."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner := getattr(part, "optimizer", None), torch.optim.Adam):
             yield inner

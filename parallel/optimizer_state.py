@@ -1,10 +1,11 @@
 """Adam's state by parameter, whichever of Megatron's optimizers holds it.
 
-Megatron keeps the state in three shapes: beside the parameter itself (FP32Optimizer), beside an fp32
-main parameter (Float16OptimizerWithFloat16Params), or only for a range of the flattened shard that
-this data-parallel rank owns (DistributedOptimizer). What steps a range is torch's Adam, or that of
-TransformerEngine, or with `optimizer_cpu_offload` one of the several inside a HybridDeviceOptimizer,
-which step fp32 copies of their own. Here they are one: a range, and fp32 tensors over it.
+Megatron keeps the state in three forms: for the parameter itself (FP32Optimizer), for an fp32 main
+parameter (Float16OptimizerWithFloat16Params), or only for the range of a flattened shard that this
+data-parallel rank owns (DistributedOptimizer). The range is updated by torch's Adam or
+TransformerEngine's, or with `optimizer_cpu_offload` by one of several Adams in a
+HybridDeviceOptimizer, each of which updates a separate fp32 copy. This module presents all of these
+in one form: a range of the flattened parameter, and fp32 tensors over this range.
 """
 
 from __future__ import annotations
@@ -24,27 +25,31 @@ from parallel import scaled_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
-"""They count the steps in a tensor for every parameter; the fused ones of apex and TransformerEngine
-in the parameter group."""
+"""Optimizers that count the steps in one tensor per parameter. The fused Adams of apex and
+TransformerEngine count them in the parameter group."""
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """The state of one parameter that this rank holds; tensors of one size, in any shape."""
+    """This rank's part of one parameter's optimizer state. All tensors in it have the same number
+    of elements, in any shape."""
 
     start: int
-    """Number of the first element in the flattened shard of the parameter."""
+    """Index of the part's first element in the flattened shard of the parameter."""
     tensors: dict[str, Tensor]
-    """`exp_avg`, `exp_avg_sq`, and `main` (fp32) where it is not the parameter itself."""
+    """`exp_avg`, `exp_avg_sq`, and `main` (the fp32 main parameter) unless the parameter itself is
+    fp32."""
     sharded: bool
-    """Shared out over data-parallel ranks, and not the same on each of them."""
+    """Whether the state is divided over data-parallel ranks; otherwise all data-parallel ranks have
+    the same state."""
     write_back: Callable[[], None] | None = None
-    """Must be called once `tensors` have other contents, where they are not the state itself or the
-    state has copies."""
+    """A function to call after the contents of `tensors` have changed. None if `tensors` are the
+    state itself and there are no copies of it."""
 
 
 def optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
-    """`id(parameter)` -> its state. Moments that the first step has not made yet become zeros."""
+    """Return this rank's part of each parameter's state, by `id(parameter)`. Moments are created as
+    zeros if no step has created them yet."""
     shards = {}
     for part in _parts(optimizer):
         sharded = isinstance(part, DistributedOptimizer)
@@ -66,15 +71,18 @@ def optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
 
 
 def write_back(shards: Mapping[int, OptimizerShard]) -> None:
-    """After the contents of the tensors of `optimizer_shards` were replaced."""
+    """Write the tensors of `shards` back to the optimizer, after their contents have changed."""
     for shard in shards.values():
         if shard.write_back is not None:
             shard.write_back()
 
 
 def free_gradient_copies(optimizer: Any) -> None:
-    """Let go of what Megatron made of the gradients for one step: fp32 copies of bf16 gradients, of the
-    whole model or of the part of it that a HybridDeviceOptimizer steps on the device."""
+    """Free the fp32 copies of bf16 gradients that Megatron made for one step.
+
+    There are copies for the whole model, or for the part that a HybridDeviceOptimizer updates on
+    the device.
+    """
     optimizer.zero_grad()
     for part in _parts(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer) and part.optimizer.gpu_optimizer:
@@ -82,7 +90,10 @@ def free_gradient_copies(optimizer: Any) -> None:
 
 
 def get_step(optimizer: Any) -> int:
-    """Adam steps done: one number, as every parameter takes part in every step."""
+    """Return the number of Adam steps that this rank's parameters have taken; 0 before the first.
+
+    Raises ValueError if the number is not the same for all parameters.
+    """
     steps = {int(holder["step"]) for holder in _step_holders(optimizer) if "step" in holder}
     if len(steps) > 1:
         raise ValueError(f"parameters were stepped a different number of times: {sorted(steps)}")
@@ -90,8 +101,10 @@ def get_step(optimizer: Any) -> int:
 
 
 def steps_done(optimizer: Any, device: torch.device) -> int:
-    """Adam steps done by the ranks that train something: a pipeline stage without a matrix of the
-    adapter counts none. A collective."""
+    """Return the largest result of `get_step` on any rank. A collective.
+
+    The ranks of a pipeline stage without any part of the adapter count no steps.
+    """
     step = torch.tensor(get_step(optimizer), device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(step, dist.ReduceOp.MAX)
@@ -99,7 +112,8 @@ def steps_done(optimizer: Any, device: torch.device) -> int:
 
 
 def set_step(optimizer: Any, step: int) -> None:
-    """After `optimizer_shards`, which makes the counters."""
+    """Set the number of Adam steps that were taken. Call `optimizer_shards` first, because it
+    creates the counters."""
     for holder in _step_holders(optimizer):
         if torch.is_tensor(holder.get("step")):
             holder["step"].fill_(step)
@@ -120,7 +134,8 @@ def _adams(optimizer: Any) -> list[Any]:
 
 
 def _stepped_by(optimizer: Any) -> dict[int, tuple[Tensor, Any]]:
-    """id(tensor that Megatron gave to be stepped) -> (tensor that is stepped, Adam that does it)."""
+    """Return (tensor that Adam updates, the Adam that updates it), by the id of the tensor that
+    Megatron gave to the optimizer. The two tensors differ only in a HybridDeviceOptimizer."""
     outer = getattr(optimizer, "inner_param_to_orig_param", {})
     return {
         id(outer.get(inner, inner)): (inner, adam)
@@ -136,14 +151,19 @@ def _state(adam: Any, inner: Tensor) -> dict[str, Tensor]:
         if name not in state:
             state[name] = torch.zeros_like(inner, dtype=torch.float32)
     if isinstance(adam, TORCH_ADAM) and "step" not in state:
-        # Fused kernels read it on the device that they run on.
+        # Fused kernels read the step on their own device.
         on_device = any(group["fused"] for group in adam.param_groups)
         state["step"] = torch.zeros((), device=inner.device if on_device else "cpu")
     return {name: state[name] for name in MOMENTS}
 
 
 def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]:
-    """Bring the copy of a main parameter that was not loaded up to the one that was."""
+    """Return a function to call after a load, which has changed only one of the two copies of a
+    main parameter. The function copies the changed one to the other.
+
+    With `is_weight` the load has changed `main`, which is the weight itself; otherwise it has
+    changed `inner`.
+    """
 
     def copy() -> None:
         source, target = (main, inner) if is_weight else (inner, main)
@@ -160,7 +180,7 @@ def _step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """(parameter, what Adam steps in its place, first element of the parameter that this is)."""
+    """Yield (parameter, tensor that Adam updates for it, index of that tensor's first element)."""
     groups = part.optimizer.param_groups
     if isinstance(part, DistributedOptimizer):
         for parameter in part.model_param_gbuf_map:

@@ -1,8 +1,10 @@
-"""Samples -> packed micro-batches: shared out over data-parallel ranks, bounded by a token budget.
+"""Pack samples into micro-batches, distributed over data-parallel ranks and bounded by a token
+budget.
 
-Pure and deterministic: every rank computes the same assignment from the same samples, so no rank has to
-be told. All ranks get the same number of micro-batches, because expert-parallel ranks meet in every
-layer; where one has fewer, it runs an empty one.
+The assignment is a pure and deterministic function: every rank computes the same assignment from
+the same samples, without any communication. All ranks get the same number of micro-batches, because
+expert-parallel ranks exchange tokens in every layer. A rank whose samples fill fewer micro-batches
+also runs empty micro-batches.
 """
 
 from __future__ import annotations
@@ -19,30 +21,33 @@ from torch import Tensor
 
 from moe.align import join_routes
 from mrl.sampling_mask import SamplingMask, join_masks
-from mrl.types import UNKNOWN_VERSION, MicroBatch, PackedRoutes, Sample
+from mrl.types import UNKNOWN_VERSION, MicroBatch, Sample, TokenRoutes
+from parallel.dims import round_up
 
-Record = TypeVar("Record", MicroBatch, PackedRoutes)
+Record = TypeVar("Record", MicroBatch, TokenRoutes)
 
 
 @dataclass(frozen=True)
 class WeightedSample:
-    """A `WeightedSample` is a sample with its weights in the loss."""
+    """A sample with its weights in the loss."""
 
     sample: Sample
     advantage: float | None
-    """None until `mrl.learn.advantages` computes it from what is packed; all samples have one, or none
-    has."""
+    """The advantage; None until `mrl.learn.advantages` computes it from the packed samples. Either
+    all samples have an advantage or no sample has."""
     seq_weight: float
     sample_id: int = -1
-    """Its number in the step."""
+    """The number of the sample in its step; -1 if it is in no step."""
     nll_weight: float | None = None
-    """What its log-likelihood counts beside the policy loss; all samples have one, or none has."""
-    routes: PackedRoutes | None = None
-    """The routes of its T-1 routed tokens in this rank's layers; None where every router decides."""
+    """The weight of the sample's log-likelihood, a term that is added to the policy loss; None
+    without that term. Either all samples have a weight or no sample has."""
+    routes: TokenRoutes | None = None
+    """The routes of all tokens except the last, T-1 rows, in this rank's layers; None if the routers
+    choose the experts."""
     reward: float = 0.0
-    """Shaped; 0 where the sample has none."""
+    """The shaped reward; 0 if the sample has no reward."""
     credits_turns: bool = False
-    """Whether the sample's turn rewards are laid out, each at its turn; of all samples, or of none."""
+    """Whether each turn's reward is credited at that turn. It is the same for all samples."""
 
 
 def assign_micro_batches(
@@ -50,8 +55,10 @@ def assign_micro_batches(
 ) -> list[list[list[int]]]:
     """Return the sample indices by [data-parallel rank][micro-batch].
 
-    Longest first to the least loaded rank, then first fit into micro-batches of `token_budget` tokens
-    (a longer sample goes alone). Every rank gets the same count, a multiple of `multiple_of`.
+    The samples are assigned from the longest to the shortest, each to the rank that has the fewest
+    tokens so far. Each rank packs its samples first-fit into micro-batches of `token_budget` tokens;
+    a longer sample gets a micro-batch of its own. Every rank gets the same number of micro-batches,
+    at least 1 and a multiple of `multiple_of`; some of them may be empty.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     loads = [(0, rank) for rank in range(dp_size)]
@@ -80,10 +87,6 @@ def _first_fit(share: list[int], lengths: Sequence[int], token_budget: int) -> l
     return bins
 
 
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def pack(
     samples: Sequence[WeightedSample],
     token_multiple: int = 1,
@@ -92,10 +95,13 @@ def pack(
     min_tokens: int = 1,
     version: int | None = None,
 ) -> MicroBatch:
-    """Lay samples end to end, each padded to a multiple of `sequence_multiple` tokens.
+    """Pack samples into a micro-batch, one after the other. Each sample is padded to a multiple of
+    `sequence_multiple` tokens.
 
-    What is missing to a multiple of `token_multiple`, and to `min_tokens`, is one more sequence.
-    Padding has no loss and native routes. No samples give padding alone. `version`: of the weights.
+    If necessary, one more sequence of padding makes the total number of tokens at least
+    `min_tokens` and a multiple of `token_multiple`. Padding has no loss, and the routers choose its
+    experts. Without samples there is only padding. `version` is the version of the trainer's
+    weights.
     """
     lengths = [len(s.sample.token_ids) for s in samples]
     rooms = [round_up(n, sequence_multiple) for n in lengths]
@@ -149,10 +155,11 @@ def pack(
 def _packed_masks(
     samples: Sequence[Sample], rooms: Sequence[int], num_tokens: int
 ) -> SamplingMask | None:
-    """Lay the samples' masks end to end, each in its room; None where no sample has one.
+    """Join the samples' sampling masks. The mask of sample i is padded to `rooms[i]` tokens, and the
+    result to `num_tokens`. Return None if no sample has a mask.
 
-    Raises ValueError where some loss tokens have a set and others have none: their log-probs are of
-    different distributions.
+    Raises ValueError if some loss tokens have a mask and others have none, because the log-probs of
+    the two would be of different distributions.
     """
     parts: list[tuple[SamplingMask | None, int]] = []
     for sample, room in zip(samples, rooms, strict=False):
@@ -172,10 +179,11 @@ def _packed_masks(
 
 
 def _token_rewards(sample: Sample) -> Tensor:
-    """f32[T]: the reward of each turn at the last loss token before its end.
+    """Return f32[T] with the reward of each turn at the last loss token before the end of the turn.
 
-    Where the turn's own tokens left the loss that is a token of an earlier turn; a reward with no loss
-    token before it was earned by nothing that is trained on.
+    If no token of the turn has loss, that loss token belongs to an earlier turn, and the rewards of
+    both turns are added. A reward without any loss token before it is left out, because no trained
+    token earned it.
     """
     places = sample.loss_mask.nonzero().flatten()
     values = torch.zeros(len(sample.loss_mask), dtype=torch.float64)
@@ -187,7 +195,8 @@ def _token_rewards(sample: Sample) -> Tensor:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the same micro-batch with every tensor on `device`, those of its routes too."""
+    """Return the micro-batch with its tensors and those of its routes on `device`. A sampling mask
+    stays on the CPU."""
     return _moved(batch, device)
 
 
@@ -197,6 +206,6 @@ def _moved(record: Record, device: torch.device) -> Record:
         value = getattr(record, f.name)
         if isinstance(value, Tensor):
             moved[f.name] = value.to(device, non_blocking=True)
-        elif isinstance(value, PackedRoutes):
+        elif isinstance(value, TokenRoutes):
             moved[f.name] = _moved(value, device)
     return dataclasses.replace(record, **moved)

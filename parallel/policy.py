@@ -16,26 +16,25 @@ from mrl.system.shared_memory import SharedMemory
 from mrl.types import MicroBatch, Statistics, WeightBucket
 from parallel.base import Base, BaseSetup
 from parallel.export import export_buckets, model_bytes
-from parallel.forward import PassOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Bytes, Ledger, parameter_tensors
-from parallel.logprobs import LogprobHead
+from parallel.logprobs import LogprobHead, sequence_logprobs
 from parallel.lora.shared_base import KIND, SharedBase, SwapReport
 from parallel.lora.weights import LoraSetup
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.options.read import read_options
+from parallel.pass_output import PassOutput
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
-from parallel.sequence_logprobs import sequence_logprobs
 from parallel.weights import WeightMap
 
 
 class Policy(MegatronModel):
-    """A `Policy` is the model that generates: its output is log-probs.
+    """The language model that is trained or evaluated. Its passes return log-probs.
 
-    What makes it a Megatron model (passes, steps, memory) is `MegatronModel`'s; the frozen reference,
-    the export to engines and the log-probs of whole sequences are the policy's own.
+    Passes, steps and memory moves are inherited from `MegatronModel`. This class adds the frozen
+    reference, the export to engines and the log-probs of whole sequences.
     """
 
     loss_key = "loss/policy"
@@ -60,12 +59,15 @@ class Policy(MegatronModel):
     ) -> None:
         """Build the policy and load its weights.
 
-        `optimizer`: None for evaluation; the policy then holds its weights and nothing else.
-        `megatron`: that branch of the recipe. `lora`: the adapter that is trained; the reference is
-        then the base, without a copy of it, and `reference` must be `model`. `base`: what it is made
-        over, together with other policies; it is mounted then, and its `name` is its own among them.
+        `optimizer` is None for evaluation; the policy then has no gradients or optimizer state.
+        `reference` is the frozen reference; None if there is no reference. `megatron` is the recipe's
+        section of that name. `lora` describes the adapter that is trained. The reference is then
+        the model without the adapter, which needs no copy, and `reference` must be `model` or None.
+        `base` is a base that the policy shares with other policies; building the policy mounts the
+        policy on it. `name` must differ from the names of the other policies on the base.
 
-        Raises InputError where it cannot share that base; the others are then as before.
+        Raises InputError if the policy cannot share that base; the other policies are then
+        unchanged.
         """
         options = read_options(megatron)
         setup = BaseSetup(
@@ -102,12 +104,16 @@ class Policy(MegatronModel):
             raise
 
     def share_device(self, companion: MegatronModel) -> None:
-        """Move a critic of the same ledger along: it leaves the device before the engine wakes, and
-        returns with the policy."""
+        """From now on move `companion`, a critic with the same ledger, together with this policy.
+
+        The critic leaves the device before the engine wakes, and returns with the policy.
+        """
         self._companion = companion
 
     def move_optimizer(self) -> None:
-        """Move optimizer and gradients to the host, and all of a companion, as no engine reads it."""
+        """Move the optimizer state to the host and free the gradients. Also move the weights and
+        the state of the companion (`share_device`), because no engine reads them. On a CPU nothing
+        moves."""
         super().move_optimizer()
         if self._companion is not None:
             self._companion.move_optimizer()
@@ -115,27 +121,34 @@ class Policy(MegatronModel):
                 self.ledger.put_away(*self._companion.own_kinds)
 
     def onload(self) -> None:
-        """Take the memory back after the engine went to sleep, for the companion too."""
+        """Move the policy and its companion, if any, back to the device, after the engine has freed
+        its memory there."""
         super().onload()
         if self._companion is not None:
             self._companion.onload()
 
     def mount(self, *, adapter_only: bool = False) -> SwapReport:
-        """Put this policy into the base that it shares (`SharedBase.mount`)."""
+        """Mount this policy on the base that it shares (see `SharedBase.mount`).
+
+        Raises RuntimeError if the policy shares no base.
+        """
         return self._shared_base().mount(self, adapter_only=adapter_only)
 
     def unmount(self) -> SwapReport:
-        """Take this policy out of the base that it shares; all of it moves to the host.
+        """Unmount this policy from the base that it shares (see `SharedBase.unmount`).
 
-        Raises RuntimeError where another policy is mounted.
+        Raises RuntimeError if the policy is not mounted, or shares no base.
         """
         base = self._shared_base()
         base.require_mounted(self)
         return base.unmount()
 
     def where(self) -> dict[str, Bytes]:
-        """Return every byte of the ledger by kind, without those of other policies, as if this one had
-        its base for itself: the bytes of the base count among the `parameters`."""
+        """Return the bytes of the ledger by kind, without the bytes of other policies.
+
+        The bytes of a shared base are included in `parameters`, as if the base belonged to this
+        policy.
+        """
         found = self.ledger.where()
         if self._shared is None:
             return found
@@ -145,25 +158,28 @@ class Policy(MegatronModel):
 
     def _shared_base(self) -> SharedBase:
         if self._shared is None:
-            raise RuntimeError("this policy shares its base with no other: it is always mounted")
+            raise RuntimeError("this policy does not share its base, so it is always mounted")
         return self._shared
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The MoE layers of this rank's chunks, Megatron's numbers."""
+        """Megatron's numbers of the MoE layers in this rank's chunks."""
         return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Return the log-probs f32[T] of sequences i64[T] (`parallel.sequence_logprobs`)."""
+        """Return the log-probs f32[T] of each sequence i64[T] (see
+        `parallel.logprobs.sequence_logprobs`)."""
         return sequence_logprobs(self, sequences)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Put the frozen reference in the place of the policy; afterwards the policy returns, bit for
-        bit. Replayed choices hold for it too, gate weights do not: they are another model's. The
-        reference of an adapter is the model with the adapter turned off.
+        """Replace the policy by the frozen reference inside the block.
 
-        Raises RuntimeError where the policy was made without one.
+        Afterwards the policy's weights are restored bit for bit. If a pass inside the block replays
+        routes, it uses the replayed experts with the reference's own gate weights. With an adapter,
+        the reference is the model with the adapter turned off.
+
+        Raises RuntimeError if the policy was made without a reference.
         """
         self.require_parameters()
         if not self._has_reference:
@@ -178,20 +194,22 @@ class Policy(MegatronModel):
         return merge([super().statistics(output), output.routing])
 
     def export_bytes(self, dtype: torch.dtype | None = None) -> int:
-        """About what `export` sends in all; the same on every rank of a pipeline stage."""
+        """Estimate the number of bytes that `export` sends. The estimate is the same on every
+        rank of a pipeline stage."""
         return model_bytes(self._exported, dtype)
 
     def export(
         self, version: int, max_bytes: int, dtype: torch.dtype | None = None
     ) -> Iterator[WeightBucket]:
-        """Yield the whole model under HF names, or the adapter under PEFT's, cast to `dtype`.
+        """Return an iterator over the buckets of the whole model under HF names, or of the adapter
+        under PEFT's names, cast to `dtype` (see `export_buckets`).
 
-        A collective: every rank must drain the iterator.
+        A collective: every rank must exhaust the iterator.
         """
         merged = self.lora is not None and self.lora.setup.merged
         if merged or self.lora is None:
             self.require_parameters()
-        else:  # the base may be away
+        else:  # the base need not be on the device
             self.ledger.require_on_device(self._prefix + "parameters")
         self.gather_parameters()
         return export_buckets(
@@ -200,12 +218,13 @@ class Policy(MegatronModel):
 
     @property
     def _exported(self) -> WeightMap:
-        """What an export sends: an adapter alone, unless it is merged."""
+        """The parameters that an export sends: the whole model's, or an unmerged adapter's."""
         return self.weights if self.lora is None or self.lora.setup.merged else self.trained
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
-    """Return the micro-batches with `old_logprobs`, from a pass before the update (last stage only)."""
+    """Return the micro-batches with `old_logprobs` from the output of a pass before the update. Only
+    the last pipeline stage has log-probs; on other stages the micro-batches are unchanged."""
     return _with_field("old_logprobs", batches, output)
 
 
@@ -215,7 +234,8 @@ def with_rollout_as_old(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def with_ref_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
-    """Return the micro-batches with `ref_logprobs`, from a pass of the reference (last stage only)."""
+    """Return the micro-batches with `ref_logprobs` from the output of a pass of the reference. Only
+    the last pipeline stage has log-probs; on other stages the micro-batches are unchanged."""
     return _with_field("ref_logprobs", batches, output)
 
 

@@ -1,8 +1,10 @@
-"""This module reduces the statistics of all ranks to plain numbers, the same on every rank."""
+"""Reduce statistics and sums per sample over all ranks, so that every rank gets the same
+numbers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.system.histogram import NUM_BINS, quantile
-from mrl.types import Max, Mean, Quantiles, Statistic, Statistics, Sum
+from mrl.types import Max, Mean, MicroBatch, Quantiles, Statistic, Statistics, Sum
+from parallel.mesh import Mesh, gather_objects
 
 
 def merge(parts: list[Statistics]) -> Statistics:
-    """Merge the statistics of several micro-batches of one rank; keys are united."""
+    """Merge the statistics of several micro-batches of one rank. The result has the keys of all
+    micro-batches.
+
+    Raises TypeError if a key has statistics of different types, such as a Mean and a Sum.
+    """
     merged: Statistics = {}
     for part in parts:
         for key, value in part.items():
@@ -36,13 +43,12 @@ def _add(key: str, a: Statistic, b: Statistic) -> Statistic:
 
 
 def reduce_statistics(stats: Statistics) -> dict[str, float]:
-    """Reduce over all ranks, in rank order and in fp64. A collective; ranks may hold different keys.
+    """Reduce statistics over all ranks, in rank order and in fp64; return one number per key.
 
-    A mean over nothing is NaN: it was not measured.
+    A collective. Ranks may have different keys, and the result has the keys of all ranks. A mean
+    with a count of 0 becomes NaN, which says that it was not measured.
     """
-    mine = _plain(stats)
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(_plain(stats))
     result: dict[str, float] = {}
     for key in dict.fromkeys(key for part in everyone for key in part):
         parts = [part[key] for part in everyone if key in part]
@@ -60,7 +66,8 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
 
 
 def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
-    """Parts of all ranks, each (counts by bin, what is reported)."""
+    """Return the quantiles over all ranks. The part of a rank is [(bin, count) pairs, (metric key,
+    quantile) pairs]."""
     total = [0] * NUM_BINS
     for counts, _ in parts:
         for place, count in counts:
@@ -69,7 +76,8 @@ def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
 
 
 def _plain(stats: Statistics) -> dict[str, tuple[Any, ...]]:
-    """Plain numbers. All scalars are read in one go: a GPU is waited for once, not once a number."""
+    """Convert statistics to plain numbers. All scalars are read together, so the host waits for a
+    GPU only once."""
     scalars = [tensor for value in stats.values() for tensor in _scalars(value)]
     numbers = iter(_read(scalars))
     plain: dict[str, tuple[Any, ...]] = {}
@@ -90,7 +98,8 @@ def _scalars(value: Statistic) -> tuple[Tensor, ...]:
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
-    """Their values in fp64, which holds those of fp32 and counts below 2^53."""
+    """Return the scalars as Python floats (fp64), which are exact for fp32 values and for counts
+    below 2^53."""
     by_device: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(scalars):
         by_device.setdefault(tensor.device, []).append(place)
@@ -100,3 +109,34 @@ def _read(scalars: list[Tensor]) -> list[float]:
         for place, value in zip(places, torch.stack(mine).tolist(), strict=True):
             found[place] = value
     return found
+
+
+def sample_sums(
+    columns: Sequence[Tensor], batches: Sequence[MicroBatch], num_samples: int, mesh: Mesh
+) -> Tensor:
+    """Sum each column over the loss tokens of each sample.
+
+    `columns` holds a tensor [N, C] for each micro-batch: C columns for the N packed tokens. Return
+    f64[S, C] on the CPU; row i is the sum for the sample with `sample_id` i, of the S samples of
+    the step. All tokens of a sample are on one data-parallel rank, so the sum over ranks adds only
+    zeros to a row: every rank gets the same bits, however the step was split.
+
+    A collective. `columns` is read only on the ranks that report losses, and may be empty on other
+    ranks.
+    """
+    width = torch.tensor([columns[0].shape[1] if columns else 0], device=mesh.device)
+    if mesh.dims.world > 1:
+        dist.all_reduce(width, dist.ReduceOp.MAX)
+    total = torch.zeros(num_samples, int(width), dtype=torch.float64, device=mesh.device)
+    if mesh.reports_loss:
+        for batch, values in zip(batches, columns, strict=True):
+            assert batch.sample_ids is not None
+            device = values.device
+            wanted = torch.where(batch.loss_mask.to(device)[:, None], values.double(), 0.0)
+            lengths = batch.cu_seqlens.to(device).diff().long()
+            sums = torch.segment_reduce(wanted, "sum", lengths=lengths)
+            known = batch.sample_ids.to(device) >= 0  # not padding
+            total[batch.sample_ids.to(device)[known]] = sums[known]
+    if mesh.dims.world > 1:
+        dist.all_reduce(total)
+    return total.cpu()

@@ -1,8 +1,8 @@
-"""The frozen reference model is this rank's shard of another set of weights, kept on the host.
+"""The frozen reference model: this rank's shard of another set of weights, kept on the host.
 
-It has no model of its own. For a pass it takes the place of the policy's weights in their storages, and
-afterwards the policy's return, bit for bit. The cost is two copies of the weights on the host (the
-reference, and room for the policy's while it is away) and none on the device.
+There is no second model. For a pass, the reference weights are copied into the storages of the policy's
+weights; afterwards the policy's weights are copied back, bit for bit. This takes two copies of the
+weights on the host, one for the reference and one for the displaced policy, and none on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Host memory for tensors of one list, end to end by dtype; pinned where they are on a GPU."""
+    """Host memory for copies of a list of tensors, in one buffer per dtype. The memory is pinned if
+    a tensor is on a GPU."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         pinned = any(tensor.is_cuda for tensor in tensors)
@@ -38,7 +39,7 @@ class HostCopy:
     def fits(self, tensors: list[Tensor]) -> bool:
         return [v.dtype for v in self._views] == [t.dtype for t in tensors]
 
-    # On a GPU both directions run on the current stream, in order: nothing has to wait.
+    # On a GPU copies in both directions run in order on the current stream, so nothing has to wait.
 
     def take(self, tensors: list[Tensor]) -> None:
         """Copy the contents of `tensors` to the host."""
@@ -52,26 +53,28 @@ class HostCopy:
 
 
 class ReferenceWeights:
-    """The weights that `tensors` hold when this is made, ready to take their place again."""
+    """A host copy of the weights that `tensors` returns when this object is made. The copy can be
+    swapped in later."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        # Asked each time: Megatron replaces the data of a half-precision expert bias by fp32.
+        # Called each time: Megatron replaces the data of a half-precision expert bias by fp32.
         self._tensors = lambda: [tensor.detach() for tensor in tensors()]
         present = self._tensors()
         self._frozen = HostCopy(present)
         self._frozen.take(present)
         self._stash: HostCopy | None = None
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what comes next may free the tensors' memory
+            torch.cuda.synchronize()  # the caller may free the tensors' memory next
 
     def host_tensors(self) -> list[Tensor]:
-        """Everything that this keeps on the host, for the memory ledger."""
+        """Return all tensors that this object keeps on the host, for the memory ledger."""
         stash = self._stash.buffers.values() if self._stash else ()
         return [*self._frozen.buffers.values(), *stash]
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The reference in the place of the present weights; those return whatever happens."""
+        """Replace the present weights by the reference weights inside the block. At the end of the
+        block the present weights are restored, even after an error."""
         with torch.no_grad():
             present = self._tensors()
             if self._stash is None or not self._stash.fits(present):

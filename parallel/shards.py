@@ -1,10 +1,20 @@
-"""How one parameter is put together and shared out: pure functions on tensors.
+"""Pure functions that join one parameter from Hugging Face tensors and split it over ranks.
 
-HF tensors <-> the whole Megatron tensor (`join`, `split`) -> one of its tensor-parallel shards
-(`take_shard`). The kinds are those of `parallel.architectures.base.Split`.
+`join` makes the whole Megatron tensor from its HF tensors, and `split` is the inverse. `take_shard`
+takes one tensor-parallel shard of the whole tensor. A `kind` is a
+`parallel.architectures.base.Split`.
+
+`boxes` locates a rank's piece in the whole tensor, by shapes alone. A distributed optimizer holds a
+range of a shard's elements in row-major order. Such a range consists of a few rectangles of the
+whole tensor, each consecutive in the flattened shard. Checkpoints store rectangles, so that any
+other layout can read them.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,9 +42,85 @@ def split(full: Tensor, kind: Split, num_groups: int, heads_per_group: int) -> l
 
 
 def take_shard(full: Tensor, kind: Split, rank: int, size: int) -> Tensor:
-    """The part of a whole Megatron tensor that tensor-parallel `rank` of `size` holds."""
+    """Return the part of a whole Megatron tensor that tensor-parallel `rank` of `size` holds."""
     if size == 1 or kind == "none":
         return full
     if kind == "gated":
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
     return full.chunk(size, dim=1 if kind == "columns" else 0)[rank]
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the whole tensor whose elements are consecutive in the flattened shard."""
+
+    start: int
+    """Index of the rectangle's first element in the flattened shard."""
+    shape: Shape
+    offset: Shape
+    """Indices of the rectangle's first element in the whole tensor."""
+
+
+def whole_shape(kind: Split, shape: Shape, size: int) -> Shape:
+    """Return the shape of the whole tensor if each of `size` tensor-parallel ranks holds a shard of
+    `shape`."""
+    if size == 1 or kind == "none":
+        return shape
+    axis = 1 if kind == "columns" else 0
+    return (*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
+
+
+def boxes(
+    kind: Split, shape: Shape, rank: int, size: int, start: int = 0, stop: int | None = None
+) -> list[Box]:
+    """Return the rectangles that together are the elements [start, stop) of the flattened shard of
+    tensor-parallel `rank` among `size`. By default these are all elements of the shard.
+
+    For each block of rows there are at most `2 * dims - 1` rectangles, because the range may begin
+    and end inside a row.
+    """
+    stop = math.prod(shape) if stop is None else stop
+    row = math.prod(shape[1:])
+    found = []
+    for first, num_rows, corner in _blocks(kind, shape, rank, size):
+        begin, end = first * row, (first + num_rows) * row
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            found += _cut((num_rows, *shape[1:]), corner, begin, low - begin, high - begin)
+    return found
+
+
+def _blocks(kind: Split, shape: Shape, rank: int, size: int) -> Iterator[tuple[int, int, Shape]]:
+    """Yield (first row in the shard, number of rows, offset in the whole tensor) for each block of
+    rows that is contiguous in both the shard and the whole tensor."""
+    origin = (0,) * len(shape)
+    if size == 1 or kind == "none":
+        yield 0, shape[0], origin
+    elif kind == "gated":  # [gate; up], each split by rows
+        half = shape[0] // 2
+        for block in range(2):
+            yield block * half, half, ((block * size + rank) * half, *origin[1:])
+    elif kind == "columns":
+        yield 0, shape[0], (0, rank * shape[1], *origin[2:])
+    else:
+        yield 0, shape[0], (rank * shape[0], *origin[1:])
+
+
+def _cut(shape: Shape, corner: Shape, base: int, low: int, high: int) -> Iterator[Box]:
+    """Yield the rectangles of elements [low, high) of a block that begins at element `base`."""
+    if len(shape) == 1:
+        yield Box(base + low, (high - low,), (corner[0] + low,))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-low // row), high // row  # whole rows
+    ends = [(low // row, low % row, min(row, high - low // row * row))] if low % row else []
+    if last >= first and high % row:
+        ends.append((last, 0, high % row))
+    for number, begin, end in ends:
+        for part in _cut(shape[1:], corner[1:], base + number * row, begin, end):
+            yield Box(part.start, (1, *part.shape), (corner[0] + number, *part.offset))
+    if first < last:
+        yield Box(base + first * row, (last - first, *shape[1:]), (corner[0] + first, *corner[1:]))

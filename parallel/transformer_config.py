@@ -1,4 +1,4 @@
-"""This module derives Megatron's settings of a model and its gradient buffers from config and
+"""Derive Megatron's settings of a model and of its gradient buffers from config.json and the
 recipe."""
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def build_config(
     true_on_policy: bool = False,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> TransformerConfig:
-    """`options`: the recipe's own, which have the last word. Megatron raises what it likes for those
-    that it cannot combine."""
+    """Return Megatron's settings of a model. The recipe's `options` override all other settings.
+
+    Megatron may raise any exception for options that it cannot combine.
+    """
     half = dtype is torch.bfloat16
     settings: dict[str, Any] = {
         "normalization": "RMSNorm",
@@ -83,10 +85,11 @@ def build_ddp_config(
     use_distributed_optimizer: bool,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> DistributedDataParallelConfig:
-    """How gradients are kept and reduced; the recipe's `options` have the last word."""
+    """Return Megatron's settings of the gradient buffers and their reduction. The recipe's
+    `options` override all other settings."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # raises on one rank while others wait: see MegatronModel
+        check_for_nan_in_grad=False,  # it raises on one rank while others wait; see BackwardWatch
     )
     return dataclasses.replace(ddp, **options.ddp)

@@ -1,7 +1,7 @@
-"""The versions of what mrl stands on, and what each implies here.
+"""The versions of the packages that mrl depends on, and what each version implies on this machine.
 
-A version says nothing of whether a package works: those with compiled parts are imported too, each in a
-process of its own, which a broken library may take down.
+A version does not show that a package works. So packages with compiled parts are also imported, each
+in a separate process, because a broken library may crash the process.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from mrl.system.releases import newest, numbers, refusal
 
 TESTED_TORCH = "2.13"
-"""What the tests of this repository ran with; others get a plain warning."""
+"""The version of torch that the tests of this repository ran with. Other versions get a warning."""
 IMPORT_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A package with compiled parts, by its name in the package index."""
+    """A package with compiled parts."""
 
     module: str
-    """What is imported to see whether it works."""
+    """The module that is imported to see whether the package works."""
     implies: Callable[[str], str]
-    """What follows from its version, where it works."""
+    """Returns what a version of the package implies, if the package works."""
     otherwise: str
-    """What follows where it does not work, or is not there."""
+    """The consequence if the package does not work or is not installed."""
     is_optional: bool = True
-    """Left out of the table where it is not installed."""
+    """Whether the table leaves the package out if it is not installed."""
 
 
 def version_rows(
@@ -40,10 +40,11 @@ def version_rows(
     python: str | None = None,
     failure: Callable[[str], str | None] | None = None,
 ) -> list[tuple[str, str, str]]:
-    """(package, version, what it implies) for the terminal.
+    """Return (package, version, what the version implies) for each package, for the terminal.
 
-    `installed` gives a package's version or None, by default this environment's. `failure` gives what
-    importing a module raises in one line, or None where it can be imported.
+    `installed` returns a package's version, or None if it is not installed. `python` is Python's
+    version. `failure` returns in one line the error of importing a module, or None if the module
+    can be imported. All three are by default those of this environment.
     """
     find = installed or installed_version
     here = python or platform.python_version()
@@ -68,14 +69,14 @@ def version_rows(
 
 
 def import_failure(module: str) -> str | None:
-    """What importing `module` in a new process raises, in one line; None where it can be imported."""
+    """Return in one line the error of importing `module` in a new process; None if it succeeds."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return f"no end after {IMPORT_TIMEOUT_S:g} s"
+        return f"not finished after {IMPORT_TIMEOUT_S:g} s"
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
@@ -83,7 +84,7 @@ def import_failure(module: str) -> str | None:
 
 
 def installed_version(package: str) -> str | None:
-    """None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -120,16 +121,14 @@ def _torch(version: str | None) -> str:
 
 
 def _transformer_engine(version: str) -> str:
-    from parallel.implementation import OLDEST_ENGINE, OLDEST_INVARIANT_ENGINE
+    from parallel.implementation import OLDEST_BATCH_INVARIANT, OLDEST_TRANSFORMER_ENGINE
 
-    if numbers(version) < OLDEST_ENGINE:
-        oldest = ".".join(map(str, OLDEST_ENGINE))
+    if numbers(version) < OLDEST_TRANSFORMER_ENGINE:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMER_ENGINE))
         return f"warning: older than {oldest}; mrl's own layers are used, which need none"
     words = "its layers on GPUs, with fused rope and permutation"
-    if numbers(version) < OLDEST_INVARIANT_ENGINE:
-        return (
-            f"{words}; rollout.true_on_policy needs {'.'.join(map(str, OLDEST_INVARIANT_ENGINE))}"
-        )
+    if numbers(version) < OLDEST_BATCH_INVARIANT:
+        return f"{words}; rollout.true_on_policy needs {'.'.join(map(str, OLDEST_BATCH_INVARIANT))}"
     return words
 
 

@@ -1,7 +1,7 @@
-"""This module maps this rank's parameters to the architecture's rules, and reads them from HF folders.
+"""Map this rank's parameters to the architecture's rules, and load them from HF folders.
 
-One parameter at a time: no rank ever holds more than its own shard and one full parameter. The way back
-is `parallel.export`.
+Parameters are loaded one at a time: no rank ever holds more than its own shard and one whole parameter.
+`parallel.export` is the opposite direction.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ TRANSFORMER_ENGINE_NAMES = (
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
     (r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight"),
 )
-"""TransformerEngine's fused layers keep the same tensors under other names."""
+"""Patterns of names that TransformerEngine's fused layers use, and the names of the same tensors in
+the rule tables."""
 
 
 def canonical_name(name: str) -> str:
-    """A Megatron parameter's name as the rule tables have it, whatever the implementation."""
+    """Return a Megatron parameter's name as the rule tables have it, for any implementation."""
     for engine_name, local_name in TRANSFORMER_ENGINE_NAMES:
         name = re.sub(engine_name, local_name, name)
     return name
@@ -40,16 +41,18 @@ def canonical_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of this rank, and what it is in the whole model."""
+    """One parameter of this rank, with its rule and its position in the whole model."""
 
     parameter: torch.Tensor
-    """A buffer where `rule.is_buffer`."""
+    """The parameter; a buffer if `rule.is_buffer`."""
     rule: Rule
     layer: int
+    """0-based number of the layer in the whole model; -1 for a parameter outside the layers."""
     expert: int
-    """Global expert of this rank's parameter; -1 for everything that is not an expert."""
+    """Number of the expert in the whole model; -1 for a parameter that is not an expert's."""
     update: Any = None
-    """The `parallel.lora.layers.Update` of its layer, where that has one."""
+    """The `parallel.lora.layers.Update` (adapter) of the layer whose weight this is; None if the
+    layer has no update, or if the parameter is not the layer's weight."""
 
     def hf_names(self, expert: int | None = None) -> list[str]:
         number = self.expert if expert is None else expert
@@ -57,8 +60,10 @@ class Entry:
 
 
 class WeightMap:
-    """A `WeightMap` holds the parameters of this rank's chunks, each with its rule. Raises on a
-    parameter without one."""
+    """The parameters of this rank's chunks, each with its rule.
+
+    The constructor raises ValueError for a parameter without a rule.
+    """
 
     def __init__(self, model: HfModel, mesh: Mesh, chunks: Iterable[torch.nn.Module]) -> None:
         self.model = model
@@ -84,11 +89,12 @@ class WeightMap:
 
     @property
     def rules(self) -> list[Rule]:
-        """The table that its parameters are looked up in."""
+        """The rules among which each parameter's rule is looked up."""
         return self.model.architecture.rules(self.model.config)
 
     def owns(self, name: str) -> bool:
-        """Whether a Megatron parameter belongs in it: those of the base do, an adapter's do not."""
+        """Return whether this map includes the Megatron parameter `name`. It includes all parameters
+        except those of an adapter."""
         return not is_adapter(name)
 
     def _entry(
@@ -113,7 +119,8 @@ class WeightMap:
 
     @property
     def tied_entries(self) -> list[Entry]:
-        """The last pipeline stage's own copy of the embedding, where it has one."""
+        """The entry of the last pipeline stage's copy of a tied embedding; empty if this rank has no
+        such copy."""
         return [
             Entry(output, rule, -1, -1)
             for output in self._tied_outputs
@@ -126,7 +133,11 @@ class WeightMap:
         return self.model.sizes.num_attention_heads // self.num_groups
 
     def tp_place(self, entry: Entry) -> tuple[int, int]:
-        """Return (rank, size) in the tensor-parallel group, or the experts' own, that shares it out."""
+        """Return (rank, size) in the group that splits a parameter; (0, 1) if it is not split.
+
+        The group is the expert-tensor-parallel group for experts, and otherwise the tensor-parallel
+        group.
+        """
         if entry.rule.split == "none":
             return 0, 1
         if entry.expert >= 0:
@@ -137,8 +148,9 @@ class WeightMap:
     def load(self, may_lack: Collection[str] = ()) -> None:
         """Read this rank's shards from the model folder.
 
-        Parameters under the HF names `may_lack` stay as they are where the folder has none. Raises
-        InputError on a missing name, one that no rule has, or a wrong shape.
+        Parameters whose HF names are in `may_lack` stay as they are if the folder lacks these
+        names. Raises InputError for any other missing name, a name without a rule, or a wrong
+        shape.
         """
         with HfTensors(self.model) as tensors:
             check_names(self.model, tensors.names)
@@ -164,7 +176,7 @@ class WeightMap:
 def _tensors(
     chunk: torch.nn.Module, patterns: list[tuple[re.Pattern[str], Rule]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters, and the buffers that the table names."""
+    """Yield the name and tensor of all parameters, and of the buffers that the rules name."""
     yield from chunk.named_parameters()
     buffers = [pattern for pattern, rule in patterns if rule.is_buffer]
     for name, buffer in chunk.named_buffers():

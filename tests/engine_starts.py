@@ -1,10 +1,10 @@
 """Starts SGLang servers as forks of one process that has imported SGLang, for the whole test session.
 
 A server start costs 11 CPU seconds here, 10 of which go into imports. `Template` is a process with the
-environment and the plug-ins that `mrl.rollout.sglang` gives to a server on CPUs, one for each set of
+environment and the plug-ins that `mrl.engines.sglang` gives to a server on CPUs, one for each set of
 plug-ins. Each fork of it becomes the process that `ServerProcess` would have started: a session of
 its own, the same settings on stdin, its log as stdout and stderr, and
-`mrl.rollout.sglang.child.main` to run.
+`mrl.engines.sglang.child.main` to run.
 
 `run_program` runs another program in such a fork, for tests that need what SGLang's imports leave.
 
@@ -37,7 +37,7 @@ from typing import IO, Any
 
 from filelock import FileLock
 
-CHILD = "mrl.rollout.sglang.child"
+CHILD = "mrl.engines.sglang.child"
 SESSION = "MRL_TEST_SESSION"
 """The environment variable with the process id of pytest, or of its controller under xdist."""
 REAL = "MRL_TEST_REAL_STARTS"
@@ -53,7 +53,7 @@ def use_template() -> None:
 
     All pytest workers share it, and ranks that are forked from them use it too.
     """
-    from mrl.rollout.sglang import process
+    from mrl.engines.sglang import process
 
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     os.environ[SESSION] = str(session)
@@ -61,7 +61,7 @@ def use_template() -> None:
 
 
 class _Subprocess:
-    """Stands in for the module `subprocess` in mrl/rollout/sglang/process.py."""
+    """Stands in for the module `subprocess` in mrl/engines/sglang/process.py."""
 
     PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT
     TimeoutExpired = subprocess.TimeoutExpired
@@ -292,7 +292,7 @@ def _become_child(request: dict[str, Any], stdin: int, log: int) -> None:
     if program := os.environ.pop(PROGRAM, ""):
         exec(compile(program, PROGRAM, "exec"), {"__name__": "__main__"})
         return
-    from mrl.rollout.sglang import child
+    from mrl.engines.sglang import child
 
     child.main()
 

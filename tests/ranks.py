@@ -24,6 +24,9 @@ prepare()
 
 import parallel.policy  # noqa: E402, F401  (import Megatron once, before the fork)
 
+# The first backward pass decides whether autograd needs threads, after which no fork can train. It
+# needs none on CPUs; but in a CUDA build FakeTensorMode, which some tests use, feigns GPUs.
+torch.zeros(1, requires_grad=True).sum().backward()
 gc.freeze()  # else each rank's garbage collection copies the pages of what is imported
 
 

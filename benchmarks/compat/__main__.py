@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.compat.check import missing
 from benchmarks.compat.imports import imported
 from benchmarks.compat.source import Source
-from mrl.rollout.sglang.names import NAMES as SGLANG_NAMES
+from mrl.engines.sglang.names import NAMES as SGLANG_NAMES
 from mrl.system.releases import SUPPORTED, numbers, refusal
 from parallel.megatron_names import NAMES as MEGATRON_NAMES
 

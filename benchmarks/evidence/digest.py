@@ -17,6 +17,7 @@ import ast
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -88,9 +89,24 @@ def _is_idle(node: ast.AST) -> bool:
 
 def _of_python(text: str) -> list[str]:
     tree = _Bare().visit(ast.parse(text))
-    parts = [ast.dump(node) for node in tree.body]
+    parts = [_dump(node) for node in tree.body]
     # `Path(__file__).parents[2]` says where the file lies, and changes when it is moved.
     return [part for part in parts if "id='__file__'" not in part]
+
+
+def _dump(node: ast.AST) -> str:
+    """Return `ast.dump` of a node as Python 3.11 prints it, so that every Python gives one digest."""
+    for each in ast.walk(node):
+        if (
+            getattr(each, "type_params", None) == []
+        ):  # Python 3.12 adds the field to each definition
+            del each.type_params  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(
+            each, ast.JoinedStr
+        ):  # Python 3.12.1 ends some format specs with an empty text
+            each.values = [part for part in each.values if getattr(part, "value", None) != ""]
+    options = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    return ast.dump(node, **options)
 
 
 def _of_cpp(text: str) -> list[str]:

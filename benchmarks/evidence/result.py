@@ -71,6 +71,19 @@ def summary(docstring: str | None) -> str:
     return " ".join((docstring or "").split("\n\n")[0].split())
 
 
+def between_markers(text: str, name: str, content: str) -> str:
+    """Return `text` with `content` between `<!-- name -->` and `<!-- /name -->`.
+
+    Raises ValueError if `text` does not have the two markers.
+    """
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"expected {start} and {end} in the document")
+    return f"{before}{start}\n{content}\n{end}{after}"
+
+
 def provenance(patterns: Sequence[str]) -> dict[str, Any]:
     """Return the commit, the patterns and the digest of the code that this process runs."""
     files = measured_files(patterns)

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from benchmarks.fuzz_parsers.base import Parser, require
+from mrl.engines.base import Request, SamplingParams
+from mrl.engines.sglang.decode import Expected, RouteShape, decode_completion
+from mrl.engines.sglang.route_memory import RouteReader
 from mrl.errors import InputError
 from mrl.rewards.base import RewardError, total_of
 from mrl.rewards.remote import HttpReward
 from mrl.rewards.server import RewardServer
 from mrl.rewards.worker import call_reward
-from mrl.rollout.base import Request, SamplingParams
-from mrl.rollout.sglang.decode import Expected, RouteShape, decode_completion
 
 ROUTES = np.tile(np.array([0, 1, 2, 3], "<i4"), 4)
 """4 rows x 2 layers x top-2."""
@@ -33,7 +34,7 @@ ANSWER = {
     },
 }  # fmt: skip
 CALL: dict[str, Any] = {"prompts": ["a", "b"], "completions": ["c", "d"], "columns": {"n": [1, 2]}}
-EXPECTED = Expected((1,), (1,), RouteShape(2, (1, 2), 4, 2), retracted=False)
+EXPECTED = Expected((1,), (1,), RouteShape(2, (1, 2), 4, 2), retracted=False, routes=RouteReader())
 REQUEST = Request("r", torch.tensor([1, 2]), 0, SamplingParams(8))
 
 

@@ -27,9 +27,9 @@ def imports() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def names() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield every name of `mrl.rollout.sglang.names` and `parallel.megatron_names` that the installed
+    """Yield every name of `mrl.engines.sglang.names` and `parallel.megatron_names` that the installed
     releases should have, with what looks it up in the imported library."""
-    from mrl.rollout.sglang.names import NAMES as SGLANG
+    from mrl.engines.sglang.names import NAMES as SGLANG
     from mrl.system.releases import locate
     from parallel.megatron_names import NAMES as MEGATRON
     from parallel.versions import installed_version

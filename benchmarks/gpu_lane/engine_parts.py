@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.gpu_lane.children import run_child
 from benchmarks.gpu_lane.parts import RECIPE, gpu_args, model_folder, note, train_overrides
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, Request, SamplingParams
-from mrl.rollout.sglang.engine import Engine
+from mrl.engines.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineConfig, Request, SamplingParams
+from mrl.engines.sglang.engine import Engine
 from mrl.system.memory_watch import ProcessTree, leak_slope
 from mrl.types import WeightBucket
 
@@ -43,18 +43,22 @@ class Bench:
         self.device = torch.device(device)
         on_gpu = device == "cuda"
         self.engine = Engine(
-            model=ModelConfig(path=str(model)),
-            config=RolloutConfig(
-                max_response_len=128,
-                max_total_tokens=262_144 if on_gpu else None,  # routes are kept pinned, by KV slot
-                mem_fraction_static=0.3,
-                server_args=gpu_args() if on_gpu else {},
-                start_timeout_s=START_SHARE * limit_of(part, folder),
-            ),
-            log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
-            return_routes=routes,
-            gpu_ids=("0",) if on_gpu else (),
-            keep_weights_on_host=keep,
+            EngineConfig(
+                model=ModelConfig(path=str(model)),
+                rollout=RolloutConfig(
+                    max_response_len=128,
+                    max_total_tokens=262_144
+                    if on_gpu
+                    else None,  # routes are kept pinned, by KV slot
+                    mem_fraction_static=0.3,
+                    server_args=gpu_args() if on_gpu else {},
+                    start_timeout_s=START_SHARE * limit_of(part, folder),
+                ),
+                log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
+                return_routes=routes,
+                gpu_ids=("0",) if on_gpu else (),
+                keep_weights_on_host=keep,
+            )
         )
         self.weights: list[tuple[str, Tensor]] = []
         self.version = 0
@@ -83,7 +87,7 @@ class Bench:
         """Send all weights under the next version; seconds."""
         self.version += 1
         start = time.perf_counter()
-        self.engine.update_weights(buckets(self.weights, self.version), self.version)
+        self.engine.endpoint.update_weights(buckets(self.weights, self.version), self.version)
         return time.perf_counter() - start
 
     def generate(self, num: int, new_tokens: int) -> float:
@@ -92,7 +96,7 @@ class Bench:
         start = time.perf_counter()
         done = sum(
             len(completion.output_ids)
-            for completion in self.engine.generate(make_requests(num, sampling))
+            for completion in self.engine.endpoint.generate(make_requests(num, sampling))
         )
         assert done == num * new_tokens, f"got {done} tokens, expected {num * new_tokens}"
         return done / (time.perf_counter() - start)
@@ -103,7 +107,7 @@ class Bench:
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             return float(total - free)
-        return tree.rss(self.engine.server.process.pid)
+        return tree.rss(self.engine.connection.process.pid)
 
 
 def limit_of(part: str, folder: Path) -> float:
@@ -133,7 +137,7 @@ def make_requests(num: int, sampling: SamplingParams) -> list[Request]:
 def engine(folder: Path, device: str) -> dict[str, Any]:
     """Go through the life of a colocated engine up to its second rollout, with figures after each step.
 
-    It sleeps as soon as `start` returns, as mrl.collect.live does: SGLang's own warm-up request
+    It sleeps as soon as `start` returns, as mrl.engine_pool.local does: SGLang's own warm-up request
     must not be running then.
     """
     took: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -116,19 +117,21 @@ def planned_bytes(overrides: list[str], device_bytes: int) -> dict[str, dict[str
     """Return the planned bytes on one GPU, by phase and kind, of the toy recipe with `overrides`."""
     from mrl.commands.scaling_plan import plan_workload
     from mrl.config import load_recipe
+    from mrl.planner.hardware import HARDWARE
+    from mrl.planner.roles import all_phases
+    from mrl.planner.shape import read_shape
     from parallel.dims import ParallelDims
     from parallel.hf_config import read_config
-    from parallel.scaling.memory import phases
-    from parallel.scaling.shape import read_shape
 
     recipe = load_recipe(RECIPE, overrides)
     config = read_config(Path(recipe.model.path))
     shape = read_shape(config)
     dims = ParallelDims.create(recipe.parallel, 1)
     work = plan_workload(recipe, shape, 1, PROMPT_LEN, config.get("max_position_embeddings"))
+    gpu = dataclasses.replace(HARDWARE["h100"], memory_bytes=device_bytes)
     return {
         phase.name: {row.name: row.num_bytes for row in phase.device}
-        for phase in phases(shape, dims, work, device_bytes)
+        for phase in all_phases(shape, dims, work, gpu)
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.gpu_lane.catalog import BY_NAME
 from benchmarks.gpu_lane.run import FIGURES
-from mrl.rollout.sglang.arguments import field_names
+from mrl.engines.sglang.arguments import field_names
 
 RECIPE = str(Path(__file__).parents[2] / "launch" / "recipes" / "toy_moe.yaml")
 GPU_MODEL = {

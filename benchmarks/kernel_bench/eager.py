@@ -179,24 +179,3 @@ def gae(
         backwards.append(advantage)
     advantages = torch.stack(backwards[::-1], dim=1)
     return advantages * mask, (advantages + values) * mask
-
-
-def pack_routes(expert_ids: Tensor, bits: int, num_bytes: int) -> Tensor:
-    """Pack ids [T, L, K] of any integer dtype into u8[T, L, num_bytes]; K * bits <= 63.
-
-    This checks nothing, where the kernel refuses wrong ids.
-    """
-    shifts = torch.arange(expert_ids.shape[-1], device=expert_ids.device) * bits
-    words = (expert_ids.long() << shifts).sum(-1, keepdim=True)
-    return words.view(torch.uint8)[..., :num_bytes].contiguous()
-
-
-def unpack_routes(
-    packed: Tensor, bits: int, topk: int, layers: Tensor, start: int, stop: int
-) -> Tensor:
-    """i64[len(layers), stop - start, K], -1 where a row is all zeros: no route was captured."""
-    rows = packed[start:stop].index_select(1, layers)
-    words = torch.nn.functional.pad(rows, (0, 8 - rows.shape[-1])).view(torch.int64)
-    shifts = torch.arange(topk, device=packed.device) * bits
-    ids = (words >> shifts) & ((1 << bits) - 1)
-    return ids.masked_fill(words == 0, -1).transpose(0, 1).contiguous()

@@ -55,4 +55,3 @@ TRL_POLICY_LOSS = (
 )
 NO_GAE = "has no generalized advantage estimation"
 NO_LOGRATIO = "has no log-ratio sums over packed sequences"
-NO_ROUTES = "has no routing replay"

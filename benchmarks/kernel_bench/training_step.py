@@ -116,7 +116,7 @@ def routes_of(model: Any, ids: Tensor, topk: int) -> Tensor:
 
 
 def make_batch(policy: Any, ids: Tensor, routes: Tensor, num_experts: int) -> TrainBatch:
-    from moe.align import pack_trace
+    from moe.align import routes_of_trace
     from parallel.packing import WeightedSample, pack
 
     length = ids.shape[1]
@@ -127,7 +127,7 @@ def make_batch(policy: Any, ids: Tensor, routes: Tensor, num_experts: int) -> Tr
         mask = torch.arange(length) >= 1
         span = (VersionSpan(0, 1, length),)
         sample = Sample(0, row, 1, mask, torch.zeros(length), span, "length", trace)
-        parts.append(WeightedSample(sample, 1.0, 1.0, routes=pack_trace(trace)))
+        parts.append(WeightedSample(sample, 1.0, 1.0, routes=routes_of_trace(trace)))
     return TrainBatch([pack(parts)], ids.numel() - len(ids), len(ids))
 
 

@@ -15,12 +15,12 @@ import psutil
 
 LAUNCHER = "launcher"
 MODULES = {
-    "mrl.rollout.sglang.child": "engine server",
+    "mrl.engines.sglang.child": "engine server",
     "mrl.rewards.worker": "reward worker",
     "mrl.environments.worker": "environment worker",
     "mrl.system.worker_guard": "guard of a worker",
-    "mrl.disaggregated": "rollout worker",
-    "mrl.tenants.rollout_worker": "rollout worker",
+    "mrl.engine_pool.remote": "rollout worker",
+    "mrl.service.rollout_worker": "rollout worker",
 }
 """Names of `python -m MODULE`; others are named by the module."""
 WORDS = {

@@ -1,6 +1,6 @@
-// Reading the keyword arguments of a kernel: addresses come in as integers, 0 for "not given". No
-// torch headers, so one binary serves every torch version. mrl/kernels/ checks shapes, types and
-// devices before it calls.
+// Reads the keyword arguments of a kernel. Addresses are integers, and 0 means "not given". Without
+// torch headers one binary works with every torch version. mrl/kernels/ checks shapes, types and
+// devices before the call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@
 
 namespace mrl {
 
-// Raises KeyError on a name that was not passed.
+// Raises KeyError if the argument was not passed.
 template <class T>
 T Value(const pybind11::kwargs& arguments, const char* name) {
   return arguments[name].template cast<T>();
@@ -32,8 +32,9 @@ void BindEmptyGroups(pybind11::module_& module);
 void BindInvariant(pybind11::module_& module);
 void BindMoePermute(pybind11::module_& module);
 void BindPackedGae(pybind11::module_& module);
+void BindPagedAttention(pybind11::module_& module);
 void BindPolicyLoss(pybind11::module_& module);
-void BindRoutes(pybind11::module_& module);
+void BindSeededSample(pybind11::module_& module);
 void BindVpLogprob(pybind11::module_& module);
 void BindWeightDigest(pybind11::module_& module);
 

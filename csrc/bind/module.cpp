@@ -12,8 +12,9 @@ PYBIND11_MODULE(_C, module) {
   mrl::BindInvariant(module);
   mrl::BindMoePermute(module);
   mrl::BindPackedGae(module);
+  mrl::BindPagedAttention(module);
   mrl::BindPolicyLoss(module);
-  mrl::BindRoutes(module);
+  mrl::BindSeededSample(module);
   mrl::BindVpLogprob(module);
   mrl::BindWeightDigest(module);
 }

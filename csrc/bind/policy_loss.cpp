@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace mrl {
 namespace {
 
-// The numbers of PolicyLossOptions, in its order.
+// Makes PolicyLossOptions from its fields, in order.
 PolicyLossOptions ReadOptions(const std::vector<double>& x) {
   if (x.size() != 14) throw std::invalid_argument("options: expected 14 numbers");
   const auto kind = [&x](int i) { return static_cast<int>(x[i]); };

@@ -1,8 +1,7 @@
 // Compiles the file named by MRL_BODY for AVX-512, for AVX2 with FMA and for the baseline, in the
-// namespaces wide, medium and narrow; MRL_DISPATCH calls the best one that this processor has.
+// namespaces wide, medium and narrow. MRL_DISPATCH calls the best one that this processor supports.
 //
-// The environment variable MRL_CPU_TARGET (wide, medium, narrow) forces one, for tests. (The
-// integer code of routes.cpp is left to the compiler's own choice.)
+// The environment variable MRL_CPU_TARGET (wide, medium, narrow) forces one, for tests.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@
 namespace mrl {
 namespace {
 
-constexpr int64_t kWorthThreads = 1 << 18;  // products
+constexpr int64_t kWorthThreads = 1 << 18;  // multiplications from which threads pay off
 
 }  // namespace
 

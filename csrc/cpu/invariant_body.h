@@ -4,7 +4,7 @@
 
 #include "exp_terms.h"
 
-// Up to 32 elements from `from`, the other lanes 0.
+// Loads up to 32 elements; the other lanes are 0.
 MRL_FN Floats LoadSome(const float* from, int64_t count) {
   float padded[kLanes] = {};
   std::memcpy(padded, from, count * sizeof(float));
@@ -32,8 +32,8 @@ MRL_FN void DotColumns(const float* x, const float* weights, int64_t size, float
 
 constexpr int kColumnsAtOnce = 4;
 
-// All outputs of rows [first, last). Which columns go together depends on num_outputs alone; each
-// group of them is used for all rows while it is in the cache.
+// Computes all outputs of rows [first, last). The grouping of columns depends on num_outputs only.
+// A group of columns is used for all rows while it is in the cache.
 inline void LinearRows(const LinearInput& in, int64_t first, int64_t last, float* out) {
   const int64_t size = in.num_inputs;
   int64_t column = 0;
@@ -51,8 +51,8 @@ inline void LinearRows(const LinearInput& in, int64_t first, int64_t last, float
   }
 }
 
-// weights: e^(score - largest) of `count` scores, in place, 0 up to a whole number of lanes, for
-// which there is room -> their sum.
+// Replaces `count` scores by e^(score - largest) and returns their sum. The scores are padded to a
+// whole number of lanes with zeros, for which there must be room.
 MRL_FN float ExpOfScores(float* scores, int64_t count) {
   const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = count; i < padded; ++i) scores[i] = -__builtin_inff();
@@ -65,7 +65,7 @@ MRL_FN float ExpOfScores(float* scores, int64_t count) {
   Floats sum(0.0f);
   for (int64_t i = 0; i < padded; i += kLanes) {
     Floats part = Exp(Load(scores + i) - largest).exp;
-    if (i + kLanes > count) {  // e^-104, which Exp makes of -inf, is not quite 0
+    if (i + kLanes > count) {  // Exp(-inf) gives e^-104, which is not exactly 0
       Store(scores + i, part);
       for (int64_t j = count; j < i + kLanes; ++j) scores[j] = 0.0f;
       part = Load(scores + i);
@@ -76,7 +76,8 @@ MRL_FN float ExpOfScores(float* scores, int64_t count) {
   return SumOfLanes(sum);
 }
 
-// One head of one query. scores: room for key_count, rounded up to a whole number of lanes.
+// Computes one head of one query. `scores` has room for key_count scores, rounded up to whole
+// lanes.
 inline void AttendHead(const AttentionInput& in, int64_t query, int64_t head, float* scores,
                        float* out) {
   const int64_t group = head / (in.num_heads / in.num_groups);

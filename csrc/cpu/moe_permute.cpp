@@ -13,8 +13,8 @@ namespace mrl {
 namespace {
 
 constexpr int64_t kSumColumns = 256;  // columns whose sums are kept in registers or L1
-constexpr int64_t kWorthThreads = int64_t{1} << 18;  // bytes
-constexpr int64_t kWorthSorting = 1 << 15;           // choices
+constexpr int64_t kWorthThreads = int64_t{1} << 18;  // bytes from which threads pay off
+constexpr int64_t kWorthSorting = 1 << 15;           // the same, in choices
 
 }  // namespace
 }  // namespace mrl
@@ -43,7 +43,7 @@ int64_t BytesOf(RowType type) {
                               std::to_string(in.num_experts - 1) + ", or -1");
 }
 
-// Counts each expert's choices of one chunk of tokens. Returns the first faulty token, or -1.
+// Counts how often one chunk of tokens chooses each expert. Returns the first invalid token, or -1.
 int64_t CountChunk(const MoeSortInput& in, int64_t chunk, std::vector<int32_t>& counts,
                    std::vector<int64_t>& last_token) {
   std::fill(counts.begin(), counts.end(), 0);
@@ -76,7 +76,7 @@ void PlaceChunk(const MoeSortInput& in, int64_t chunk, std::vector<int32_t>& nex
   }
 }
 
-// Counts become places: experts in order, within each the chunks in order.
+// Turns counts into start positions: experts in order and, within each, chunks in order.
 void ScanCounts(const MoeSortInput& in, int64_t num_chunks, const MoeSortOutput& out) {
   int64_t place = 0;
   for (int64_t expert = 0; expert < in.num_experts; ++expert) {

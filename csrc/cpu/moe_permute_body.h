@@ -1,8 +1,8 @@
-// One row of copies or sums at a time. The loops are left to the compiler to vectorize.
+// Handles one row of copies or sums at a time. The compiler vectorizes the loops.
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
-// Two vectors of columns from `start` on, kept in registers while the copies pass by.
+// Sums two vectors of columns from `start` on, which stay in registers over all copies.
 inline void SumTwoVectors(const MoeUnpermuteInput& in, int64_t token, int64_t start, float* to) {
   const int32_t* copies = in.copies + token * in.topk;
   const float* gates = static_cast<const float*>(in.gates);
@@ -54,7 +54,8 @@ inline void SumCopiesOf(const MoeUnpermuteInput& in, int64_t token, void* out) {
   }
 }
 
-// Products are added up in kLanes lanes, whatever the machine's vector width, and those in order.
+// Products are summed in kLanes lanes, whatever the machine's vector width, then over the lanes in
+// order.
 template <class Element>
 inline void GradientsOf(const MoeUnpermuteGradInput& in, int64_t copy, void* grad_rows,
                         void* grad_gates) {

@@ -1,4 +1,4 @@
-// Sequences packed end to end: their check, and when threads are worth starting.
+// Packed sequences: their check, and from which size threads pay off.
 #pragma once
 
 #include <cstdint>

@@ -8,8 +8,8 @@
 
 namespace mrl {
 
-constexpr int kGaeStrands = 4;  // sequences side by side
-constexpr int kGaeBlock = 128;  // tokens a step of each: the buffers stay in L1
+constexpr int kGaeStrands = 4;  // sequences processed together
+constexpr int kGaeBlock = 128;  // tokens of each per step; the buffers stay in L1
 
 struct GaeStrand {
   const float* rewards;
@@ -18,8 +18,8 @@ struct GaeStrand {
   float* advantages;
   float* returns;
   double lam;
-  int64_t end;      // tokens still to do: blocks are taken from the back
-  double next = 0;  // X behind the block
+  int64_t end;      // tokens still to do; blocks are taken from the end
+  double next = 0;  // X of the token after the block
   int size = 0;     // tokens of the block
 };
 
@@ -44,7 +44,7 @@ void PackedGaeCpu(const PackedGaeInput& in, int num_threads, float* advantages, 
   }
   const auto run = MRL_DISPATCH(PackedGaeStrands);
   const int threads = UseThreads(num_threads, in.num_tokens) ? num_threads : 1;
-  // Fewer side by side where that would leave threads idle; no bit depends on it.
+  // Process fewer together if threads would be idle otherwise; the bits do not depend on it.
   const int64_t together = std::clamp<int64_t>(in.num_sequences / threads, 1, kGaeStrands);
   const int64_t num_groups = (in.num_sequences + together - 1) / together;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)

@@ -1,9 +1,9 @@
-// Several sequences of packed GAE side by side, each from its end, in blocks: the maps of all
-// tokens, a serial scan, the outputs.
+// Packed GAE of several sequences together, each from its end, in blocks: compute the maps of all
+// tokens, then a serial scan, then the outputs.
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
-// The maps lie at the back of the block; in front of them, identities for the shorter strands.
+// The maps are at the end of the block, after identity maps that pad shorter sequences.
 MRL_FN void MakeGaeMaps(const GaeStrand& strand, double gamma, GaeBlock* block) {
   const int skip = kGaeBlock - strand.size;
   for (int i = 0; i < skip; ++i) {
@@ -24,8 +24,8 @@ MRL_FN void MakeGaeMaps(const GaeStrand& strand, double gamma, GaeBlock* block) 
   }
 }
 
-// Replaces each map's `add` by the X behind its token. One strand alone would wait for each
-// multiply-add.
+// Replaces each map's `add` by the X of the token after it. Several sequences are interleaved,
+// because one alone would wait for the latency of each multiply-add.
 MRL_FN void ScanGaeBlocks(int size, GaeStrand* strands, GaeBlock* blocks) {
   double next[kGaeStrands];
   for (int s = 0; s < kGaeStrands; ++s) next[s] = strands[s].next;

@@ -10,29 +10,29 @@
 namespace mrl {
 namespace {
 
-// Up to kPolicyBlock tokens of one sequence, a multiple of kLanes.
+// Up to kPolicyBlock tokens of one sequence; their number is a multiple of kLanes.
 struct PolicyBlock {
   const float *logprobs, *old_logprobs;
   const float *rollout_logprobs, *ref_logprobs;  // or null
   const uint8_t* mask;
-  const float* advantages;  // per token, or null: `advantage` for all
-  float* parts;             // each token's factor of the gradient, or null: the same for all
+  const float* advantages;  // per token, or null if `advantage` holds for all
+  float* parts;             // each token's factor of the gradient, or null if it is constant
   float* grad;
   int size;
   float advantage;
   float policy_scale, kl_scale;  // d loss / d (w f), d loss / d kl
-  int32_t has_unit;              // 0 where the sequence's weight is 0
-  bool needs_sequence;           // the gradient waits for a factor of the whole sequence
+  int32_t has_unit;              // 0 if the sequence's weight is 0
+  bool needs_sequence;           // the gradient needs a factor of the whole sequence
   const RatioBounds* bounds;
 };
 
-// d loss / d a token's part, where that is positive and where it is not, and / d its KL part.
+// d loss / d part of a token, for positive parts and for others, and d loss / d its KL part.
 struct GradientFactors {
   float positive, negative, kl;
 };
 
-// What a block adds up beyond the statistics. Under Ratio::kSequence `value` and `bad_value` are
-// sums of A w for A > 0 and A < 0, or `value` of w alone where all tokens share one A.
+// Sums of a block in addition to the statistics. Under Ratio::kSequence, `value` and `bad_value`
+// are the sums of A w over A > 0 and A < 0; if all tokens share one A, `value` is the sum of w.
 template <class Real>
 struct ExtraSums : PolicySums<Real> {
   Real bad_value = 0, good = 0, bad = 0, drift = 0;  // drift: old - rollout
@@ -48,7 +48,7 @@ typedef ExtraSums<float> BlockSums;
 namespace mrl {
 namespace {
 
-// The block's last tokens where they do not fill the lanes: a copy, padded with masked ones.
+// A copy of a block's last tokens, padded to whole lanes with masked tokens.
 struct PaddedTail {
   alignas(64) float logprobs[kLanes] = {},
                     old_logprobs[kLanes] = {}, rollout[kLanes] = {}, ref[kLanes] = {};
@@ -91,7 +91,7 @@ void Shift(PolicyBlock& block, int64_t tokens) {
   if (block.parts) block.parts += tokens;
 }
 
-// Calls run(block) for the blocks of a sequence, the last tokens of each padded to kLanes.
+// Calls run(block) for all blocks of a sequence, with the last tokens padded to kLanes.
 template <class Function>
 void ForEachBlock(PolicyBlock block, int64_t length, Function&& run) {
   for (int64_t done = 0; done < length; done += kPolicyBlock) {
@@ -135,12 +135,12 @@ void SumSequence(const float* a, const float* b, const uint8_t* mask, int64_t le
 
 double NonZeroTimes(double a, double b) { return a == 0 || b == 0 ? 0.0 : a * b; }
 
-// What the sums of a sequence lack until its ratio and its weight are known.
+// Multiplies the sums of a sequence by its ratio and weight, which are known only at its end.
 void ApplyFactors(const PolicyLossOptions& o, const SequenceFactors& f, const PolicyBlock& block,
                   ExtraSums<double>& sums) {
   if (o.ratio == Ratio::kSequence) {
     const double a = block.advantage;
-    if (!block.advantages) {  // one A: the sums are of w
+    if (!block.advantages) {  // all tokens share one A: the sums are those of w
       (a > 0 ? sums.good : sums.bad) = a == 0 ? 0.0 : sums.count;
       const double value = NonZeroTimes(a, sums.value);
       sums.bad_value = a > 0 ? 0 : value;  // NaN too
@@ -165,8 +165,8 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
       (weighted && !sequence_weight) || o.token_advantages || (sequence_weight && !sequence_ratio);
   if (token_parts && static_cast<int64_t>(scratch.size()) < length) scratch.resize(length);
 
-  // A sequence ratio's unit is known only with the length, which the first loop counts: until then
-  // the KL part is without it.
+  // The unit of a sequence ratio needs the number of loss tokens, which the first loop counts.
+  // Until then the KL part lacks the unit.
   const double unit = sequence_ratio ? 1.0 : static_cast<double>(in.seq_weight[index]);
   PolicyBlock block{};
   block.logprobs = in.logprobs;
@@ -210,7 +210,7 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
     GradientFactors of_part;
     of_part.positive = factor(sequence_ratio ? factors.good.slope : 1.0);
     of_part.negative = factor(sequence_ratio ? factors.bad.slope : 1.0);
-    if (sequence_ratio && !block.advantages) {  // one A, not in the parts, which are not negative
+    if (sequence_ratio && !block.advantages) {  // the parts are then w >= 0, without A
       of_part.positive = factor(NonZeroTimes(a, a > 0 ? factors.good.slope : factors.bad.slope));
     }
     of_part.kl = sequence_ratio ? static_cast<float>(factors.unit) : 1.0f;
@@ -223,7 +223,7 @@ void RunSequence(const PolicyLossInput& in, const RatioBounds& bounds, int64_t i
 }  // namespace
 
 void PolicyLossCpu(const PolicyLossInput& in, const PolicyLossOutput& out, int num_threads) {
-  ChosenTarget();  // may throw, which it must not among the threads
+  ChosenTarget();  // may throw, which must not happen inside the parallel region
   CheckSequences(in.cu_seqlens, in.num_sequences, in.num_tokens);
   const RatioBounds bounds = MakeBounds(in.options);
   const bool threads = UseThreads(num_threads, in.num_tokens);
@@ -251,7 +251,7 @@ void PolicyLossCpu(const PolicyLossInput& in, const PolicyLossOutput& out, int n
 }
 
 void SeqLogratioCpu(const SeqLogratioInput& in, double* sums, int num_threads) {
-  ChosenTarget();  // may throw, which it must not among the threads
+  ChosenTarget();  // may throw, which must not happen inside the parallel region
   CheckSequences(in.cu_seqlens, in.num_sequences, in.num_tokens);
   const bool threads = UseThreads(num_threads, in.num_tokens);
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (threads)

@@ -1,20 +1,20 @@
-// One block of a sequence's tokens in short loops: importance weights, KL penalty, objective, and
-// where a factor of the whole sequence is missing until then, the gradient. Each keeps its sums in
-// registers; what passes between them stays in the caches. What they read is asked for one block
-// ahead: the hardware's guess stops at every page of every stream.
+// Processes one block of a sequence's tokens in short loops: importance weights, KL penalty,
+// objective and, if it needs a factor of the whole sequence, the gradient later. Each loop keeps
+// its sums in registers, and intermediate values stay in the caches. Inputs are prefetched one
+// block ahead, because the hardware prefetcher stops at every page of every stream.
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
 #include "exp_terms.h"
 #include "policy_terms.h"
 
-// Like BlockSums, by lane. Counts go down: a true mask is -1.
+// BlockSums per lane. Counts are negative, because a true mask is -1.
 struct LaneSums {
   Floats value = 0.0f, bad_value = 0.0f, k1 = 0.0f, k3 = 0.0f, kl = 0.0f, ratio = 0.0f;
   Floats weight = 0.0f, weight_square = 0.0f, drift = 0.0f, mismatch = 0.0f;
   Ints count = 0, good = 0, bad = 0, over = 0, under = 0, truncated = 0;
   Ints ratio_max = 0, mismatch_max = 0;  // bits
-  MRL_FN LaneSums() {}                   // an implicit one would be compiled for the baseline
+  MRL_FN LaneSums() {}                   // the implicit one would be compiled for the baseline
 };
 
 template <class T>
@@ -61,7 +61,7 @@ MRL_FN void PenalizeTokens(const PolicyBlock& block, LaneSums& total) {
     if (!AnyByte(block.mask + t)) continue;
     const Ints keep = LoadMask(block.mask + t);
     const Floats gap = Select(keep, Load(block.ref_logprobs + t) - Load(block.logprobs + t), 0.0f);
-    const KlTerm<Floats> term = KlPenalty(kKind, gap);  // 0 at 0: masked tokens add nothing
+    const KlTerm<Floats> term = KlPenalty(kKind, gap);  // 0 at 0, so masked tokens add nothing
     sum = sum + term.value;
     Store(block.grad + t, scale * term.slope);
   }
@@ -78,7 +78,8 @@ MRL_FN Objective<Floats> ObjectiveOf(const RatioBounds& bounds, const Floats& r,
   return BoundedObjective(r, a, bounds);
 }
 
-// Ratio::kToken: the gradient, or its part before the sequence's weight where there is one.
+// Ratio::kToken: computes the gradient or, with a sequence weight, the gradient without that
+// weight.
 template <Form kForm, bool kTokenWeight>
 MRL_FN void ScoreTokens(const PolicyBlock& block, LaneSums& total) {
   Floats value = 0.0f, k1 = 0.0f, k3 = 0.0f, ratio = 0.0f;
@@ -99,7 +100,7 @@ MRL_FN void ScoreTokens(const PolicyBlock& block, LaneSums& total) {
     const Floats a = block.advantages ? Load(block.advantages + t) : Floats(block.advantage);
     const Floats w = kTokenWeight ? Load(block.parts + t) : Floats(1.0f);
     const Objective<Floats> f = ObjectiveOf<kForm>(*block.bounds, terms.exp, a, logp);
-    // Selected where a factor is 0, so that 0 * inf cannot make a NaN.
+    // Tokens with a factor 0 are excluded, because 0 * inf would be NaN.
     const Ints counts = keep & (a != zero) & (w != zero);
     value = value + Select(counts, f.value * w, zero);
     if (block.needs_sequence) {
@@ -122,9 +123,9 @@ MRL_FN void ScoreTokens(const PolicyBlock& block, LaneSums& total) {
   total.ratio = ratio, total.ratio_max = ratio_max, total.over = over, total.under = under;
 }
 
-// Ratio::kSequence: sums of A w (times logp under CISPO) by the sign of A, which the sequence's
-// ratio multiplies; the factor A w of each token stays in `parts`. Where all tokens share one A, it
-// is left out: the sums are of w, and go to `value`.
+// Ratio::kSequence: sums A w (times logp under CISPO) by the sign of A; the sequence's ratio is
+// multiplied later. The factor A w of each token is kept in `parts`. If all tokens share one A, it
+// is left out: the sum is that of w, in `value`.
 template <bool kTokenAdvantage, bool kTokenWeight, bool kCispo>
 MRL_FN void SumTokens(const PolicyBlock& block, LaneSums& total) {
   Floats value = 0.0f, bad_value = 0.0f, k1 = 0.0f, k3 = 0.0f;
@@ -144,7 +145,7 @@ MRL_FN void SumTokens(const PolicyBlock& block, LaneSums& total) {
     Floats part = kTokenWeight ? Load(block.parts + t) : Floats(1.0f);
     if constexpr (kTokenAdvantage) {
       const Floats a = Load(block.advantages + t);
-      // NaN is among the bad ones: it must not be lost.
+      // NaN counts as bad, so that it is not lost.
       const Ints good = keep & (a > zero), bad = keep & (a != zero) & (good == Ints(0));
       good_count = good_count + good;
       bad_count = bad_count + bad;
@@ -162,8 +163,8 @@ MRL_FN void SumTokens(const PolicyBlock& block, LaneSums& total) {
   total.count = count, total.good = good_count, total.bad = bad_count;
 }
 
-// The gradient, once the factors of the sequence are known: those of a positive and of any other
-// part, and of the KL penalty's. Selected where one is 0, so that 0 * inf cannot make a NaN.
+// Computes the gradient once the sequence's factors are known: for positive parts, for other parts,
+// and for the KL penalty. Factors 0 are excluded, because 0 * inf would be NaN.
 inline void FinishPolicyBlock(const PolicyBlock& block, const GradientFactors& factors) {
   const Floats zero(0.0f), up(factors.positive), down(factors.negative), kl(factors.kl);
   for (int t = 0; t < block.size; t += kLanes) {

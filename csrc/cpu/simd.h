@@ -1,9 +1,9 @@
-// 32 fp32 lanes, whatever the machine's vector width: two AVX-512 registers, so that one hides the
-// other's latency, four AVX2 ones or eight SSE ones. Lane assignments never depend on the width, so
-// all of them add in the same order.
+// 32 fp32 lanes, whatever the machine's vector width: two AVX-512 registers, of which one hides the
+// other's latency, or four AVX2 or eight SSE registers. The assignment to lanes does not depend on
+// the width, so the order of summation is always the same.
 //
-// No include guard: for_each_target.h includes this once for each instruction set, in a namespace
-// of its own with MRL_WIDTH set. Loads and stores need no alignment.
+// No include guard: for_each_target.h includes this once per instruction set, in separate
+// namespaces and with MRL_WIDTH set. Loads and stores need no alignment.
 
 constexpr int kParts = kLanes / MRL_WIDTH;
 
@@ -65,7 +65,7 @@ MRL_FN Ints Select(const Ints& mask, const Ints& a, const Ints& b) {
   return r;
 }
 
-// Part by part: a copy of the whole struct would go through memory.
+// Part by part, because a copy of the whole struct would go through memory.
 MRL_FN Ints AsInts(const Floats& x) {
   Ints r;
   for (int i = 0; i < kParts; ++i) r.part[i] = (IntPart)x.part[i];
@@ -88,8 +88,8 @@ MRL_FN void Store(float* to, const Floats& x) {
   for (int i = 0; i < kParts; ++i) std::memcpy(to + i * MRL_WIDTH, &x.part[i], sizeof(x.part[i]));
 }
 
-// What GCC 12 makes of __builtin_convertvector here takes up to twenty instructions for one.
-// (maskz: its unmasked intrinsics warn of an uninitialised value of their own.)
+// GCC 12 compiles __builtin_convertvector to up to twenty instructions here instead of one. (maskz
+// is used because the unmasked intrinsics cause warnings about uninitialised values.)
 MRL_FN IntPart WidenBytes(const uint8_t* from) {
 #if MRL_WIDTH == 16
   return (IntPart)_mm512_maskz_cvtepu8_epi32((__mmask16)-1, _mm_loadu_si128((const __m128i*)from));
@@ -119,7 +119,7 @@ MRL_FN void NarrowToShorts(uint16_t* to, const IntPart& x) {
 #endif
 }
 
-// True where the byte is not 0.
+// True if the byte is not 0.
 MRL_FN Ints LoadMask(const uint8_t* from) {
   Ints r;
   for (int i = 0; i < kParts; ++i) r.part[i] = WidenBytes(from + i * MRL_WIDTH) != 0;
@@ -137,7 +137,7 @@ MRL_FN void StoreShorts(uint16_t* to, const Ints& x) {
   for (int i = 0; i < kParts; ++i) NarrowToShorts(to + i * MRL_WIDTH, x.part[i]);
 }
 
-// Whether any of the bytes of 32 tokens is not 0.
+// Returns whether any of the bytes of 32 tokens is not 0.
 MRL_FN bool AnyByte(const uint8_t* from) {
   uint64_t any = 0;
   for (int i = 0; i < kLanes; i += 8) {
@@ -150,7 +150,7 @@ MRL_FN bool AnyByte(const uint8_t* from) {
 
 MRL_FN Floats Magnitude(const Floats& x) { return AsFloats(AsInts(x) & 0x7fffffff); }
 
-MRL_FN bool AllSmaller(const Floats& x, float bound) {  // NaN is not
+MRL_FN bool AllSmaller(const Floats& x, float bound) {  // false for NaN
   const Floats size = Magnitude(x);
 #if MRL_WIDTH == 16
   __mmask16 smaller = 0xffff;
@@ -167,7 +167,7 @@ MRL_FN bool AllSmaller(const Floats& x, float bound) {  // NaN is not
 #endif
 }
 
-// x 2^n for a whole n in [-150, 128].
+// x 2^n for an integer n in [-150, 128].
 MRL_FN Floats TimesPowerOfTwo(const Floats& x, const Floats& n) {
 #if MRL_WIDTH == 16
   Floats r;
@@ -183,7 +183,7 @@ MRL_FN Floats TimesPowerOfTwo(const Floats& x, const Floats& n) {
 #endif
 }
 
-// The larger and the smaller of two; where x is NaN, x.
+// AtLeast is the larger and AtMost the smaller of both; NaN if x is NaN.
 MRL_FN Floats AtLeast(const Floats& bound, const Floats& x) {
 #if MRL_WIDTH == 16
   Floats r;
@@ -210,8 +210,8 @@ MRL_FN Floats AtMost(const Floats& bound, const Floats& x) {
 #endif
 }
 
-// Folds the upper half of `count` lanes onto the lower one until 1 is left: an order of its own,
-// the same for every width.
+// Combines the upper half of the lanes with the lower half until one is left, an order that does
+// not depend on the width.
 template <class T, class Combine>
 MRL_FN T Fold(const void* lanes, Combine&& combine) {
   typedef T Vector16 __attribute__((vector_size(64)));
@@ -241,7 +241,7 @@ struct Plus {
   }
 };
 
-struct Larger {  // NaN may be passed over
+struct Larger {  // may ignore NaN
   template <class T>
   MRL_FN T operator()(const T& a, const T& b) const {
     return a > b ? a : b;
@@ -252,7 +252,7 @@ MRL_FN float SumOfLanes(const Floats& x) { return Fold<float>(&x, Plus()); }
 MRL_FN int32_t SumOfLanes(const Ints& x) { return Fold<int32_t>(&x, Plus()); }
 MRL_FN float MaxOfLanes(const Floats& x) { return Fold<float>(&x, Larger()); }
 
-// Non-negative floats order like their bits, and NaN above all of them.
+// Non-negative floats are ordered like their bits, and NaN is above all of them.
 MRL_FN Ints LargerBits(const Ints& a, const Ints& b) {
 #if MRL_WIDTH == 16
   Ints r;

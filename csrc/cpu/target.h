@@ -7,12 +7,12 @@
 
 namespace mrl {
 
-constexpr int kLanes = 32;  // of cpu/simd.h
+constexpr int kLanes = 32;  // lanes of cpu/simd.h
 
 enum class Target { kNarrow, kMedium, kWide };
 
-// The widest that this processor has, or MRL_CPU_TARGET's. Throws std::invalid_argument where that
-// names none, or one that this processor lacks.
+// Returns the widest target of this processor, or that of MRL_CPU_TARGET. Throws
+// std::invalid_argument if the variable is invalid, or if this processor lacks the target.
 Target ChosenTarget();
 
 }  // namespace mrl

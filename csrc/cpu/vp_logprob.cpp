@@ -35,9 +35,9 @@ void CheckLabels(const VpLogits& shape) {
   for (int64_t row = 0; row < shape.num_rows; ++row) {
     if (!Counts(shape.mask, row)) continue;
     if (shape.labels[row] < 0 || shape.labels[row] >= shape.vocab_size) {
-      throw std::invalid_argument(
-          "labels: got " + std::to_string(shape.labels[row]) + " in row " + std::to_string(row) +
-          ", expected 0 to " + std::to_string(shape.vocab_size - 1) + " wherever the mask is true");
+      throw std::invalid_argument("labels: got " + std::to_string(shape.labels[row]) + " in row " +
+                                  std::to_string(row) + ", expected 0 to " +
+                                  std::to_string(shape.vocab_size - 1) + " where the mask is true");
     }
   }
 }
@@ -95,7 +95,7 @@ void VpLogprobCombineCpu(const VpCombineInput& in, const VpCombineOutput& out, i
     const double target = label * in.inv_temperature;
     out.lse[row] = static_cast<float>(top + log_total);
     const double logprob = (target - top) - log_total, entropy = log_total - weighted / total;
-    // Beyond 0 by rounding only; NaN stays.
+    // Only rounding can cross 0; NaN is kept.
     out.logprobs[row] = static_cast<float>(logprob > 0 ? 0 : logprob);
     out.entropy[row] = static_cast<float>(entropy < 0 ? 0 : entropy);
   }
@@ -122,7 +122,7 @@ void VpLogprobBackwardCpu(const VpBackwardInput& in, void* grad, int64_t grad_st
                                -shape.inv_temperature * g_entropy};
     const int64_t label = shape.labels[row] - shape.vocab_start;
     const bool here = label >= 0 && label < shape.num_columns;
-    // Read first: `grad` may be the logits.
+    // Read before writing, because `grad` may be the logits.
     const float target = here ? read(shape.type, At(x, shape.type, label)) : 0.0f;
     run(shape.type, x, shape.num_columns, gradient, out);
     if (!here) continue;

@@ -2,8 +2,8 @@
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
-// Least-squares minimax fits of e^r for |r| <= ln(2)/2, highest power first: to 3e-9 (fp32 rounding
-// leaves 6e-8), and to 3e-6 for what is rounded to 16 bits anyway.
+// Minimax fits of e^r for |r| <= ln(2)/2, highest power first, with errors of 3e-9 (fp32 rounding
+// gives 6e-8), and of 3e-6 for results that are rounded to 16 bits.
 constexpr float kExpFine[] = {1.3814596459e-3f,
                               8.3687175065e-3f,
                               4.1668388993e-2f,
@@ -14,11 +14,11 @@ constexpr float kExpFine[] = {1.3814596459e-3f,
 constexpr float kExpCoarse[] = {4.1513808072e-2f, 1.6787499189e-1f, 5.0003015995e-1f,
                                 9.9996680021e-1f, 1.0f};
 
-constexpr float kLowest = -87.0f;  // e^y is 0 below: there floats end
-constexpr float kHighest = 30.0f;  // e^y of 1,024 such columns is far from overflow
+constexpr float kLowest = -87.0f;  // below it e^y underflows to 0
+constexpr float kHighest = 30.0f;  // the sum of 1,024 such e^y is far from overflow
 
-// e^y for y from kLowest (1.6e-38, which adds nothing) to kHighest. One fma of range reduction is
-// enough: its error grows with the exponent by which the result shrinks.
+// e^y for y from kLowest (1.6e-38, which does not change a sum) to kHighest. One fma of range
+// reduction is enough: its error grows only with the exponent by which the result shrinks.
 template <int kSize>
 MRL_FN Floats ExpOfLogit(const Floats& y, const float (&coefficients)[kSize]) {
   const Floats round(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -44,7 +44,7 @@ struct Logits<LogitType::kBfloat16> {
   typedef uint16_t Element;
   static MRL_FN Floats Read(const uint16_t* from) { return AsFloats(LoadShorts(from) << 16); }
   static MRL_FN void Write(uint16_t* to, const Floats& x) {
-    // To nearest; one value in 65,536 is a tie, which goes away from 0.
+    // Round to nearest; ties (one value in 65,536) round away from 0.
     const Ints bits = AsInts(x);
     StoreShorts(to, Select(x != x, Ints(0x7fc0), (bits + 0x8000) >> 16));
   }
@@ -57,17 +57,17 @@ struct Logits<LogitType::kFloat16> {
     const Ints half = LoadShorts(from);
     const Ints sign = (half & 0x8000) << 16;
     const Ints magnitude = half & 0x7fff;
-    // Moving the exponent's origin by a product also makes subnormal halves normal floats.
+    // Rebiasing the exponent by a multiplication also turns subnormal halves into normal floats.
     const Floats finite = AsFloats(magnitude << 13) * Floats(5.192296858534828e33f);  // 2^112
     const Ints special = (magnitude << 13) | 0x7f800000;
     return AsFloats(Select(magnitude > Ints(0x7bff), special, AsInts(finite)) | sign);
   }
-  static MRL_FN void Write(uint16_t* to, const Floats& x) {  // to nearest, ties to even
+  static MRL_FN void Write(uint16_t* to, const Floats& x) {  // rounds to nearest, ties to even
     const Ints bits = AsInts(x);
     const Ints sign = (bits >> 16) & 0x8000;
     const Ints magnitude = bits & 0x7fffffff;
     const Ints normal = (magnitude + (((magnitude >> 13) & 1) + 0xfff) - (112 << 23)) >> 13;
-    // Below 2^-14 the sum with 0.5 leaves the half's last bit at the float's last bit.
+    // Below 2^-14, adding 0.5 aligns the half's last bit with the float's last bit.
     const Ints subnormal = AsInts(AsFloats(magnitude) + Floats(0.5f)) - AsInts(Floats(0.5f));
     Ints result = Select(magnitude < Ints(0x38800000), subnormal, normal);
     result = Select(magnitude > Ints(0x477fefff), Ints(0x7c00), result);  // rounds to inf
@@ -76,7 +76,7 @@ struct Logits<LogitType::kFloat16> {
   }
 };
 
-// Up to 32 elements from `from`, the other lanes -inf.
+// Reads up to 32 elements; the other lanes are -inf.
 template <LogitType kType>
 MRL_FN Floats ReadSome(const typename Logits<kType>::Element* from, int64_t count) {
   typename Logits<kType>::Element padded[kLanes] = {};
@@ -87,7 +87,7 @@ MRL_FN Floats ReadSome(const typename Logits<kType>::Element* from, int64_t coun
   return Load(values);
 }
 
-// The largest of `size` columns.
+// Returns the largest of `size` columns.
 template <LogitType kType>
 MRL_FN float LargestOf(const typename Logits<kType>::Element* x, int64_t size) {
   Floats tops(-__builtin_inff());
@@ -103,12 +103,12 @@ MRL_FN float LargestOf(const typename Logits<kType>::Element* x, int64_t size) {
   return MaxOfLanes(tops);
 }
 
-// sum e and sum e y with y = x * scale - shift. Returns false where a y is above kHighest.
+// Computes sum e and sum e y, with y = x * scale - shift. Returns false if a y is above kHighest.
 template <LogitType kType>
 MRL_FN bool SumTile(const typename Logits<kType>::Element* x, int64_t size, float scale,
                     float shift, double* sums) {
   const Floats invt(scale), zero(shift);
-  Ints tops(0);  // bits: those of positive floats order like the floats, NaN above all
+  Ints tops(0);  // bits, which order like the positive floats, NaN on top
   sums[0] = sums[1] = 0;
   for (int64_t start = 0; start < size; start += kColumnBlock) {
     const int64_t end = std::min(size, start + kColumnBlock);
@@ -134,8 +134,8 @@ MRL_FN bool SumTile(const typename Logits<kType>::Element* x, int64_t size, floa
   return LargestOfLanes(tops) <= kHighest;
 }
 
-// A tile's fields. The exponentials are relative to the largest of its first columns, which is
-// mostly near enough to the largest of all; where it is not, that is looked for first.
+// Computes a tile's fields. The exponentials are relative to the largest of its first columns,
+// which is usually near enough to the largest of all; otherwise the pass is repeated with that.
 template <LogitType kType>
 MRL_FN void ReduceTileOf(const typename Logits<kType>::Element* x, int64_t size, float scale,
                          float* fields) {
@@ -143,11 +143,11 @@ MRL_FN void ReduceTileOf(const typename Logits<kType>::Element* x, int64_t size,
   float shift = LargestOf<kType>(x, std::min<int64_t>(size, 2 * kLanes)) * scale;
   if (!std::isfinite(shift) || !SumTile<kType>(x, size, scale, shift, sums)) {
     shift = LargestOf<kType>(x, size) * scale;
-    const bool empty = shift == -__builtin_inff();  // vocabulary that is masked out, or NaN
+    const bool empty = shift == -__builtin_inff();  // all columns are masked out, or NaN
     SumTile<kType>(x, size, scale, empty ? 0.0f : shift, sums);
     if (empty && sums[0] == sums[0]) sums[0] = sums[1] = 0;
   }
-  // The exponential of a NaN may lose it among its bits; the product with y does not.
+  // The bit arithmetic of the exponential may lose a NaN; the product with y does not.
   if (sums[1] != sums[1]) sums[0] = sums[1];
   fields[0] = shift;
   fields[1] = static_cast<float>(sums[0]);
@@ -205,7 +205,7 @@ inline void BackwardRow(LogitType type, const void* x, int64_t size, const RowGr
   }
 }
 
-// One element, through the same conversions.
+// Converts one element like the vector code.
 inline float ReadOne(LogitType type, const void* from) {
   float lanes[kLanes];
   if (type == LogitType::kFloat32) return *static_cast<const float*>(from);

@@ -9,7 +9,7 @@
 
 namespace mrl {
 
-constexpr int64_t kDigestChunk = 1 << 16;  // elements a task
+constexpr int64_t kDigestChunk = 1 << 16;  // elements per task
 
 void WeightDigestCpu(const WeightDigestInput& in, int num_threads, uint64_t* sums) {
   const auto run = MRL_DISPATCH(SumWeights);

@@ -1,4 +1,4 @@
-// Sums of mixed bits over a run of weights. The loops are left to the compiler to vectorize.
+// Sums of mixed bits over a range of weights. The compiler vectorizes the loops.
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
@@ -19,7 +19,7 @@ inline uint64_t SumBfloat16(const uint16_t* __restrict bits, int64_t count) {
   return sum;
 }
 
-// IEEE half to single, exact: subnormal halves are normal singles.
+// Widens IEEE halves to singles exactly; subnormal halves become normal singles.
 inline uint64_t SumFloat16(const uint16_t* __restrict bits, int64_t count) {
   uint64_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {

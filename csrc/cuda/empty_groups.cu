@@ -7,9 +7,9 @@ namespace mrl {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 64;  // of a group: about half of an H100's multiprocessors
+constexpr int64_t kMaxBlocks = 64;  // per group: about half of an H100's multiprocessors
 
-// Blocks of a group that has rows end at once, without touching it.
+// Blocks of a group with rows return immediately.
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
     ZeroEmptyGroupsKernel(Word* values, const int32_t* ends, int64_t num_words,

@@ -1,10 +1,9 @@
-// What every .cu file starts with: the launch, its check, and warp reductions in a fixed order.
+// Common to all .cu files: the launch with its check, and warp reductions in a fixed order.
 //
 // MRL_CUDA_EMULATOR replaces the CUDA runtime by tests/kernels/emulator/, which runs the same
-// source on a CPU, thread by thread. For that, kernels use only: threadIdx.x, blockIdx.x,
-// blockDim.x, gridDim.x, __shared__ arrays of a constant size, __syncthreads, __shfl_*_sync with a
-// full mask,
-// __threadfence, atomicAdd on unsigned, and MRL_LAUNCH instead of <<<>>>.
+// source on a CPU, thread by thread. Kernels therefore use only: threadIdx.x, blockIdx.x,
+// blockDim.x, gridDim.x, __shared__ arrays of constant size, __syncthreads, __shfl_*_sync with a
+// full mask, __threadfence, atomicAdd on unsigned, and MRL_LAUNCH instead of <<<>>>.
 #pragma once
 
 #ifdef MRL_CUDA_EMULATOR
@@ -19,7 +18,7 @@
 
 #include <cassert>
 
-// A device-side assertion: prints the message and stops the context, as torch's own checks do.
+// A device-side assertion. Like torch's own checks it prints the message and aborts the context.
 #define MRL_REQUIRE(condition, message) assert((condition) && message)
 
 #define MRL_LAUNCH(kernel, grid, block, stream, ...)                                           \
@@ -45,12 +44,12 @@ inline void CheckLaunch(const char* kernel) {
   }
 }
 
-// How many blocks `items` need.
+// Number of blocks for `items`.
 inline int64_t Blocks(int64_t items, int64_t per_block) {
   return (items + per_block - 1) / per_block;
 }
 
-// Sum over the 32 lanes as a butterfly: every lane gets the same bits.
+// Butterfly sum over the 32 lanes; every lane gets the same bits.
 template <class T>
 __device__ inline T WarpSum(T value) {
   for (int offset = 16; offset > 0; offset /= 2) {

@@ -1,5 +1,5 @@
-// Logits 16 bytes at a time, as fp32: 8 columns in half precision, 4 in fp32. Which columns a
-// thread takes never depends on the alignment, so neither do the sums.
+// Reads and writes logits 16 bytes at a time, as fp32: 8 columns in half precision, 4 in fp32. The
+// columns of a thread do not depend on the alignment, so neither do the sums.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,8 @@ struct LogitVector {
   alignas(kVectorBytes) StoredLogit<kType> at[kVector<kType>];
 };
 
-// kCount vectors from aligned addresses, `stride` columns apart. No test stands between the loads,
-// so all of them are in flight before the first one is used.
+// Reads kCount vectors from aligned addresses, `stride` columns apart. No branch separates the
+// loads, so all of them are in flight before the first is used.
 template <LogitType kType, int kCount>
 __device__ inline void ReadWhole(const StoredLogit<kType>* from, int64_t stride, float* x) {
   LogitVector<kType> raw[kCount];
@@ -55,8 +55,8 @@ __device__ inline void ReadWhole(const StoredLogit<kType>* from, int64_t stride,
   }
 }
 
-// The same columns where some are beyond `size`, which are -inf. Vectors where addresses are
-// aligned and `size` is a multiple of a vector, otherwise column by column.
+// Reads the same columns, with -inf for those beyond `size`: as vectors if addresses are aligned
+// and `size` is a multiple of a vector, else column by column.
 template <LogitType kType, int kCount>
 __device__ inline void ReadSome(const StoredLogit<kType>* row, int64_t column, int64_t stride,
                                 int64_t size, bool vectors, float* x) {
@@ -114,8 +114,8 @@ __device__ inline void WriteSome(StoredLogit<kType>* row, int64_t column, int64_
   }
 }
 
-// 2^x in one instruction of the special function unit, to 2 ulp as exp2f. What is below 2^-126 is
-// 0, where exp2f takes three instructions more to give a denormal; no sum of ours can see it.
+// 2^x in one instruction of the special function unit, accurate to 2 ulp like exp2f. Results below
+// 2^-126 are 0, where exp2f needs three more instructions for a denormal; they do not affect sums.
 __device__ inline float ExpOf2(float x) {
 #ifdef MRL_CUDA_EMULATOR
   return x < -126.0f ? 0.0f : exp2f(x);

@@ -1,5 +1,5 @@
-// One warp a row, vectors of 16 bytes where the sizes and addresses allow them. The order of
-// a token's sum is that of its choices; no thread adds to what another one wrote.
+// One warp per row, with 16-byte vectors if sizes and addresses allow. A token's sum has the order
+// of its choices, and no thread adds to what another has written.
 #include <algorithm>
 
 #include "cuda/launch.h"
@@ -14,7 +14,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kUnroll = 4;  // vectors in flight per thread
 constexpr int kVectorBytes = 16;
 
-// A warp copies `count` units.
+// Copies `count` units with one warp.
 template <class Unit>
 __device__ inline void CopyRow(const Unit* from, Unit* to, int64_t count) {
   constexpr int kStride = 32;
@@ -31,7 +31,7 @@ __device__ inline void CopyRow(const Unit* from, Unit* to, int64_t count) {
   for (; i < count; i += kStride) to[i] = from[i];
 }
 
-// One entry of 2, 4 or 8 bytes; `from` null: 0.
+// Copies one entry of 2, 4 or 8 bytes; writes 0 if `from` is null.
 __device__ inline void CopyEntry(const void* from, int64_t source, void* to, int64_t target,
                                  int64_t num_bytes) {
   if (num_bytes == 2) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// kWidth elements of a row; where they are 16 bytes, in one load or store.
+// kWidth elements of a row, in one load or store if they have 16 bytes.
 template <class Element, int kWidth>
 struct Columns {
   typedef typename Element::Stored Stored;
@@ -81,7 +81,7 @@ struct Columns {
   }
 };
 
-// One warp a token. Rows of kUnroll copies are loaded before they are added, in the copies' order.
+// One warp per token. The rows of kUnroll copies are loaded, then added in the order of the copies.
 template <class Element, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     MoeUnpermuteKernel(MoeUnpermuteInput in, void* out, void* table) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One warp a copy; the product of gradient and row is added up by lanes, then over the lanes.
+// One warp per copy. The product of gradient and row is summed per lane, then over the lanes.
 template <class Element, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     MoeUnpermuteGradKernel(MoeUnpermuteGradInput in, void* grad_rows, void* grad_gates) {
@@ -182,8 +182,8 @@ void LaunchUnpermute(const MoeUnpermuteInput& in, uintptr_t stream, void* out, v
   }
 }
 
-// The vectors of a lane are the same columns whatever the alignment: gradients of gates must not
-// depend on it. So the narrow kernel is for sizes that are no multiple of a vector only.
+// Gradients of gates must not depend on the alignment, so a lane has the same columns for any
+// alignment, and the narrow kernel is used only if the size is not a multiple of a vector.
 template <class Element>
 void LaunchGrad(const MoeUnpermuteGradInput& in, uintptr_t stream, void* grad_rows,
                 void* grad_gates) {

@@ -1,4 +1,4 @@
-// One thread an expert walks a chunk of tokens in their order, so places need no atomics.
+// One thread per expert goes through a chunk of tokens in order, so positions need no atomics.
 #include "cuda/launch.h"
 #include "moe_permute.h"
 
@@ -8,10 +8,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// One warp a token.
+// One warp per token.
 __global__ void __launch_bounds__(kThreads) MoeIdsKernel(MoeIdsInput in, int32_t* ids) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (token >= in.num_tokens) return;  // whole warps, here and below
+  if (token >= in.num_tokens) return;  // exits whole warps, here and below
   const int lane = threadIdx.x % 32;
   int32_t* row = ids + token * in.width;
   int64_t count = 0;
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) MoeIdsKernel(MoeIdsInput in, int32_t
   for (int64_t k = count + lane; k < in.width; k += 32) row[k] = -1;
 }
 
-// scratch[expert, chunk] = how often the chunk names the expert.
+// Sets scratch[expert, chunk] to how often the chunk chooses the expert.
 __global__ void __launch_bounds__(kThreads) MoeCountKernel(MoeSortInput in, int64_t num_chunks) {
   const int64_t chunk = blockIdx.x;
   const int64_t last = (chunk + 1) * kMoeChunk;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) MoeCountKernel(MoeSortInput in, int6
   }
 }
 
-// The sum over the threads before this one, and over all in `total`. Every thread calls it.
+// Returns the sum over the preceding threads; `total` is that over all. Every thread must call it.
 __device__ inline int32_t BlockPrefix(int32_t value, int32_t* total) {
   __shared__ int32_t sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -65,7 +65,7 @@ __device__ inline int32_t BlockPrefix(int32_t value, int32_t* total) {
   return before + sum - value;
 }
 
-// One block an expert: the counts of its chunks become the sums over the chunks before.
+// One block per expert: replaces the counts of its chunks by their exclusive prefix sums.
 __global__ void __launch_bounds__(kThreads)
     MoeScanKernel(MoeSortInput in, int64_t num_chunks, int64_t* counts) {
   int32_t* chunks = in.scratch + blockIdx.x * num_chunks;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = begin; i < end; ++i) {
       if (in.ids[i] != expert) continue;
       const int64_t token = i / in.topk;
-      MRL_REQUIRE(token != last_token, "ids: a token must not name an expert twice");
+      MRL_REQUIRE(token != last_token, "ids: a token must not have an expert twice");
       MRL_REQUIRE(copy < in.num_copies, "ids: there are more choices than num_copies");
       last_token = token;
       out.tokens[copy] = static_cast<int32_t>(token);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
       out.copies[i] = copy++;
     }
   }
-  MRL_REQUIRE(before == in.num_copies, "ids: the choices must be num_copies");
+  MRL_REQUIRE(before == in.num_copies, "ids: the number of choices must be num_copies");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Which tokens a CTA works on, and the checks of packed sequences on the device.
+// The tokens that a CTA works on, and the device-side check of packed sequences.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace mrl {
 
-// Asserted, not reported: telling the host would make it wait.
+// An assertion, because reporting an error would make the host wait.
 __device__ inline void RequireSequence(const int32_t* cu_seqlens, int64_t index,
                                        int64_t num_sequences, int64_t num_tokens) {
   const int32_t start = cu_seqlens[index], end = cu_seqlens[index + 1];
@@ -17,15 +17,15 @@ __device__ inline void RequireSequence(const int32_t* cu_seqlens, int64_t index,
   MRL_REQUIRE(index + 1 < num_sequences || end == num_tokens, "cu_seqlens must end at N");
 }
 
-// A block of up to `size` tokens of one sequence, counted from the sequence's own start.
+// A block of up to `size` tokens of one sequence, aligned to the sequence's start.
 struct TokenBlock {
   int64_t sequence;
   int64_t start;  // token
   int size;       // 0 for blocks that are not needed
 };
 
-// Sequence i owns the blocks from cu_seqlens[i] / size + i on: always enough of them, and no host
-// has to know the lengths.
+// Sequence i has the blocks from cu_seqlens[i] / size + i on. There are always enough of them, and
+// the host need not know the lengths.
 __host__ __device__ inline int64_t NumBlocks(int64_t num_tokens, int64_t num_sequences, int size) {
   const int64_t blocks = num_tokens / size + num_sequences;
   return blocks > 0 ? blocks : 1;

@@ -5,8 +5,8 @@
 namespace mrl {
 namespace {
 
-// A block of threads owns a sequence and walks it in chunks from the end. Thread t has kItems
-// neighbouring tokens; "first" below means nearest to the end of the sequence.
+// A thread block processes a sequence in chunks from the end. Thread t has kItems neighbouring
+// tokens; "first" below means nearest to the end of the sequence.
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kItems = 4;
@@ -19,7 +19,7 @@ struct Items {
   bool keep[kItems];
 };
 
-// Tokens last, last - 1, ...; those in front of `start` are not read and count as masked.
+// Loads tokens last, last - 1, ...; those before `start` are not read and count as masked.
 __device__ inline Items LoadItems(const PackedGaeInput& in, int64_t start, int64_t last) {
   Items items;
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ inline Items LoadItems(const PackedGaeInput& in, int64_t start, int64
 
 __global__ void __launch_bounds__(kThreads)
     PackedGaeKernel(PackedGaeInput in, float* advantages, float* returns) {
-  // Two of them, in turn: the next chunk may write while slow warps still read this one's.
+  // Double buffers: the next chunk may write while slow warps still read this one.
   __shared__ double warp_add[2][kWarps];
   __shared__ double warp_scale[2][kWarps];
   const int64_t sequence = blockIdx.x;
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kThreads)
   const double lam_gamma = lam * in.gamma;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  double carry = 0;  // X behind the chunk
+  double carry = 0;  // X of the token after the chunk
   int turn = 0;
   int64_t last = end - 1 - static_cast<int64_t>(threadIdx.x) * kItems;  // this thread's first token
   Items coming = LoadItems(in, start, last);
   for (int64_t chunk_end = end; chunk_end > start; chunk_end -= kChunk, last -= kChunk, turn ^= 1) {
     const Items items = coming;
-    coming = LoadItems(in, start, last - kChunk);  // on its way while this chunk is scanned
+    coming = LoadItems(in, start, last - kChunk);  // in flight while this chunk is scanned
 
     GaeMap maps[kItems];
     GaeMap total{0.0, 1.0};

@@ -1,6 +1,5 @@
-// Two launches: the sums that a sequence-level ratio or weight needs before its tokens, then all
-// the tokens; the last CTA to finish adds up the statistics. Every sum has an order of its own that
-// depends on the sequence alone.
+// Two launches: first the sums that a sequence-level ratio or weight needs, then all tokens. The
+// last CTA to finish sums the statistics. The order of every sum depends only on the sequence.
 #include "cuda/launch.h"
 #include "cuda/packed.h"
 #include "order_free_sum.h"
@@ -17,7 +16,7 @@ constexpr int kNumSums = sizeof(PolicySums<float>) / sizeof(float);
 constexpr int kFirstMax = kNumSums - 2;
 
 struct Workspace {
-  unsigned* ticket;            // CTAs that are done
+  unsigned* ticket;            // number of CTAs that are done
   double* logratio;            // [blocks, 2]
   double* importance;          // [blocks, 2]
   PolicySums<double>* blocks;  // [blocks]
@@ -33,7 +32,7 @@ __host__ Workspace Partition(void* memory, int64_t num_blocks) {
   return w;
 }
 
-// (sum, count) over the loss tokens of one block; the result is thread 0's.
+// Computes (sum, count) over the loss tokens of one block; thread 0 writes the result.
 __device__ void SumBlock(const float* a, const float* b, const uint8_t* mask,
                          const TokenBlock& block, double* result) {
   __shared__ float sums[kWarps], counts[kWarps];
@@ -63,7 +62,7 @@ __device__ void SumBlock(const float* a, const float* b, const uint8_t* mask,
   __syncthreads();  // the shared arrays may be used again
 }
 
-// Over all blocks of a sequence, in their order.
+// Adds all blocks of a sequence, in order.
 __device__ void AddBlocks(const double* of_blocks, int64_t first, int64_t count, double* total) {
   total[0] = total[1] = 0;
   for (int64_t k = first; k < first + count; ++k) {
@@ -155,7 +154,7 @@ __device__ float RunToken(const PolicyLossInput& in, const RatioBounds& bounds,
   const scalar::ExpTerms<float> terms = scalar::Exp(gap);
   const float a = in.advantages[in.options.token_advantages ? t : sequence];
   const auto objective = ObjectiveOf(o, bounds, f, terms.exp, a, logp);
-  // Selected where a factor is 0, so that 0 * inf cannot make a NaN.
+  // Tokens with a factor 0 are excluded, because 0 * inf would be NaN.
   const bool counts = a != 0 && weight != 0;
   if (counts) sums.value += objective.value * weight;
   if (counts && f.unit != 0) grad += objective.slope * static_cast<float>(-f.unit) * weight;
@@ -179,7 +178,7 @@ __device__ float WarpMaxOrNan(float value) {
   return value;
 }
 
-// The CTA's sums; the result is thread 0's.
+// Reduces the sums of a CTA; the result is written by one thread per field.
 __device__ void ReduceCta(PolicySums<float>& sums, PolicySums<double>* result) {
   __shared__ float of_warps[kWarps][kNumSums];
   float* fields = &sums.value;
@@ -189,7 +188,7 @@ __device__ void ReduceCta(PolicySums<float>& sums, PolicySums<double>* result) {
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32][i] = fields[i];
   }
   __syncthreads();
-  if (threadIdx.x < kNumSums) {  // one thread a field, warps in order
+  if (threadIdx.x < kNumSums) {  // one thread per field, warps in order
     const int i = threadIdx.x;
     float total = of_warps[0][i];
     for (int warp = 1; warp < kWarps; ++warp) {
@@ -204,8 +203,8 @@ __device__ void ReduceCta(PolicySums<float>& sums, PolicySums<double>* result) {
   }
 }
 
-// Sum, or largest, of one statistic over all sequences, by one warp; bits do not depend on the
-// order.
+// Returns the sum (or maximum) of one statistic over all sequences, computed by one warp. The bits
+// do not depend on the order.
 __device__ double WarpTotal(const double* column, int64_t count, bool largest) {
   const int lane = threadIdx.x % 32;
   double top = 0, plain = 0, size = 0;
@@ -261,7 +260,8 @@ __global__ void __launch_bounds__(kThreads)
       FindBlock(in.cu_seqlens, in.num_sequences, in.num_tokens, kPolicyBlock, blockIdx.x);
   PolicySums<float> sums;
   if (block.size > 0) {
-    // Every thread for itself: the few numbers are in the cache, and a broadcast costs a barrier.
+    // Every thread computes these: the inputs are in the cache, and a broadcast would need a
+    // barrier.
     const SequenceFactors factors = FactorsOf(in, work, bounds, block.sequence);
 #pragma unroll 1
     for (int k = 0; k < kPerThread; ++k) {
@@ -272,11 +272,11 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   ReduceCta(sums, work.blocks + blockIdx.x);
-  __threadfence();  // before the ticket: the last CTA reads what the others wrote
+  __threadfence();  // before the ticket, so that the last CTA sees what the others wrote
   __syncthreads();
   if (threadIdx.x == 0) {
     last = atomicAdd(work.ticket, 1u) == gridDim.x - 1;
-    __threadfence();  // after it: what the barrier lets the others read is what was written
+    __threadfence();  // after it, so that this CTA then reads what the others wrote
   }
   __syncthreads();
   if (!last) return;
@@ -305,7 +305,7 @@ void PolicyLossCuda(const PolicyLossInput& in, const PolicyLossOutput& out, void
   const bool logratio = o.ratio == Ratio::kSequence && in.seq_logratio == nullptr;
   const bool importance = o.importance != Importance::kNone &&
                           o.importance_level == Level::kSequence && in.seq_importance == nullptr;
-  // Where nothing is summed up beforehand, one CTA starts the ticket.
+  // If there are no sums to compute first, one CTA resets the ticket.
   MRL_LAUNCH(PolicySumsKernel, logratio || importance ? blocks : 1, kThreads, stream, in, work,
              logratio, importance);
   MRL_LAUNCH(PolicyLossKernel, blocks, kThreads, stream, in, out, work);

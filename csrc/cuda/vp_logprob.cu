@@ -1,7 +1,7 @@
-// Forward: one warp a tile, so no barrier and no shared memory. Combine: one warp a row, one lane a
-// tile. Backward: elementwise. Bandwidth is the limit, so every logit is read once in each
-// direction and costs one exp2. Whole blocks are loaded without a test between the loads; the rest
-// of a tile or row, and rows that start unaligned, column by column.
+// Forward: one warp per tile, without barriers or shared memory. Combine: one warp per row, one
+// lane per tile. Backward: elementwise. The kernels are limited by bandwidth, so every logit is
+// read once in each direction and costs one exp2. Whole blocks are loaded without branches between
+// the loads; the rest of a tile or row, and unaligned rows, column by column.
 #include <cmath>
 
 #include "cuda/launch.h"
@@ -20,14 +20,14 @@ __device__ inline bool Counts(const uint8_t* mask, int64_t row) {
   return mask == nullptr || mask[row] != 0;
 }
 
-// sum e and sum e (x - top), relative to top.
+// The sums of e and of e (x - top), with e = exp(x - top).
 struct TileSums {
   float top, total, weighted;
 };
 
 // The same sums relative to a larger `top`.
 __device__ inline TileSums Rebase(const TileSums& sums, float top) {
-  if (sums.top == -INFINITY) return {top, 0, 0};  // nothing yet; 0 * inf would be NaN
+  if (sums.top == -INFINITY) return {top, 0, 0};  // no column yet; 0 * inf would be NaN
   const float shift = sums.top - top, scale = ExpOf2(shift * kLog2e);
   return {top, sums.total * scale, (sums.weighted + sums.total * shift) * scale};
 }
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
   const int64_t num_tiles = shape.num_columns / in.tile;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int64_t row = warp / num_tiles, tile = warp % num_tiles;
-  if (row >= shape.num_rows) return;  // whole warps, here and below
+  if (row >= shape.num_rows) return;  // exits whole warps, here and below
   float* fields = tiles + (row * num_tiles + tile) * kTileFields;
   if (!Counts(shape.mask, row)) {
     if (threadIdx.x % 32 < kTileFields) fields[threadIdx.x % 32] = 0;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
   const int lane = threadIdx.x % 32;
   const float scale = shape.inv_temperature;
 
-  // The column decides the lane: (column / kVector) % 32, whatever the alignment.
+  // The lane of a column is (column / kVector) % 32, whatever the alignment.
   constexpr int kStride = 32 * kVector<kType>, kBlock = kUnroll * kStride;
   TileSums sums{-INFINITY, 0, 0};
   for (int64_t start = 0; start < in.tile; start += kBlock) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
     float largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kUnroll * kVector<kType>; ++i) largest = LargerOrNanf(largest, values[i]);
-    // Above 0, the scale keeps the order of logits, and rounding does.
+    // A positive scale and rounding both preserve the order of logits.
     const float top = LargerOrNanf(sums.top, largest * scale);
     if (top == -INFINITY) continue;
     if (top != sums.top) sums = Rebase(sums, top);
@@ -82,8 +82,7 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
                          __shfl_xor_sync(kFullWarp, sums.total, offset),
                          __shfl_xor_sync(kFullWarp, sums.weighted, offset)};
     const float top = LargerOrNanf(sums.top, other.top);
-    if (top == -INFINITY)
-      continue;  // the same in both lanes, and no barrier is skipped by one only
+    if (top == -INFINITY) continue;  // the same in both lanes, so both skip
     const TileSums a = Rebase(sums, top), b = Rebase(other, top);
     sums = {top, a.total + b.total, a.weighted + b.weighted};
   }
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) VpStatsKernel(VpStatsInput in, float
 __global__ void __launch_bounds__(kThreads)
     VpCombineKernel(VpCombineInput in, VpCombineOutput out) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (row >= in.num_rows) return;  // whole warps
+  if (row >= in.num_rows) return;  // exits whole warps
   const int lane = threadIdx.x % 32;
   const int64_t num_tiles = in.num_ranks * in.tiles_per_rank;
   const int64_t label_tile = in.labels[row] / in.tile;
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   const double log_total = log(total), entropy = log_total - weighted / total;
   const double logprob = (target - top) - log_total;
   out.lse[row] = static_cast<float>(top + log_total);
-  // Beyond 0 by rounding only; NaN stays.
+  // Only rounding can cross 0; NaN is kept.
   out.logprobs[row] = static_cast<float>(logprob > 0 ? 0 : logprob);
   out.entropy[row] = static_cast<float>(entropy < 0 ? 0 : entropy);
 }

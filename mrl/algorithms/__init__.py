@@ -1,6 +1,7 @@
-"""Finds algorithms by name: a file of this folder, or a file or module from outside.
+"""Finds an algorithm by its name: a file of this folder, or your own file or module.
 
-To add one, write a module with the three functions of `base.Algorithm`; nothing is registered.
+To add an algorithm, write a module with the three functions of `base.Algorithm`. No registration is
+needed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PARTS = (
     "signal",
     "value_loss",
 )
-"""Files of this folder that are no algorithms: what these share."""
+"""Files of this folder that are not algorithms but code that algorithms share."""
 _FUNCTIONS = ("advantages", "sequence_weights", "loss")
 _KIND = Kind(
     noun="algorithm.name",
@@ -46,9 +47,10 @@ def list_algorithms() -> list[str]:
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """Import an algorithm: a module, or an object of one, with its functions; see plugins.py.
+    """Import an algorithm: a module that has the required functions, or an object in a module (see
+    `mrl.system.plugins`).
 
-    Raises InputError when there is none, or when it lacks a function.
+    Raises InputError if the algorithm does not exist or lacks a function.
     """
     algorithm: Any = resolve(_KIND, name)
     missing = [item for item in _FUNCTIONS if not callable(getattr(algorithm, item, None))]
@@ -61,5 +63,6 @@ def load_algorithm(name: str) -> Algorithm:
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raise InputError for an unknown name, and for options that make no sense together."""
+    """Raise InputError if the algorithm is unknown, or if options are set that it does not read or
+    that contradict each other."""
     check.check_algorithm(config, traits(load_algorithm(config.name)))

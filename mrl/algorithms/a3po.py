@@ -1,7 +1,8 @@
-"""A-3PO (arXiv 2512.06547; AReaL): decoupled PPO without the pass that computes the proximal policy.
+"""A-3PO (arXiv 2512.06547; AReaL): decoupled PPO that approximates the proximal policy.
 
-That policy is put between the one that sampled a token and the present one, in log space, the nearer to
-the present one the staler the token. N packed tokens.
+It needs no forward pass for the proximal policy. Instead it interpolates, in log space, between the
+policy that sampled a token and the current policy; the staler the token, the closer the result is
+to the current policy. Dimension: N packed tokens.
 """
 
 from __future__ import annotations
@@ -25,21 +26,25 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """`decoupled_ppo.loss` around `proximal_logprobs`; `old_logprobs` are not read.
+    """Compute `decoupled_ppo.loss` around the policy of `proximal_logprobs`; `batch.old_logprobs`
+    is not read.
 
-    Raises ValueError without `version` or `weight_versions`.
+    Raises ValueError if `batch.version` or `batch.weight_versions` is None.
     """
     proximal = proximal_logprobs(logprobs.detach(), batch, config)
     return decoupled_ppo.loss(logprobs, batch, config, proximal)
 
 
 def proximal_logprobs(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Compute f32[N]: rollout + alpha (logp - rollout), alpha = (d - 1) / d for a token d versions old.
+    """Return the proximal log-probs f32[N]:
+    `rollout_logprobs + alpha * (logprobs - rollout_logprobs)`. For a token that is d versions old,
+    `alpha` is `(d - 1) / d`.
 
-    The proximal policy is one version behind the present one, so alpha is the share of the way that it
-    has gone; a token of the last version has alpha 0, the policy that sampled it. For a token of the
-    present version (d = 0) alpha is 0 too, as in AReaL's code, or 1, as in the paper:
-    `config.proximal_at_no_lag`.
+    The proximal policy is one version behind the current policy: it has made d - 1 of the d updates
+    between the sampling policy and the current policy. At d = 1 it is the sampling policy (`alpha`
+    is 0). At d = 0, `config.proximal_at_no_lag` sets `alpha` to 0, as in AReaL's code, or to 1, as
+    in the paper. For tokens of unknown version `alpha` is 0. The result is 0 at tokens that are not
+    loss tokens.
     """
     if batch.version is None or batch.weight_versions is None:
         raise ValueError(

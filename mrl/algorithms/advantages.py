@@ -1,9 +1,10 @@
-"""Rewards of a whole step -> advantages, as the algorithms define them.
+"""Functions that turn the rewards of a complete step into advantages, as the algorithms define
+them.
 
-Dimensions: G samples of a group. Each takes f32[G] of every group and gives f32[G] of every group, in
-the same order. Samples without a reward (NaN) get advantage 0 and are left out of every mean and std.
-Where all scored rewards that are compared are equal, the advantages are exactly 0, whatever rounding
-does to their mean.
+Dimensions: G samples of a group. Each function takes f32[G] rewards for every group and returns
+f32[G] advantages for every group, in the same order. Samples without a reward (NaN) get advantage 0
+and are left out of every mean and std. If all rewards that a function compares are equal, the
+advantages are exactly 0, regardless of rounding in the mean.
 """
 
 from __future__ import annotations
@@ -18,41 +19,48 @@ from mrl.config import AlgorithmConfig
 Rewards = Sequence[Tensor]
 
 SPREAD_KEYS = ("min_group_std", "advantage_eps")
-"""What of AlgorithmConfig is read where rewards are divided by their std."""
+"""Fields of AlgorithmConfig that algorithms read if they divide rewards by their std."""
 
 
 def group_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute (R - mean) / std over the group (GRPO, arXiv 2402.03300 section 4.1.2).
+    """Compute `(R - mean) / std` over the rewards R of each group (GRPO, arXiv 2402.03300 sec.
+    4.1.2).
 
-    std is the sample one (divides by G - 1), as in TRL and verl, at least `min_group_std`, plus
-    `advantage_eps`. A single scored sample has nothing to compare with: 0.
+    The std is the sample std (divisor G - 1), as in TRL and verl. It is at least `min_group_std`,
+    and `advantage_eps` is added to it. The advantage is 0 if only one sample has a reward.
     """
     return _each(rewards, lambda values: _centred(values) / _spread(values, config))
 
 
 def group_centred(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute R - mean over the group (Dr.GRPO, arXiv 2503.20783 section 3.2)."""
+    """Compute `R - mean` over each group's rewards R (Dr.GRPO, arXiv 2503.20783 section 3.2)."""
     return _each(rewards, _centred)
 
 
 def leave_one_out(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute R - mean of the group's other samples (RLOO, arXiv 2402.14740 eq. 5): (R - mean) G
-    / (G - 1)."""
+    """Subtract from each reward the mean reward of the group's other samples (RLOO, arXiv
+    2402.14740 eq. 5).
+
+    This equals `(R - mean) * G / (G - 1)`. The advantage is 0 if only one sample has a reward.
+    """
     return _each(rewards, lambda v: _centred(v) * (len(v) / max(len(v) - 1, 1)))
 
 
 def group_normalised_turns(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute (r - mean) / std of the turn rewards of one group, over all turns of its samples.
+    """Compute `(r - mean) / std` for the turn rewards r of one group. The mean and the std are over
+    all turns of all samples of the group.
 
-    f32[turns] of each sample that has a reward, and the same back. The advantage of a token is the sum
-    of these from it on: GRPO with process supervision (arXiv 2402.03300 section 4.1.3).
+    Takes and returns f32[turns] for each sample that has a reward. The advantage of a token is
+    later the sum of these values over the token's turn and all turns after it, which is GRPO with
+    process supervision (arXiv 2402.03300 section 4.1.3).
     """
     (found,) = group_normalised([torch.cat(list(rewards))], config)
     return list(found.split([len(own) for own in rewards]))
 
 
 def raw_rewards(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Return R: a critic's baseline, a penalty of each token or the step's mean is subtracted later."""
+    """Return the rewards themselves, with 0 in place of NaN. The training loop later subtracts a
+    critic's values, token penalties or the step's mean."""
     return _each(rewards, lambda values: values)
 
 
@@ -61,7 +69,8 @@ def _each(rewards: Rewards, compute: Callable[[Tensor], Tensor]) -> list[Tensor]
 
 
 def _scored(rewards: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """`compute` of the f64 rewards that are none of NaN; raises ValueError on an infinite one."""
+    """Return f32[G]: the result of `compute`, in f64, on the rewards that are not NaN, and 0 for
+    NaN. Raises ValueError if a reward is infinite."""
     if bool(rewards.isinf().any()):
         raise ValueError(f"rewards: got {rewards.tolist()}, expected finite numbers or NaN")
     scored = ~rewards.isnan()

@@ -1,8 +1,9 @@
-"""Token losses -> one number: the weight of each sequence carries the whole global normaliser.
+"""Sequence weights, which turn the token losses of a step into one number.
 
-Counts are those of the optimizer step over all data-parallel ranks, taken before anything is split, so
-that any split adds up to the same loss. A rejection mask changes no count: what it takes out leaves the
-numerator only.
+A weight includes the complete global normaliser. The normaliser counts the tokens or samples of the
+optimizer step on all data-parallel ranks, before the step is split into micro-batches, so the loss
+does not depend on the split. A rejection mask does not change these counts; it removes tokens from
+the numerator only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Aggregation = Literal[
 
 
 class SequenceWeights(Protocol):
-    """The signature is that of `Algorithm.sequence_weights`."""
+    """A function with the signature of `Algorithm.sequence_weights`."""
 
     def __call__(
         self,
@@ -35,11 +36,12 @@ class SequenceWeights(Protocol):
 
 
 def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWeights:
-    """Make an `Algorithm.sequence_weights` that follows `config.aggregation`, by default the
-    `published` one.
+    """Make an `Algorithm.sequence_weights` function for `config.aggregation`, or for `published` if
+    `config.aggregation` is None.
 
-    Under ratio `sequence` the kernel divides by the sequence's tokens, which is multiplied back here:
-    a sequence's loss is s A at each of its tokens.
+    With `ratio="sequence"` the kernel divides the weight of a sequence by its number of loss
+    tokens, so here the weight is multiplied by that number. Each token then has the loss `-s A`,
+    where `s` is the ratio of its sequence and `A` the advantage.
     """
 
     def sequence_weights(
@@ -49,7 +51,8 @@ def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWe
         config: AlgorithmConfig,
         max_response_len: int,
     ) -> Tensor:
-        """i64[S] loss tokens of each sequence to f32[S], 0 without one."""
+        """Return the weights f32[S] for the numbers of loss tokens i64[S]; 0 for a sequence without
+        loss tokens."""
         kind = config.aggregation or published
         tokens = num_loss_tokens.double()
         if kind == "token_mean":
@@ -68,7 +71,8 @@ def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWe
 
 
 def token_weights(batch: MicroBatch, ratio: RatioKind) -> Tensor:
-    """f64[N]: what `policy_loss` with this kind of ratio lets each token of a micro-batch count."""
+    """Return f64[N]: the weight that `mrl.kernels.policy_loss` gives each token for this kind of
+    ratio."""
     lengths, mask = batch.cu_seqlens.diff().long(), batch.loss_mask
     weights = batch.seq_weight.double()
     if ratio == "sequence":

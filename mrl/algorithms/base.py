@@ -1,8 +1,8 @@
-"""What an algorithm is: three pure functions in one module, found by its name.
+"""The interface of an algorithm: three pure functions in a module that is found by its name.
 
 Dimensions: G samples of a group, S sequences of the step, N packed tokens of a micro-batch, B its
-sequences. What algorithms share stands beside them: `advantages`, `aggregation`, `ratio_loss`,
-`corrections`, `kl`, `gae`, `value_loss`.
+sequences. Code that algorithms share is in the other files of this folder: `advantages`,
+`aggregation`, `ratio_loss`, `corrections`, `kl`, `gae`, `value_loss`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class SequenceWeights(Protocol):
-    """Says what each sequence counts: all that packing asks of an algorithm."""
+    """The part of an algorithm that packing needs: the weight of each sequence."""
 
     def sequence_weights(
         self,
@@ -31,66 +31,86 @@ class SequenceWeights(Protocol):
         config: AlgorithmConfig,
         max_response_len: int,
     ) -> Tensor:
-        """Return what each sequence counts in the loss: the whole global normaliser.
+        """Return f32[S]: the weight of each sequence in the loss, already divided by the global
+        normaliser.
 
-        Totals are over the optimizer step on all data-parallel ranks, and samples without a loss
-        token do not count. i64[S] to f32[S]; 0 for a sequence without a loss token.
+        `num_loss_tokens` is i64[S]. `num_loss_tokens_total` and `num_samples_total` count over the
+        optimizer step on all data-parallel ranks; samples without a loss token are not counted and
+        get weight 0. `max_response_len` is `rollout.max_response_len`, by which some aggregations
+        divide.
         """
         ...
 
 
 class Algorithm(SequenceWeights, Protocol):
-    """An algorithm is a module with these functions, as `mrl/algorithms/gspo.py` is. None keeps state.
+    """An algorithm: a module with these functions, such as `mrl/algorithms/gspo.py`. It keeps no
+    state.
 
-    What else a module may have is read with `traits`, and:
+    A module may also have the attributes that `traits` reads, and these functions:
 
-    `nll_weights(num_loss_tokens i64[S], rewards f32[S], config) -> f32[S]`: what each sequence's
-    log-likelihood counts beside the policy loss, as `MicroBatch.nll_weight`.
-    `token_advantages(values, sequence_rewards, token_penalties, batch, config)`: in the place of
+    `nll_weights(num_loss_tokens i64[S], rewards f32[S], config) -> f32[S]`: the weight of each
+    sequence's log-likelihood term, which is added to the policy loss (`MicroBatch.nll_weight`).
+    `token_advantages(values, sequence_rewards, token_penalties, batch, config)`: replaces
     `mrl.algorithms.gae.token_advantages`.
-    `turn_rewards(rewards, config)`: what the turn rewards of a group's samples (f32[turns] each) count
-    as, where `algorithm.turn_rewards` credits them; without it they count as they are.
+    `turn_rewards(rewards, config)`: transforms the turn rewards of a group's samples (f32[turns]
+    for each sample) if `algorithm.turn_rewards` is set. Without this function the turn rewards are
+    used unchanged.
     """
 
     def advantages(self, rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
-        """Turn f32[G] rewards of each prompt's samples, all groups of the step, into f32[G] advantages.
+        """Turn the f32[G] rewards of every group of the step into f32[G] advantages, in the same
+        order.
 
         Samples without a reward (NaN) get advantage 0 and are left out of the group's mean and std.
-        With a critic it returns the rewards themselves, and training does not read it: token advantages
-        are computed from `MicroBatch.rewards`, and the baseline is subtracted token by token. What it
-        returns for an algorithm that `WHITENS` is then normalised over the loss tokens of the step.
+        An algorithm with a critic returns the rewards themselves, and training ignores the result:
+        token advantages are computed from `MicroBatch.rewards` and the critic's values. If the
+        algorithm sets `WHITENS`, the training loop then normalises the advantages over the loss
+        tokens of the step.
+
         Raises ValueError on an infinite reward.
         """
         ...
 
     def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-        """Turn f32[N] current log-probs, with gradient, into the sum over sequences: never divided.
+        """Compute the loss sum of a micro-batch from the current log-probs f32[N], which have a
+        gradient.
 
-        Any split of the step into micro-batches must add up to the same loss and gradient.
-        Raises ValueError where `batch` lacks a tensor that the algorithm needs.
+        The result is a weighted sum over sequences and is not normalised afterwards, so every split
+        of the step into micro-batches must give the same total loss and gradient.
+
+        Raises ValueError if `batch` lacks a tensor that the algorithm needs.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a loop has to know of an algorithm; each has its default where the module lacks it."""
+    """Properties of an algorithm that the training loop needs, read from the attributes of its
+    module. Each field names the attribute."""
 
     needs_critic: bool
-    """`NEEDS_CRITIC = False`: `loss` reads `token_advantages`."""
+    """`NEEDS_CRITIC`, by default False: whether token advantages come from a critic's values."""
     needs_old_logprobs: bool
-    """`NEEDS_OLD_LOGPROBS = True`: the pass before the update."""
+    """`NEEDS_OLD_LOGPROBS`, by default True: whether the trainer computes log-probs in a pass
+    before the update."""
     corrects_rollout: bool
-    """`CORRECTS_ROLLOUT = False`: weighs tokens by exp(old - rollout) without `importance`."""
+    """`CORRECTS_ROLLOUT`, by default False: whether the loss weights tokens by
+    `exp(old log-prob - rollout log-prob)` even if `algorithm.importance` is `none`."""
     whitens: bool
-    """`WHITENS = False`: whether the loop subtracts the mean of the advantages over the loss tokens of
-    the step and divides by their std; `algorithm.whiten` replaces it where an algorithm reads that."""
+    """`WHITENS`, by default False: whether the training loop subtracts from the advantages their
+    mean over the loss tokens of the step, and divides them by their std. For algorithms that read
+    `algorithm.whiten`, that key overrides the attribute."""
     sequence_range: tuple[float, float] | None
-    """(`CLIP_LOW`, `CLIP_HIGH`) where `RATIO = "sequence"`: how far below and above 1 it may go."""
+    """(`CLIP_LOW`, `CLIP_HIGH`) if `RATIO = "sequence"`: how far the ratio may fall below 1 and
+    rise above 1; inf for a missing attribute. None for token ratios."""
     clip_high: float | None
     """`CLIP_HIGH`: the published upper clip range; None if unknown."""
+    replaces_gae: bool
+    """`token_advantages`: the module computes them by its own function. Otherwise PPO's published
+    lambdas apply."""
     reads: frozenset[str] | None
-    """`READS`: fields of AlgorithmConfig that not every algorithm reads; None: unknown, unchecked."""
+    """`READS`: the fields of AlgorithmConfig that the algorithm reads, among the fields that not
+    every algorithm reads. None if unknown; then the recipe's fields are not checked."""
 
 
 def traits(algorithm: Algorithm) -> Traits:
@@ -104,6 +124,7 @@ def traits(algorithm: Algorithm) -> Traits:
         whitens=getattr(algorithm, "WHITENS", False),
         sequence_range=_range(algorithm) if is_sequence else None,
         clip_high=getattr(algorithm, "CLIP_HIGH", None),
+        replaces_gae=hasattr(algorithm, "token_advantages"),
         reads=None if reads is None else frozenset(reads),
     )
 
@@ -112,6 +133,6 @@ def _range(algorithm: Algorithm) -> tuple[float, float]:
     return getattr(algorithm, "CLIP_LOW", math.inf), getattr(algorithm, "CLIP_HIGH", math.inf)
 
 
-def either(configured: T | None, published: T) -> T:
-    """The recipe's value, or the paper's where the recipe gives none."""
+def or_default(configured: T | None, published: T) -> T:
+    """Return the configured value, or the published default if the configured value is None."""
     return published if configured is None else configured

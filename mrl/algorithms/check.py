@@ -1,9 +1,12 @@
-"""What a recipe's `algorithm` may ask for: everything that can be known before the start."""
+"""Checks of a recipe's `algorithm` section that need neither a model nor data."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from mrl.algorithms.base import Traits
 from mrl.algorithms.corrections import MASK_RANGES
+from mrl.algorithms.gae import PPO
 from mrl.config import AlgorithmConfig, MaskConfig
 from mrl.errors import InputError
 
@@ -26,11 +29,12 @@ _NOT_FOR_ALL = (
     "min_group_std",
     "advantage_eps",
 )
-"""Fields that an algorithm has to name in READS to be given them."""
+"""Fields of AlgorithmConfig that are accepted only if the algorithm's READS lists them, or if the
+algorithm has no READS."""
 
 
 def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
-    """Raise InputError for what the algorithm of `traits` does not read, and for contradictions."""
+    """Raise InputError for options that the algorithm does not read, and for contradictory options."""
     defaults = AlgorithmConfig()
     for name in _NOT_FOR_ALL:
         value = getattr(config, name)
@@ -42,7 +46,7 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
         )
     check_dual_clip(config, traits.clip_high)
     _check_kl(config, defaults)
-    _check_lambda(config, defaults)
+    _check_lambda(config, defaults, None if traits.replaces_gae else PPO.policy)
     for mask in config.masks:
         _check_mask(mask)
     names = [mask.name for mask in config.masks]
@@ -52,8 +56,11 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
 
 
 def check_dual_clip(config: AlgorithmConfig, published_high: float | None) -> None:
-    """Raise InputError for a dual clip inside the clip range, whose upper side is the recipe's or, if
-    it has none, the algorithm's `published_high` (None: unknown)."""
+    """Raise InputError if `config.dual_clip` is set but not above `1 + clip_high`.
+
+    `clip_high` is the recipe's value, or else `published_high`. If both are None, nothing is
+    checked.
+    """
     high = published_high if config.clip_high is None else config.clip_high
     if config.dual_clip is None or high is None or config.dual_clip > 1 + high:
         return
@@ -70,8 +77,8 @@ def _check_kl(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
             value = getattr(config, name)
             if value != getattr(defaults, name):
                 raise InputError(
-                    f"algorithm.{name} is {value}, but algorithm.kl_coef is 0; give it a first "
-                    f"value, or leave {name} out"
+                    f"algorithm.{name} is {value}, but algorithm.kl_coef is 0; set kl_coef "
+                    f"above 0, or leave {name} out"
                 )
     if config.kl_target is None and config.kl_horizon != defaults.kl_horizon:
         raise InputError(
@@ -80,17 +87,27 @@ def _check_kl(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
         )
     if config.kl_in == "reward" and config.kl_estimator not in ("k1", "k2", "k3"):
         raise InputError(
-            f"algorithm.kl_estimator is {config.kl_estimator}, which differs in its gradient, and a "
-            "reward has none; with kl_in reward choose k1, k2 or k3"
+            f"algorithm.kl_estimator is {config.kl_estimator}, which changes only the gradient, and "
+            "a reward has none; with kl_in reward choose k1, k2 or k3"
         )
 
 
-def _check_lambda(config: AlgorithmConfig, defaults: AlgorithmConfig) -> None:
+def _check_lambda(
+    config: AlgorithmConfig,
+    defaults: AlgorithmConfig,
+    published: float | Literal["adaptive"] | None,
+) -> None:
+    """Raise InputError for a `lam` out of range, or a `lam_alpha` without an adaptive lambda.
+
+    `published` is the algorithm's lambda if the recipe sets no `lam`; None if it is unknown.
+    """
     if isinstance(config.lam, float) and not 0 <= config.lam <= 1:
         raise InputError(f"algorithm.lam is {config.lam:g}, expected 0 to 1, or adaptive")
-    if isinstance(config.lam, float) and config.lam_alpha != defaults.lam_alpha:
+    lam = published if config.lam is None else config.lam
+    if isinstance(lam, float) and config.lam_alpha != defaults.lam_alpha:
+        whose = "" if config.lam is not None else f" (the published lam of {config.name})"
         raise InputError(
-            f"algorithm.lam_alpha is {config.lam_alpha:g}, but lam is {config.lam:g}; set lam to "
+            f"algorithm.lam_alpha is {config.lam_alpha:g}, but lam is {lam:g}{whose}; set lam to "
             "adaptive, or leave lam_alpha out"
         )
 
@@ -110,4 +127,6 @@ def _check_mask(mask: MaskConfig) -> None:
     if mask.name == "dppo" and not (low <= 1 and high <= 1):
         raise InputError(f"{name}: got low {low:g}, high {high:g}, expected at most 1 each")
     if mask.name != "dppo" and not low <= 1 <= high:
-        raise InputError(f"{name}: got the range [{low:g}, {high:g}], expected one around 1")
+        raise InputError(
+            f"{name}: got the range [{low:g}, {high:g}], expected a range that contains 1"
+        )

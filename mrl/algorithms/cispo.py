@@ -1,7 +1,8 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the clipped ratio is a constant weight of A log p.
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the objective of a token is `A log p`, weighted by the
+clipped ratio without gradient.
 
-So no token loses its gradient. Bounded above only; the paper gives no number for the bound, 5 is that
-of arXiv 2510.13786 and of TRL, where it is written as the bound itself, not as 1 + clip_high.
+Clipping therefore removes no token's gradient. The ratio is bounded above only. The paper does not
+give the bound. The default is 5 (`clip_high` 4), as in arXiv 2510.13786 and in TRL.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mrl.algorithms.advantages import SPREAD_KEYS, group_normalised
 from mrl.algorithms.aggregation import weights_by
-from mrl.algorithms.base import either
+from mrl.algorithms.base import or_default
 from mrl.algorithms.ratio_loss import ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip
@@ -25,6 +26,7 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute eq. 4 and 5, negated and weighted. Raises ValueError without `old_logprobs`."""
-    low, high = either(config.clip_low, CLIP_LOW), either(config.clip_high, CLIP_HIGH)
+    """Compute CISPO's objective (eq. 4 and 5) as a loss: negated, and weighted by
+    `batch.seq_weight`. Raises ValueError if `batch.old_logprobs` is None."""
+    low, high = or_default(config.clip_low, CLIP_LOW), or_default(config.clip_high, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="token", clip=Clip("cispo", low, high))

@@ -1,9 +1,12 @@
-"""What makes up for tokens that another distribution sampled: weights, and masks that compose.
+"""Importance weights and masks for tokens that another distribution sampled.
 
-`old` are the trainer's log-probs that the ratio is against (`old_logprobs`, or a proximal policy's),
-`rollout` the engine's, `logp` the current ones. The weight is the kernel's; a mask sets the advantage
-of its tokens to 0, which is the same as a detached factor 0 on the objective, because that is
-positively homogeneous in A, and is safe where the ratio is infinite.
+Names of log-probs: `old` are the trainer's log-probs in the denominator of the ratio
+(`old_logprobs`, or the log-probs of a proximal policy), `rollout` are the engine's log-probs, and
+`logp` the current policy's log-probs.
+
+The kernel applies the weights. A mask sets the advantages `A` of its tokens to 0. This equals
+multiplying the objective by a detached 0, because the objective is positively homogeneous in `A`,
+and it is safe if the ratio is infinite.
 
 Dimensions: N packed tokens, B sequences.
 """
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algorithms.base import either
+from mrl.algorithms.base import or_default
 from mrl.config import AlgorithmConfig, MaskConfig
 from mrl.kernels import ImportanceWeight, seq_logratio
 from mrl.types import Mean, MicroBatch, Statistics
@@ -26,33 +29,41 @@ IMPORTANCE_RANGES = {
     ("mis", "token"): (0.5, 5.0),
     ("mis", "sequence"): (0.999, 1.002),
 }
-"""The usual ones: see `mrl.kernels.ImportanceWeight`. `mis` of tokens is IcePop with its range."""
+"""The default range (low, high) for each kind and level of importance weight; see
+`mrl.kernels.ImportanceWeight`. Token-level `mis` with this range is IcePop."""
 
 MASK_RANGES = {
     "token_mask": (0.5, 5.0),
     "sequence_mask": (0.999, 1.002),
     "dppo": (0.15, 0.15),
 }
-"""The usual ones: those of the `mis` weights, and binary-TV DPPO's in verl's recipe."""
+"""The default (low, high) of each mask except `opsm`, which has no default. `token_mask` and
+`sequence_mask` have the ranges of the `mis` weights. For `dppo`, low and high bound how far a
+token's probability may decrease and increase; the values are from verl's recipe for binary-TV DPPO."""
 
 
 def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:
-    """What corrects for the distribution that the tokens were sampled from; None where nothing does.
+    """Return the recipe's importance weight, `exp(old log-prob - rollout log-prob)` with a range,
+    or None if `config.importance` is `none`.
 
-    Raises ValueError where the range is empty.
+    Raises ValueError if the range is empty.
     """
     kind, level = config.importance, config.importance_level
     if kind == "none":
         return None
     low, high = IMPORTANCE_RANGES[kind, level]
     return ImportanceWeight(
-        kind, level, either(config.importance_low, low), either(config.importance_high, high)
+        kind,
+        level,
+        or_default(config.importance_low, low),
+        or_default(config.importance_high, high),
     )
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the masks look at; everything f32[N], without gradient."""
+class _MaskInputs:
+    """Inputs of the masks: four tensors f32[N] without gradient, the loss mask bool[N] and the
+    sequence boundaries i32[B+1]."""
 
     logprobs: Tensor
     old: Tensor
@@ -62,7 +73,8 @@ class _Given:
     cu_seqlens: Tensor
 
     def sequence_means(self, a: Tensor, b: Tensor) -> Tensor:
-        """f64[N]: the mean of a - b over the loss tokens of each token's sequence; 0 without one."""
+        """Return f64[N]: the mean of `a - b` over the loss tokens of each token's sequence; 0 if
+        the sequence has no loss token."""
         total, count = seq_logratio(a, b, self.loss_mask, self.cu_seqlens).unbind(1)
         means = torch.where(count > 0, total / count, 0.0)
         return means.repeat_interleave(self.cu_seqlens.diff().long(), output_size=a.numel())
@@ -71,12 +83,13 @@ class _Given:
 def masked_advantages(
     logprobs: Tensor, old: Tensor, batch: MicroBatch, config: AlgorithmConfig
 ) -> tuple[Tensor, Statistics]:
-    """f32[N]: each token's advantage, 0 where any of `config.masks` takes it out.
+    """Return f32[N]: each token's advantage, set to 0 if any of `config.masks` masks the token.
 
-    With `mask/NAME`, the share of loss tokens that each mask takes out alone.
+    The statistics contain `mask/NAME` for each mask: the share of loss tokens that this mask masks,
+    even if other masks mask the same tokens.
     """
     advantages = token_advantages(batch)
-    given = _Given(
+    given = _MaskInputs(
         logprobs.detach(),
         old,
         batch.rollout_logprobs,
@@ -87,14 +100,14 @@ def masked_advantages(
     count = batch.loss_mask.sum().double()
     stats: Statistics = {}
     for mask in config.masks:
-        out = _taken_out(mask, given) & batch.loss_mask
+        out = _is_masked(mask, given) & batch.loss_mask
         stats[f"mask/{mask.name}"] = Mean(out.sum().double(), count)
         advantages = torch.where(out, 0.0, advantages)
     return advantages, stats
 
 
 def token_advantages(batch: MicroBatch) -> Tensor:
-    """Return f32[N]: `batch.token_advantages`, or each sequence's advantage on all of its tokens."""
+    """Return f32[N]: `batch.token_advantages`, or each sequence's advantage at all of its tokens."""
     if batch.token_advantages is not None:
         return batch.token_advantages
     lengths = batch.cu_seqlens.diff().long()
@@ -102,26 +115,33 @@ def token_advantages(batch: MicroBatch) -> Tensor:
 
 
 def sequence_advantages(batch: MicroBatch) -> Tensor:
-    """Return the batch's `advantages` f32[B]; raise ValueError where they are None."""
+    """Return the batch's `advantages` f32[B]. Raises ValueError if they are None."""
     if batch.advantages is None:
         raise ValueError(
-            "MicroBatch.advantages: got None, expected f32[B], those of mrl.learn.advantages"
+            "MicroBatch.advantages: got None, expected f32[B], as computed by mrl.learn.advantages"
         )
     return batch.advantages
 
 
 def mask_range(mask: MaskConfig) -> tuple[float, float]:
-    """(low, high) as configured or published; raises ValueError for `opsm` without `high`."""
+    """Return the mask's (low, high): the configured values, or else the defaults in `MASK_RANGES`.
+
+    For `opsm`, low is 0. Raises ValueError for `opsm` without `high`, which has no default.
+    """
     if mask.name == "opsm":
         if mask.high is None:
-            raise ValueError("opsm: got no high, expected one: no value of it is published")
+            raise ValueError("opsm: got no high, expected a value; none is published")
         return 0.0, mask.high
     low, high = MASK_RANGES[mask.name]
-    return either(mask.low, low), either(mask.high, high)
+    return or_default(mask.low, low), or_default(mask.high, high)
 
 
-def _taken_out(mask: MaskConfig, given: _Given) -> Tensor:
-    """bool[N]. NaN is nowhere outside a range: it stays in, and the loss says so."""
+def _is_masked(mask: MaskConfig, given: _MaskInputs) -> Tensor:
+    """Return bool[N]: whether `mask` masks each token.
+
+    A comparison with NaN is false, so a token with a NaN log-prob is not masked. It makes the loss
+    NaN, which is reported.
+    """
     low, high = mask_range(mask)
     if mask.name == "token_mask":
         return _outside((given.old - given.rollout).double().exp(), low, high)

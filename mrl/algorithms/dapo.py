@@ -1,7 +1,7 @@
-"""DAPO (arXiv 2503.14476) has clip-higher, a mean over all tokens of the step, and no KL.
+"""DAPO (arXiv 2503.14476): clip-higher, a mean over all tokens of the step, and no KL.
 
-Its two other parts are the loop's: `algorithm.dynamic_sampling`, and `algorithm.overlong_buffer_len`
-with `overlong_penalty`.
+The training loop implements DAPO's other two techniques: `algorithm.dynamic_sampling`, and
+`algorithm.overlong_buffer_len` with `overlong_penalty`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute eq. 8, negated and weighted. Raises ValueError without `old_logprobs`."""
+    """Compute DAPO's objective (eq. 8) as a loss: negated, and weighted by `batch.seq_weight`.
+    Raises ValueError if `batch.old_logprobs` is None."""
     clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)
 
 
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int) -> Tensor:
-    """What is added to the rewards, f32[S] in [-1, 0], of responses of i64[S] tokens (eq. 13).
+    """Return f32[S] in [-1, 0]: the reward penalty (eq. 13) for responses of `lengths` i64[S]
+    tokens.
 
-    0 up to max_len - buffer_len tokens, from there linearly down to -1 at max_len and above.
-    Raises ValueError where the buffer is empty or longer than a response.
+    The penalty is 0 up to `max_len - buffer_len` tokens, falls linearly to -1 at `max_len`, and
+    stays at -1 above. Raises ValueError if `buffer_len` is not between 1 and `max_len`.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(f"buffer_len: got {buffer_len}, expected 1 to max_len = {max_len}")

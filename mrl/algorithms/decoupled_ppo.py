@@ -1,7 +1,8 @@
-"""Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) is for tokens of older weights.
+"""Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) for tokens sampled by older weights.
 
-The clip is around the proximal policy, the trainer's from before the update, recomputed
-(`old_logprobs`); what was sampled from is corrected apart, by the detached weight exp(old - rollout).
+The clip is around the proximal policy, which is the trainer's policy before the update
+(`old_logprobs`). The difference between the proximal policy and the policy that sampled the tokens
+is corrected separately, by the detached weight `exp(old_logprobs - rollout_logprobs)`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ READS = (*PPO_CLIP_KEYS, *SPREAD_KEYS)
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2
 WEIGHT = ImportanceWeight("mis", "token", 0.0, 5.0)
-"""AReaL's cap: a token whose weight is above it leaves the loss. `algorithm.importance` replaces it."""
+"""AReaL's cap: a token with a larger weight is removed from the loss. `algorithm.importance`
+replaces this weight."""
 
 advantages = raw_rewards
 sequence_weights = weights_by("token_mean")
@@ -31,9 +33,10 @@ sequence_weights = weights_by("token_mean")
 def loss(
     logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig, proximal: Tensor | None = None
 ) -> LossOutput:
-    """Compute eq. 5 of AReaL, negated and weighted; `proximal` f32[N] in the place of `old_logprobs`.
+    """Compute AReaL's objective (eq. 5) as a loss: negated, and weighted by `batch.seq_weight`.
 
-    Raises ValueError without either.
+    proximal: f32[N], the log-probs of the proximal policy; None takes `batch.old_logprobs`. Raises
+    ValueError if both are None.
     """
     return ratio_loss(
         logprobs,

@@ -1,23 +1,25 @@
-"""Names what a recipe's `algorithm` is: its corrections, and which published method they are."""
+"""Describes a recipe's algorithm in one line: its name, its corrections with the published methods
+that they match, and remarks."""
 
 from __future__ import annotations
 
-from mrl.algorithms.base import either
+from mrl.algorithms.base import or_default
 from mrl.algorithms.corrections import IMPORTANCE_RANGES, mask_range
 from mrl.config import AlgorithmConfig
 
 ICEPOP = "IcePop, arXiv 2510.18855"
 DPPO = "DPPO, arXiv 2602.04879: binary TV, the ratio against the engine's log-probs"
 DPPO_BOUND = 20.0
-"""The bound of DPPO's ratio in verl's recipe."""
+"""Upper bound of DPPO's ratio in verl's recipe."""
 
 
 def describe(config: AlgorithmConfig) -> str:
-    """Return the algorithm in one line, for `mrl check`: its name, then corrections and remarks."""
+    """Return the algorithm in one line for `mrl check`: its name, then its importance weights and
+    masks, then remarks."""
     parts = [config.name]
     if config.importance != "none":
         low, high = IMPORTANCE_RANGES[config.importance, config.importance_level]
-        low, high = either(config.importance_low, low), either(config.importance_high, high)
+        low, high = or_default(config.importance_low, low), or_default(config.importance_high, high)
         is_icepop = (config.importance, config.importance_level) == ("mis", "token")
         parts.append(
             f"{config.importance} of each {config.importance_level} in [{low:g}, {high:g}]"
@@ -30,16 +32,19 @@ def describe(config: AlgorithmConfig) -> str:
     if is_published_dppo(config):
         parts.append(f"together {DPPO}")
     if config.turn_rewards:
-        parts.append("rewards at their turns")
+        parts.append("rewards credited to their turns")
     elif config.name == "gspo_token":
         parts.append("every token has its sample's advantage, so it trains as gspo does")
     return ", ".join(parts)
 
 
 def is_published_dppo(config: AlgorithmConfig) -> bool:
-    """Return whether this is CISPO's form with the ratio exp(logp - rollout), and DPPO's mask alone.
+    """Return whether this is DPPO: CISPO's loss, token-level TIS weights, and DPPO's mask as the
+    only mask.
 
-    The two factors of the ratio, exp(logp - old) and exp(old - rollout), have DPPO_BOUND each.
+    The ratio of the current policy to the engine is the product of two factors: the ratio of the
+    current to the old policy, and the ratio of the old policy to the engine. Each factor must be
+    bounded by DPPO_BOUND.
     """
     low, high = config.importance_low, config.importance_high
     return (

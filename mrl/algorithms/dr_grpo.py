@@ -1,7 +1,8 @@
-"""Dr.GRPO (arXiv 2503.20783) is GRPO without its two biases.
+"""Dr.GRPO (arXiv 2503.20783): GRPO without its two biases.
 
-No division by the group's std, which favours questions that are almost always or never solved, and a
-constant in the place of each answer's length, which favours short right and long wrong answers.
+It does not divide rewards by the group's std, because that favours questions that are almost always
+or almost never solved. It divides the loss by a constant instead of the length of each response,
+because dividing by the length favours short correct responses and long incorrect ones.
 """
 
 from mrl.algorithms import grpo

@@ -1,4 +1,4 @@
-"""The entropy bonus: a term of the loss that keeps the policy from narrowing, for any algorithm.
+"""The entropy bonus: a loss term, for any algorithm, that counteracts entropy collapse.
 
 Dimensions: N packed tokens, B sequences.
 """
@@ -18,11 +18,11 @@ from mrl.types import LossOutput, MicroBatch
 def with_entropy_bonus(
     output: LossOutput, batch: MicroBatch, algorithm: Algorithm, config: AlgorithmConfig
 ) -> LossOutput:
-    """Return the loss less entropy_coef times the entropy, which is weighed token by token as the loss.
+    """Subtract `entropy_coef` times the entropy from the loss, weighting tokens as the loss does.
 
-    The entropy is that of the whole distribution at the sampling temperature, at every loss token:
-    masks and importance weights leave it alone. Without a coefficient the loss comes back as it is.
-    Raises ValueError without `batch.entropy`.
+    The entropy is that of the full, untruncated distribution at the sampling temperature, at every
+    loss token; masks and importance weights do not affect it. If the coefficient is 0, `output` is
+    returned unchanged. Raises ValueError if `batch.entropy` is None.
     """
     if not config.entropy_coef:
         return output

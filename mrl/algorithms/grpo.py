@@ -1,4 +1,4 @@
-"""GRPO (arXiv 2402.03300) has one importance ratio per token. Its KL term is off by default."""
+"""GRPO (arXiv 2402.03300): one importance ratio per token. Its KL term is off by default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ sequence_weights = weights_by("seq_mean_token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute eq. 3 with beta = kl_coef, negated and weighted. Raises ValueError without
-    `old_logprobs`."""
+    """Compute GRPO's objective (eq. 3, with beta = `kl_coef`) as a loss: negated, and weighted by
+    `batch.seq_weight`.
+
+    Raises ValueError if `batch.old_logprobs` is None.
+    """
     clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)

@@ -1,7 +1,8 @@
-"""GSPO (arXiv 2507.18071) has one importance ratio per sequence, the length-normalised one.
+"""GSPO (arXiv 2507.18071): one length-normalised importance ratio per sequence.
 
-Its clip range is narrow, because a mean of log-ratios moves little. `old_logprobs` must be the
-trainer's own: against the engine's, the numerical gap alone would use up the range.
+Its clip range is narrow, because a mean of log-ratios changes little. `old_logprobs` must come from
+the trainer: if they came from the engine, the numerical gap between engine and trainer alone would
+exceed the clip range.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ sequence_weights = weights_by("seq_mean_token_mean", ratio="sequence")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute eq. 5, negated and weighted.
+    """Compute GSPO's objective (eq. 5) as a loss: negated, and weighted by `batch.seq_weight`.
 
-    Raises ValueError without `old_logprobs`, and with token advantages: a sequence has one here.
+    Raises ValueError if `batch.old_logprobs` is None. Also raises ValueError if the batch has token
+    advantages, because GSPO uses one advantage per sequence.
     """
     if batch.token_advantages is not None:
         raise ValueError(
-            "MicroBatch.token_advantages: got a tensor, but gspo has one a sequence; "
+            "MicroBatch.token_advantages: got a tensor, but gspo has one advantage per sequence; "
             "expected gspo_token"
         )
     return sequence_loss(logprobs, batch, config)
 
 
 def sequence_loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """GSPO's loss with GSPO's clip range, of whatever advantages there are."""
+    """Compute the loss of GSPO for sequence advantages, or of GSPO-token for token advantages, with
+    GSPO's clip range."""
     clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="sequence", clip=clip)

@@ -1,8 +1,9 @@
-"""GSPO-token (arXiv 2507.18071 section 4.3): GSPO whose tokens may have advantages of their own.
+"""GSPO-token (arXiv 2507.18071 section 4.3): GSPO with token-level advantages.
 
-The ratio of a token has the value of the sequence's and the gradient of its own log-prob (eq. 14), so
-with one advantage a sequence it is GSPO, value and gradient. They have advantages of their own with
-`algorithm.turn_rewards`: those of GRPO with process supervision (arXiv 2402.03300 section 4.1.3).
+The ratio of a token has the value of the sequence's ratio and the gradient of the token's own
+log-prob (eq. 14). If all tokens of a sequence have the same advantage, the loss and its gradient
+equal GSPO's. With `algorithm.turn_rewards` the advantages differ between turns, as in GRPO with
+process supervision (arXiv 2402.03300 section 4.1.3).
 """
 
 from mrl.algorithms import gspo

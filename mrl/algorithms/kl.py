@@ -1,7 +1,9 @@
-"""KL(policy || reference): in the loss, in the reward, and a coefficient that follows a target.
+"""KL(policy || reference), in the loss or in the reward, and the adaptive KL coefficient.
 
-One sample's estimators with d = ref - logp (Schulman, "Approximating KL divergence", 2020): k1 = -d,
-k2 = d^2 / 2, k3 = exp(d) - 1 - d. Dimensions: N packed tokens, B sequences.
+The KL of a token is estimated from `d`, the reference log-prob minus the policy log-prob (Schulman,
+"Approximating KL divergence", 2020): `k1 = -d`, `k2 = d^2 / 2`, `k3 = exp(d) - 1 - d`.
+
+Dimensions: N packed tokens, B sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from mrl.types import MicroBatch
 
 
 def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
-    """What the kernel adds to the loss against the frozen reference; None where it adds nothing."""
+    """Return the KL term that the kernel adds to the loss. None if there is no KL, if it is in the
+    reward, or if `unbiased_kl` computes it."""
     if not config.kl_coef or config.kl_in == "reward" or config.kl_estimator == "k3_unbiased":
         return None
     return KlPenalty(config.kl_estimator, config.kl_coef)
@@ -29,10 +32,15 @@ def uses_unbiased(config: AlgorithmConfig) -> bool:
 def unbiased_kl(
     logprobs: Tensor, old: Tensor, batch: MicroBatch, ratio: RatioKind
 ) -> tuple[Tensor, Tensor]:
-    """Sum over loss tokens of weight * r * k3 with r = exp(logp - old), f64[], and the sum of r * k3.
+    """Return two f64[] sums over the loss tokens: the KL term of the loss, with gradient, and the
+    sum of the KL estimates, without gradient.
 
-    DeepSeek-V3.2 (arXiv 2512.02556): with the gradient through r, too, its expectation under the old
-    policy is the KL, and its gradient that of the KL. The weight is what `policy_loss` gives a token.
+    The KL estimate of a token is `r * k3`, where `r` is the token's ratio of the current to the old
+    policy. The gradient also flows through `r`. Under the old policy, the expectation of the
+    estimate is then the KL, and the expectation of its gradient is the gradient of the KL
+    (DeepSeek-V3.2, arXiv 2512.02556). In the first sum, each estimate has the weight that
+    `policy_loss` gives the token; `kl_coef` is not included. Raises ValueError if
+    `batch.ref_logprobs` is None.
     """
     ref = batch.ref_logprobs
     if ref is None:
@@ -45,10 +53,13 @@ def unbiased_kl(
 
 
 def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """f32[N]: kl_coef times the estimator of each loss token, to be taken off its reward; 0 elsewhere.
+    """Return f32[N]: `kl_coef` times the KL estimate of each loss token, to be subtracted from the
+    token's reward; 0 at other tokens.
 
-    Of the policy before the update, so a constant (InstructGPT, arXiv 2203.02155 eq. 2, with k1).
-    Raises ValueError without `ref_logprobs`, and for an estimator that differs in its gradient only.
+    The estimate is for the policy before the update and is therefore a constant (InstructGPT, arXiv
+    2203.02155 eq. 2, with k1). Raises ValueError if `batch.ref_logprobs` is None, or for an
+    estimator other than k1, k2 and k3: the other estimators change only the gradient, and a reward
+    has none.
     """
     if batch.ref_logprobs is None:
         raise ValueError("MicroBatch.ref_logprobs: got None, expected f32[N]: the KL needs it")
@@ -65,10 +76,12 @@ def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) ->
 
 
 def adapted_coef(coef: float, measured: float, num_samples: int, config: AlgorithmConfig) -> float:
-    """Return the next step's kl_coef (arXiv 1909.08593 section 2.2), or the same without a `kl_target`.
+    """Return the `kl_coef` of the next step (arXiv 1909.08593 section 2.2). Without a `kl_target`
+    this is `coef` itself.
 
-    coef * (1 + e num_samples / kl_horizon) with e = measured / kl_target - 1 kept within 0.2, and
-    num_samples within the horizon: it never reaches 0. measured: the KL a token of this step.
+    The result is `coef * (1 + e * min(num_samples / kl_horizon, 1))`, where `e` is
+    `measured / kl_target - 1`, clamped to [-0.2, 0.2]. It therefore never reaches 0. measured: the
+    mean KL per token of this step.
     """
     if config.kl_target is None:
         return coef

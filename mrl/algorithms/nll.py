@@ -1,7 +1,7 @@
-"""Supervised next-token loss: what SFT trains with before the first rollout.
+"""Supervised next-token loss, used for SFT before the first rollout.
 
-It has the shape of an algorithm so that the same trainer runs it. It reads no rewards, so it has
-no advantages: asked for them, as the algorithm of an RL run would be, it refuses.
+It has the interface of an algorithm so that the same trainer runs it. It reads no rewards and has
+no advantages, so `advantages` raises InputError in an RL run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ sequence_weights = weights_by("token_mean")
 
 
 def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
-    """Raises InputError: zeros would let an RL run train on its own samples, good and bad."""
+    """Raise InputError. If this function returned zeros, an RL run would train on all of its
+    samples, good and bad."""
     raise InputError(
         "algorithm.name: got 'nll', the supervised loss of SFT, which has no advantages; "
         "expected an RL algorithm such as gspo or grpo"
@@ -30,9 +31,11 @@ def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tenso
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Sum over loss tokens of -seq_weight * logp, f64[]; reads no old log-probs.
+    """Return the sum over the loss tokens of `-seq_weight * logprob`, f64[]. `batch.old_logprobs`
+    is not read.
 
-    Where tokens have weights of their own, these are `token_advantages`, and count as factors.
+    If `batch.token_advantages` is given, the term of each token is also multiplied by the token's
+    entry in it.
     """
     lengths = batch.cu_seqlens.diff().long()
     weights = batch.seq_weight.double().repeat_interleave(lengths, output_size=logprobs.numel())

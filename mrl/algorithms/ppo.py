@@ -1,6 +1,7 @@
-"""PPO is the clipped policy loss with a critic (arXiv 1707.06347; for language models 2203.02155).
+"""PPO: the clipped policy loss with a critic (arXiv 1707.06347; for language models 2203.02155).
 
-Token advantages are GAE's, whitened over the step; the critic's loss is `value_loss.critic_loss`.
+Token advantages are computed by GAE and whitened over the step. The critic's loss is
+`value_loss.critic_loss`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,23 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute eq. 7, negated and weighted. Raises ValueError without `old_logprobs`,
-    `token_advantages`."""
+    """Compute PPO's objective (eq. 7) as a loss: negated, and weighted by `batch.seq_weight`.
+
+    Raises ValueError if `batch.old_logprobs` or `batch.token_advantages` is None.
+    """
     return critic_policy_loss(logprobs, batch, config, CLIP_LOW, CLIP_HIGH)
 
 
 def critic_policy_loss(
     logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig, low: float, high: float
 ) -> LossOutput:
-    """PPO's loss with a published clip range; refuses a batch that no critic has judged."""
+    """Compute PPO's loss with the recipe's clip range, by default (`low`, `high`).
+
+    Raises ValueError if `batch.old_logprobs` or `batch.token_advantages` is None.
+    """
     if batch.token_advantages is None:
         raise ValueError(
-            "MicroBatch.token_advantages: got None, expected f32[N], those of the critic's values"
+            "MicroBatch.token_advantages: got None, expected f32[N], computed from the critic's values"
         )
     clip = ppo_clip(config, low, high)
     return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)

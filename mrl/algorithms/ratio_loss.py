@@ -1,5 +1,5 @@
-"""This module computes the policy loss of a micro-batch with the fused kernel; every ratio algorithm
-calls it.
+"""The policy loss of a micro-batch, computed by the fused kernel, for all algorithms with an
+importance ratio.
 
 Dimensions: N packed tokens of a micro-batch, B its sequences.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mrl.algorithms.base import either
+from mrl.algorithms.base import or_default
 from mrl.algorithms.corrections import importance_weight, masked_advantages, sequence_advantages
 from mrl.algorithms.kl import kl_penalty, unbiased_kl, uses_unbiased
 from mrl.config import AlgorithmConfig
@@ -16,15 +16,16 @@ from mrl.kernels import Clip, ImportanceWeight, KlPenalty, PolicyLoss, RatioKind
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
 PPO_CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
-"""What of AlgorithmConfig `ppo_clip` reads."""
+"""Fields of AlgorithmConfig that `ppo_clip` reads."""
 
 
 def ppo_clip(config: AlgorithmConfig, low: float, high: float) -> Clip:
-    """PPO's clip with the recipe's range, or the published one, and its dual clip."""
+    """Return PPO's clip. The range is the recipe's, by default (`low`, `high`); the dual clip is
+    the recipe's."""
     return Clip(
         "ppo",
-        low=either(config.clip_low, low),
-        high=either(config.clip_high, high),
+        low=or_default(config.clip_low, low),
+        high=or_default(config.clip_high, high),
         dual=config.dual_clip,
     )
 
@@ -39,16 +40,19 @@ def ratio_loss(
     old: Tensor | None = None,
     importance: ImportanceWeight | None = None,
 ) -> LossOutput:
-    """Compute `mrl.kernels.policy_loss` of a micro-batch against `old`, with corrections and KL.
+    """Compute `mrl.kernels.policy_loss` of a micro-batch, with masks, importance weights and KL.
 
-    old: f32[N] that the ratio is against, by default the batch's `old_logprobs`. importance: by default
-    what the recipe says; it and the masks are of `old` against `rollout_logprobs`, so each token is
-    corrected for the weights that sampled it, whichever these were. The KL is against `ref_logprobs`,
-    weighted as the rest of the loss; masks and weights leave it alone.
+    old: f32[N], the denominator of the ratio; None takes `batch.old_logprobs`.
+    importance: the importance weight; None takes the recipe's. This weight and the masks compare
+    `old` with `rollout_logprobs`, so each token is corrected for the policy that sampled it, even
+    if that was an older version.
 
-    `kl/ref` is the mean of its estimator over loss tokens; `importance/mean` is of the weights as
-    applied, `importance/clip_frac` the share that lay outside their range.
-    Raises ValueError where log-probs or advantages that are needed are None.
+    The KL term compares with `ref_logprobs` and weights tokens as the loss does; masks and
+    importance weights do not affect it. Statistics: `ratio/...` and `mask/...`; `kl/ref`, the mean
+    KL estimate over loss tokens; `importance/mean`, the mean of the importance weights as applied;
+    and `importance/clip_frac`, the share of importance weights that were outside the range.
+
+    Raises ValueError if log-probs or advantages that are needed are None.
     """
     if old is None:
         old = _old_logprobs(batch)
@@ -87,7 +91,7 @@ def ratio_loss(
 def _old_logprobs(batch: MicroBatch) -> Tensor:
     if batch.old_logprobs is None:
         raise ValueError(
-            "MicroBatch.old_logprobs: got None, expected f32[N], the trainer's log-probs from "
+            "MicroBatch.old_logprobs: got None, expected f32[N], the trainer's log-probs "
             "before the update"
         )
     return batch.old_logprobs

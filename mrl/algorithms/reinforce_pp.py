@@ -1,8 +1,8 @@
-"""REINFORCE++ (arXiv 2501.03262): rewards normalised over the whole step, PPO's clip, no critic.
+"""REINFORCE++ (arXiv 2501.03262): rewards normalised over the complete step, PPO's clip, no critic.
 
-The mean and std are over the loss tokens of the step, with and without the KL: `mrl.learn.advantages`
-takes them (`WHITENS`), so `advantages` are the rewards themselves. With `kl_in: reward` (the paper's
-form, with k1) the penalties are subtracted token by token first.
+`advantages` returns the rewards themselves. Because of `WHITENS`, `mrl.learn.advantages` then
+normalises them by mean and std over the loss tokens of the step. With `kl_in: reward` (the paper's
+form, with k1) the KL penalty of each token is subtracted first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""REINFORCE++-baseline (arXiv 2501.03262) subtracts the group's mean, then normalises over the step.
+"""REINFORCE++-baseline (arXiv 2501.03262): subtract the group's mean, then normalise over the step.
 
-The mean and std of the step are over its loss tokens, as in REINFORCE++ (`WHITENS`). The paper
-adds `kl_estimator: k2` to the loss.
+The step's mean and std are taken over its loss tokens, as in REINFORCE++ (`WHITENS`). The paper
+also adds a KL term with `kl_estimator: k2` to the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""RLOO (arXiv 2402.14740) is REINFORCE with the mean of the group's other samples as the baseline.
+"""RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other samples as the baseline.
 
-The gradient is A * grad log p(response), a sum over tokens. Later updates of a rollout are held in by
-PPO's clip, which does nothing on the first.
+The gradient is the advantage times `grad log p(response)`, where the log-prob of the response is a
+sum over its tokens. PPO's clip limits later updates on the same rollout; it has no effect on the
+first update.
 """
 
 from mrl.algorithms import grpo

@@ -1,6 +1,7 @@
-"""SAPO (arXiv 2511.20347) has a sigmoid gate around ratio 1 in the place of a clip.
+"""SAPO (arXiv 2511.20347): a sigmoid gate around ratio 1 instead of a clip.
 
-Tokens far from the old policy fade out smoothly, those with a negative advantage a little sooner.
+The gradient of tokens far from the old policy decays smoothly, a little sooner for tokens with a
+negative advantage.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from mrl.algorithms.advantages import SPREAD_KEYS, group_normalised
 from mrl.algorithms.aggregation import weights_by
-from mrl.algorithms.base import either
+from mrl.algorithms.base import or_default
 from mrl.algorithms.ratio_loss import ratio_loss
 from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip
@@ -24,10 +25,11 @@ sequence_weights = weights_by("seq_mean_token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute eq. 5 and 6, negated and weighted. Raises ValueError without `old_logprobs`."""
+    """Compute SAPO's objective (eq. 5 and 6) as a loss: negated, and weighted by
+    `batch.seq_weight`. Raises ValueError if `batch.old_logprobs` is None."""
     clip = Clip(
         "sapo",
-        tau_positive=either(config.tau_positive, TAU_POSITIVE),
-        tau_negative=either(config.tau_negative, TAU_NEGATIVE),
+        tau_positive=or_default(config.tau_positive, TAU_POSITIVE),
+        tau_negative=or_default(config.tau_negative, TAU_NEGATIVE),
     )
     return ratio_loss(logprobs, batch, config, ratio="token", clip=clip)

@@ -1,5 +1,8 @@
-"""Which sample groups have two rewards that differ (the others have zero variance and teach nothing),
-and the means of the parts of rewards."""
+"""Zero-variance groups, and the means of reward parts.
+
+A group whose rewards are all equal has zero variance: its advantages are 0, so nothing is learned
+from it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from mrl.types import SampleGroup
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """Whether two of f32[G] rewards differ; NaN are none."""
+    """Return whether at least two of the f32[G] rewards differ; NaN is ignored."""
     known = rewards[~rewards.isnan()]
     return bool((known != known[:1]).any())
 
 
 def part_means(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return `rewards/NAME/mean` of every part of the rewards, over the samples that have it."""
+    """Return the metric `rewards/NAME/mean` of every reward part: its mean over the samples that
+    have the part."""
     found: dict[str, list[Tensor]] = {}
     for group in groups:
         for name, values in (group.reward_parts or {}).items():
@@ -28,11 +32,13 @@ def part_means(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def zero_variance_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Groups that teach nothing, in all and by cause; f32[G] rewards each.
+    """Count the zero-variance groups, in total and by cause. `rewards` has f32[G] for each group.
 
-    `unscored`: fewer than two samples have a reward, so nothing compares. Else all rewards are equal:
-    `best` where no reward of the step is higher (solved), `worst` where none is lower (out of reach),
-    `equal` in between, and where the whole step has one reward.
+    The causes are:
+    unscored: fewer than two samples have a reward, so no rewards can be compared.
+    best: all rewards equal the highest reward of the step (solved).
+    worst: all rewards equal the lowest reward of the step (out of reach).
+    equal: all rewards equal a value between these two, or all rewards of the step are equal.
     """
     known = [group[~group.isnan()] for group in rewards]
     all_known = torch.cat(known) if known else torch.empty(0)

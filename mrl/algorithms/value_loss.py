@@ -1,7 +1,8 @@
-"""The critic's loss: squared error to the returns, clipped around the values before the update.
+"""The critic's loss: the squared error to the returns, clipped around the values before the update.
 
-Not an algorithm by itself: it trains the critic of an algorithm with one. Dimensions: N packed tokens
-of a micro-batch, B its sequences.
+This is not an algorithm; it trains the critic of algorithms that have one.
+
+Dimensions: N packed tokens of a micro-batch, B its sequences.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from mrl.types import LossOutput, Mean, MicroBatch
 
 
 def critic_loss(values: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute `value_loss` of a micro-batch, weighted as its policy loss, for `Critic.train_step`.
+    """Compute the `value_loss` of a micro-batch. Every loss token has the weight `batch.seq_weight`
+    of its sequence.
 
-    values f32[N] with gradient. Raises ValueError without `old_values` or `returns`.
+    values: f32[N] with gradient. Raises ValueError if `batch.old_values` or `batch.returns` is
+    None.
     """
     if batch.old_values is None or batch.returns is None:
-        raise ValueError("MicroBatch.old_values, returns: got None, expected f32[N] of the critic")
+        raise ValueError(
+            "MicroBatch.old_values, returns: got None, expected f32[N] from the critic"
+        )
     return value_loss(
         values,
         batch.old_values,
@@ -41,13 +46,19 @@ def value_loss(
     *,
     clip: float | None,
 ) -> LossOutput:
-    """Sum over loss tokens of seq_weight * max((V - R)^2, (V_clipped - R)^2) / 2, in f64.
+    """Return the sum of `seq_weight * max((V - R)^2, (V_clipped - R)^2) / 2` over the loss tokens,
+    in f64, where `V` is the value and `R` the return of a token.
 
-    V_clipped is V kept within `clip` of the old value, so that one rollout cannot move it further: the
-    value part of PPO (arXiv 1707.06347 eq. 9) as TRL and verl clip it. None: no clip.
-    values f32[N] with gradient; old_values, returns f32[N]; loss_mask bool[N]; cu_seqlens i32[B+1];
-    seq_weight f32[B], which carries the whole normaliser. Masked tokens are selected away. Reports
-    `value/mean`, `value/squared_error` and `value/clip_frac`: tokens where the clipped term is larger.
+    `V_clipped` is `V` clamped to within `clip` of the old value, so that one rollout cannot move
+    the value further (PPO, arXiv 1707.06347 eq. 9, clipped as in TRL and verl). If `clip` is None,
+    `V` is not clipped.
+
+    values: f32[N] with gradient. old_values, returns: f32[N]. loss_mask: bool[N]. cu_seqlens:
+    i32[B+1]. seq_weight: f32[B], already divided by the global normaliser.
+
+    Tokens outside `loss_mask` do not contribute, even if they are NaN. Statistics: `value/mean`,
+    `value/squared_error`, and `value/clip_frac`, the share of loss tokens whose clipped term is the
+    larger one.
     """
     lengths = cu_seqlens.diff().long()
     weights = seq_weight.double().repeat_interleave(lengths, output_size=values.numel())

@@ -1,8 +1,8 @@
-"""VAPO (arXiv 2504.05118) is PPO with a critic for long chains of thought.
+"""VAPO (arXiv 2504.05118): PPO with a critic for long chains of thought.
 
-Length-adaptive lambda for the policy and 1 for the critic (decoupled GAE), clip-higher, a mean over all
-tokens, and the log-likelihood of samples that were right beside the policy loss. Its warm-up of the
-critic and its groups of samples are the loop's.
+It uses a length-adaptive lambda for the policy and lambda 1 for the critic (decoupled GAE),
+clip-higher, a mean over all tokens, and a log-likelihood term on samples with a positive reward.
+The recipe turns on the critic's warm-up (`critic.warmup_steps`) and several samples per prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.algorithms import gae, ppo
 from mrl.algorithms.advantages import raw_rewards
 from mrl.algorithms.aggregation import weights_by
-from mrl.algorithms.base import either
+from mrl.algorithms.base import or_default
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, Mean, MicroBatch
 
@@ -34,19 +34,22 @@ token_advantages = partial(
 
 
 def nll_weights(num_loss_tokens: Tensor, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return f32[S]: nll_coef / (tokens of all samples with a reward above 0) on these, else 0."""
+    """Return f32[S], one weight per sample. Samples with a reward above 0 and at least one loss
+    token get `nll_coef / n`, where `n` is the number of all their loss tokens; others get 0."""
     right = (rewards > 0) & (num_loss_tokens > 0)
     total = torch.where(right, num_loss_tokens, 0).sum().clamp(min=1)
-    return torch.where(right, either(config.nll_coef, NLL_COEF) / total.double(), 0.0).float()
+    return torch.where(right, or_default(config.nll_coef, NLL_COEF) / total.double(), 0.0).float()
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Return eq. 12: PPO's loss + nll_coef * mean of -logp over the tokens of right samples (eq. 11).
+    """Compute VAPO's objective (eq. 12) as a loss: PPO's loss plus `nll_coef` times the mean
+    negative log-prob over the loss tokens of samples with a positive reward (eq. 11).
 
-    Raises ValueError without `old_logprobs`, `token_advantages` or `nll_weight`.
+    Raises ValueError if `batch.old_logprobs`, `batch.token_advantages` or `batch.nll_weight` is
+    None.
     """
     if batch.nll_weight is None:
-        raise ValueError("MicroBatch.nll_weight: got None, expected f32[B] of `nll_weights`")
+        raise ValueError("MicroBatch.nll_weight: got None, expected f32[B] from `nll_weights`")
     output = ppo.critic_policy_loss(logprobs, batch, config, CLIP_LOW, CLIP_HIGH)
     lengths = batch.cu_seqlens.diff().long()
     weights = batch.nll_weight.double().repeat_interleave(lengths, output_size=logprobs.numel())

@@ -1,4 +1,4 @@
-"""Makes a recipe of what Python has: a path, a dict, or a recipe, each with overrides."""
+"""Load a recipe from a path, a dict or another recipe, with overrides."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mrl.errors import InputError
 from mrl.run.source import read_source
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""`{"optimizer.lr": 1e-6}`, or `["optimizer.lr=1e-6"]` as on the command line."""
+"""Either `{"optimizer.lr": 1e-6}`, or `["optimizer.lr=1e-6"]` as on the command line."""
 
 
 def load_recipe(
     recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides = ()
 ) -> Recipe:
-    """Return a recipe with every default, from a YAML file, the folder of a run, a dict of keys, or
-    another recipe.
+    """Return a complete recipe from a YAML file, the folder of a run, a dict, or another recipe.
 
-    A dict may be nested (`{"optimizer": {"lr": 1e-6}}`), as the YAML is. `overrides` have dotted keys.
-    Relative paths become absolute. Raises InputError, one line that names the key.
+    A dict may be nested like the YAML: `{"optimizer": {"lr": 1e-6}}`. The keys of `overrides` are
+    dotted. Missing keys get their defaults, and relative paths that exist become absolute. Raises
+    InputError if the recipe is not valid; the message is one line and names the key.
     """
     items = _items(overrides)
     if isinstance(recipe, (str, Path)):
@@ -40,7 +40,8 @@ def load_recipe(
 
 
 def _items(overrides: Overrides) -> list[str]:
-    """Return overrides as the command line has them."""
+    """Return the overrides as `key=value` strings, as on the command line. Raises InputError if
+    `overrides` is a single string, or if YAML cannot express a value."""
     if isinstance(overrides, str):
         raise InputError(f"overrides: got {overrides!r}, expected a list such as [{overrides!r}]")
     if not isinstance(overrides, Mapping):
@@ -53,14 +54,14 @@ def _yaml(key: str, value: Any) -> str:
         text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**9)
     except yaml.YAMLError:
         raise InputError(
-            f"override {key}: got {type(value).__name__}, expected what YAML can hold: a number, a "
+            f"override {key}: got {type(value).__name__}, expected a value of YAML: a number, a "
             "string, true or false, null, a list or a dict"
         ) from None
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with dicts, lists and strings for mappings, tuples and paths."""
+    """Return the value with mappings, tuples and paths converted to dicts, lists and strings."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

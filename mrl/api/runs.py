@@ -1,6 +1,7 @@
-"""Trains and evaluates in this process, and leaves it as it was: as often as you like.
+"""Train and evaluate in this process, any number of times.
 
-Under torchrun every rank makes the same calls in the same order, as it would start the same commands.
+Each call releases the process groups, threads and memory that it has created. Under torchrun every
+rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 import torch
 
 from mrl.api.recipes import load_recipe
-from mrl.commands.evaluate import evaluate_recipe
-from mrl.commands.train import train as run_train
 from mrl.config import Recipe
 from mrl.errors import InputError
+from mrl.jobs.evaluate import evaluate_recipe
+from mrl.jobs.train import train as run_train
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
@@ -29,25 +30,25 @@ from parallel.mesh import destroy_mesh, world_size
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A `TrainResult` says what `train` left in the run folder."""
+    """The result of `train`."""
 
     folder: Path
-    """The run folder: `metrics.jsonl`, `rollouts/`, `checkpoints/` ..."""
+    """The run folder, with `metrics.jsonl`, `rollouts/`, `checkpoints/` and more."""
     stopped: str
-    """Why the run stopped before its last step (a callback, SIGUSR1); empty where it is done."""
+    """Why the run stopped before its last step (a callback, a signal); empty if all steps are done."""
     metrics: list[dict[str, Any]]
-    """The lines of metrics.jsonl, one a step, also of steps that were done before this call. A number
-    that is not there is None."""
+    """The rows of metrics.jsonl, one per step, including the steps before this call. Values that
+    are not finite are None."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An `Evaluation` holds what `evaluate` measured."""
+    """The result of `evaluate`."""
 
     step: int
-    """The number of steps that the weights were trained; 0 for the model itself."""
+    """The number of steps for which the weights were trained; 0 for the untrained model."""
     metrics: dict[str, float]
-    """`eval/NAME/...`, see docs/evaluation.md."""
+    """The metrics `eval/NAME/...`; see docs/evaluation.md."""
     samples: Path
     """The JSON Lines file with every sample and its reward."""
 
@@ -58,11 +59,11 @@ def train(
     callbacks: Sequence[Callback] = (),
     allow: Sequence[str] = (),
 ) -> TrainResult:
-    """Train a recipe as `mrl train` does; a run that `output_dir` has already is continued.
+    """Train a recipe as `mrl train` does. If `output_dir` contains a run, that run is continued.
 
-    `allow`: the keys that may differ from those of that run, as `--allow` names them.
-    Raises InputError for bad input and RunFailed for a run that cannot continue; both have one clear
-    line, and nothing is left running.
+    `allow` lists keys whose values may differ from the values in the continued run, as with
+    `--allow`. Raises InputError for bad input, and RunFailed if the run cannot continue. Each error
+    message is one line, and no process is left running.
     """
     loaded = load_recipe(recipe)
     _check_callbacks(callbacks)
@@ -77,8 +78,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on the recipe's `eval.sets` as `mrl eval` does.
 
-    It takes the checkpoint after `step` steps in `output_dir`, by default the newest, or the model
-    where there is none. Raises InputError and RunFailed as `train` does.
+    `step` selects the checkpoint in `output_dir` with this number of steps done. If `step` is None,
+    the newest checkpoint is evaluated, or the model itself if there is no checkpoint. Raises
+    InputError and RunFailed as `train` does.
     """
     loaded = load_recipe(recipe)
     with _session():
@@ -88,9 +90,10 @@ def evaluate(
 
 @contextmanager
 def _session() -> Iterator[None]:
-    """Compute as the command line does, and clear up: process groups, threads, memory.
+    """Set this process up as the command line does, and clean up at the end of the `with` block.
 
-    Signals and Megatron's CPU mode are for the main thread.
+    Raises InputError outside the main thread, because signal handlers and Megatron's CPU mode need
+    that thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise InputError("mrl: train and evaluate in the main thread, one call after the other")
@@ -99,25 +102,26 @@ def _session() -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if world_size() == 1:  # the peers of a rank that failed may never come to leave
+            if world_size() == 1:  # with more ranks, this would wait for ranks that failed
                 destroy_mesh()
             raise
         else:
             destroy_mesh()
         finally:
-            gc.collect()  # the policy is part of reference cycles
+            gc.collect()  # the policy is in reference cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread as `mrl` does (mrl/cli.py says why), unless OMP_NUM_THREADS is set."""
+    """Compute with one CPU thread inside the `with` block, unless OMP_NUM_THREADS is set.
+    `mrl.cli._use_one_thread` says why."""
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return
     before = torch.get_num_threads()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of child processes
+    os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
     torch.set_num_threads(1)
     try:
         yield
@@ -131,6 +135,6 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
         for name in ("on_step", "on_evaluation"):
             if isinstance(callback, type) or not callable(getattr(callback, name, None)):
                 raise InputError(
-                    f"callbacks[{number}]: {callback!r} is no object with a method {name}; make a "
-                    "class from mrl.Callback, and give an object of it"
+                    f"callbacks[{number}]: {callback!r} is not an object with a method {name}; derive "
+                    "a class from mrl.Callback, and give an instance of it"
                 )

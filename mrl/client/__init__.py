@@ -1,6 +1,7 @@
-"""A client brings a training loop of its own, in Python, to the base model and engine of a service.
+"""Client library of a service, with which a training loop of your own in Python uses the service's
+base model and engine.
 
-docs/client.md explains it. Neither torch nor a GPU is needed here.
+docs/client.md explains how. The client needs neither torch nor a GPU.
 """
 
 from mrl.client.data import Datum, Sample

@@ -1,4 +1,7 @@
-"""What a session is trained on, and what it samples. T tokens of a sequence, P prompt, C answer."""
+"""The sequences that a session trains on and the samples that the session returns.
+
+Dimensions: T tokens of a sequence, P tokens of a prompt, C tokens of an answer.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,27 @@ Numbers = Sequence[float] | NDArray[Any]
 
 @dataclass(frozen=True)
 class Datum:
-    """A `Datum` is a sequence to train on. Index t of a field describes token t; the first token is in
-    no loss."""
+    """A sequence to train on. Index t of each list belongs to token t; the first token is never in
+    the loss."""
 
     tokens: Ids
     """i64[T], T at least 2."""
     weights: Numbers | None = None
-    """f32[T]: what each token counts in `cross_entropy`; None counts each as 1."""
+    """f32[T]: the weight of each token in `cross_entropy`; None gives every token the weight 1."""
     advantages: Numbers | None = None
-    """f32[T]: for the other losses. A token with advantage 0 is not in the loss."""
+    """f32[T]: the advantage of each token, for losses other than `cross_entropy`. Tokens with
+    advantage 0 are not in the loss."""
     logprobs: Numbers | None = None
-    """f32[T]: for the other losses, what each token was sampled with."""
+    """f32[T]: the log-prob with which each token was sampled, for losses other than `cross_entropy`."""
     weight: float = 1.0
-    """What the whole sequence counts: losses are sums, so this carries the normaliser."""
+    """Factor by which the loss of the sequence is multiplied. The loss is a sum over tokens, so
+    normalisers such as 1 / num_tokens belong here."""
     sample: str | None = None
-    """The id of the sample whose routes the trainer replays; the tokens are its own."""
+    """The id of the `Sample` whose routes the trainer replays; the sample must have the same tokens
+    as this datum. None: no routes are replayed."""
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object of the service's API."""
+        """Return the sequence as a JSON object of the service's API."""
         lists = {"weights": self.weights, "advantages": self.advantages, "logprobs": self.logprobs}
         found: dict[str, Any] = {k: _floats(v) for k, v in lists.items() if v is not None}
         if self.sample is not None:
@@ -42,23 +48,26 @@ class Datum:
 
 @dataclass(frozen=True)
 class Sample:
-    """A `Sample` is one answer to a prompt."""
+    """One answer to a prompt."""
 
     id: str
     prompt: NDArray[np.int64]
     """i64[P]."""
     tokens: NDArray[np.int64]
-    """i64[C]: the answer alone."""
+    """i64[C]: the answer without the prompt."""
     logprobs: NDArray[np.float32]
-    """f32[C]: the engine's, at the sampling temperature."""
+    """f32[C]: the engine's log-probs of `tokens`, at the sampling temperature."""
     version: int
-    """That of the weights which sampled it."""
+    """The version of the weights that sampled the answer."""
     stop_reason: str
     """`stop` or `length`."""
 
     def datum(self, advantage: float, weight: float = 1.0, *, replay: bool = True) -> Datum:
-        """Return what trains each token of the answer with this advantage; `replay`: with the routes
-        that the engine took, which a session with moe.routing_replay=off does not keep."""
+        """Return a datum that trains every token of the answer with this advantage.
+
+        `replay`: the trainer replays the engine's routes. Set it to False in a session with
+        moe.routing_replay=off, because such a session does not keep the routes.
+        """
         before = len(self.prompt)
         advantages = np.zeros(before + len(self.tokens), np.float32)
         advantages[before:] = advantage
@@ -74,7 +83,8 @@ class Sample:
 
 
 def ids(tokens: Ids) -> list[int]:
-    """Return token ids as JSON has them. Raises TypeError for numbers that are no integers."""
+    """Return token ids as a list for JSON. Raises TypeError if `tokens` is not a flat sequence of
+    integers."""
     found = np.asarray(tokens)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise TypeError(f"expected a list of token ids, got {found.dtype} of shape {found.shape}")

@@ -1,4 +1,4 @@
-"""This module asks a session of a service for one operation after the other."""
+"""Sessions of a service, and the operations that a training loop posts to them."""
 
 from __future__ import annotations
 
@@ -14,51 +14,55 @@ from numpy.typing import NDArray
 
 from mrl.client.data import Datum, Ids, Sample, ids
 from mrl.errors import InputError, RunFailed
-from mrl.tenants.client import ControlClient, NobodyListens
+from mrl.service.client import ControlClient, NobodyListens
 
 T = TypeVar("T")
 FIRST_POLL_S, LAST_POLL_S = 0.02, 1.0
 
 
 class OperationFailed(RunFailed):
-    """The service could not carry out an operation: the message is its own. The session goes on."""
+    """The service failed to carry out an operation, for the reason in the message. The session stays
+    open."""
 
 
 class OperationLost(RunFailed):
-    """The session was opened anew, so what was in its queue is lost: it is at its newest checkpoint.
-    `ServiceClient.session` attaches to it again."""
+    """An operation was lost from the queue, because its session was paused, removed, or reopened at
+    its newest checkpoint.
+
+    Attach to a reopened session again with `ServiceClient.session`.
+    """
 
 
-class Passed(NamedTuple):
-    """A `Passed` holds what `forward_backward` gave."""
+class PassResult(NamedTuple):
+    """The result of `forward_backward`."""
 
     loss: float
-    """The sum over sequences."""
+    """The sum of the losses of all sequences."""
     logprobs: list[NDArray[np.float32]]
-    """f32[T] of each sequence; 0 where a token is not in the loss."""
+    """The current log-probs f32[T] of each sequence; 0 for tokens that are not in the loss."""
     metrics: dict[str, float]
 
 
-class Stepped(NamedTuple):
-    """A `Stepped` holds what `optim_step` gave."""
+class StepResult(NamedTuple):
+    """The result of `optim_step`."""
 
     version: int
-    """That of the new weights."""
+    """The version of the new weights."""
     grad_norm: float
-    """Before clipping."""
+    """The global gradient norm before clipping."""
     lr: float
 
 
-class Saved(NamedTuple):
-    """A `Saved` says where a checkpoint is."""
+class SavedCheckpoint(NamedTuple):
+    """The result of `save`."""
 
     version: int
     folder: Path
-    """`mrl export FOLDER DIR` writes it as an adapter of PEFT."""
+    """The checkpoint folder, which `mrl export FOLDER DIR` converts to a PEFT adapter."""
 
 
 class Future(Generic[T]):
-    """A `Future` is an operation that was posted."""
+    """The result of an operation that was posted and may still be in the queue."""
 
     def __init__(
         self, client: ControlClient, session: str, operation: str, read: Callable[[Any], T]
@@ -68,7 +72,8 @@ class Future(Generic[T]):
         self._found: dict[str, Any] | None = None
 
     def done(self) -> bool:
-        """Ask the service whether the operation is over."""
+        """Return whether the operation has ended, successfully or not. Each call asks the service,
+        unless an earlier call has already found that the operation has ended."""
         if self._found is None:
             found = self._client.operation(self._session, self.id)
             if found["state"] not in ("queued", "running"):
@@ -76,10 +81,11 @@ class Future(Generic[T]):
         return self._found is not None
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the operation, and return what it gave.
+        """Wait for the operation and return its result. Later calls return the same result again.
 
-        Raises OperationFailed and OperationLost, TimeoutError after `timeout_s`, and NobodyListens
-        where the service has ended. It can be called again.
+        If `timeout_s` is None, the wait has no limit; otherwise TimeoutError is raised after
+        `timeout_s` seconds. Raises OperationFailed if the operation failed, OperationLost if it was
+        lost, and NobodyListens if the service has ended.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         wait_s = FIRST_POLL_S
@@ -96,25 +102,32 @@ class Future(Generic[T]):
 
 
 class Session:
-    """A `Session` belongs to one loop. Its operations are carried out in the order of the calls, and
-    each call returns at once.
+    """A session for one training loop.
 
-    Every method raises InputError where the service refuses what it is asked, and OperationLost where
-    the session was opened anew since this object was made.
+    A method that returns a Future posts an operation and does not wait for its result. The service
+    carries out the operations in the order of the calls.
+
+    A method raises InputError if the service refuses its request. A method that returns a Future
+    raises OperationLost if the session was reopened since this object was made.
     """
 
     def __init__(self, client: ControlClient, name: str) -> None:
-        """Attach to a session that is there. Raises InputError where it is not."""
+        """Attach to an existing session. Raises InputError if the service has no session of this
+        name."""
         self.name, self._client = name, client
         found = client.tenant(name)
         self._sequence: int = found["sequence"]
-        """The number of the tenant, because the name may be used again later."""
+        """The sequence of the session's tenant, which distinguishes it from a later tenant with the
+        same name."""
         self.life: str = self._session(found)["session"]["life"]
-        """Changes whenever the session is opened anew."""
+        """An id that changes whenever the session is reopened."""
 
     def status(self) -> dict[str, Any]:
-        """Return the session as `GET /tenants/NAME` does. Raises InputError for a tenant that is not a
-        session, and OperationLost if it was removed and its name belongs to another tenant."""
+        """Return the state of the session: the JSON object that `GET /tenants/NAME` answers.
+
+        Raises InputError for a tenant that is not a session, and OperationLost if the session was
+        removed and another tenant has its name.
+        """
         found = self._client.tenant(self.name)
         if found["sequence"] != self._sequence:
             raise OperationLost(f"session {self.name} was removed, and another tenant has its name")
@@ -122,17 +135,22 @@ class Session:
 
     def _session(self, found: dict[str, Any]) -> dict[str, Any]:
         if found["loop"] != "client":
-            raise InputError(f"tenant {self.name} has the loop of its recipe, and is no session")
+            raise InputError(
+                f"tenant {self.name} is no session: the service runs the training loop of its recipe"
+            )
         return found
 
     @property
     def version(self) -> int | None:
-        """The version of the weights; None while the session waits to be opened."""
+        """The version of the weights; None until the session is open."""
         return self.status()["session"]["version"]
 
     def wait_open(self, timeout_s: float = 600.0) -> int:
-        """Wait until the session is open; return its version. Raises OperationFailed where it was
-        paused, with the reason, and TimeoutError."""
+        """Wait until the session is open; return the version of its weights.
+
+        Raises TimeoutError after `timeout_s` seconds. Raises OperationFailed, with the reason, if
+        the session is paused, done or removed.
+        """
         end = time.monotonic() + timeout_s
         while (found := self.status())["session"]["version"] is None:
             if found["state"] not in ("queued", "running"):
@@ -144,55 +162,54 @@ class Session:
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", **options: float
-    ) -> Future[Passed]:
-        """Add the gradients of a loss to those since the last optimizer step.
+    ) -> Future[PassResult]:
+        """Compute a loss and add its gradients to the gradients accumulated since the last
+        optimizer step.
 
-        `loss`: cross_entropy, importance_sampling, ppo or cispo. `options`: clip_low, clip_high and
-        dual_clip, for the last two.
+        `loss` is cross_entropy, importance_sampling, ppo or cispo. `options` are clip_low,
+        clip_high and dual_clip, for ppo and cispo.
         """
         body = {"loss": loss, "sequences": [each.body() for each in data], **options}
-        return self._post("forward_backward", body, _read_passed)
+        return self._post("forward_backward", body, _read_pass)
 
     def forward(self, data: Sequence[Datum | Ids]) -> Future[list[NDArray[np.float32]]]:
-        """Compute log-probs f32[T] under the present weights; the first is 0."""
-        bodies = [
-            {"tokens": ids(d.tokens), "sample": d.sample}
-            if isinstance(d, Datum)
-            else {"tokens": ids(d)}
-            for d in data
-        ]
-        return self._post(
-            "forward", {"sequences": bodies}, lambda found: _arrays(found["logprobs"])
-        )
+        """Compute the log-probs f32[T] of each sequence under the current weights. The log-prob of
+        the first token is 0."""
+        data = [each if isinstance(each, Datum) else Datum(each) for each in data]
+        body = {"sequences": [{"tokens": ids(d.tokens), "sample": d.sample} for d in data]}
+        return self._post("forward", body, lambda found: _arrays(found["logprobs"]))
 
-    def optim_step(self, lr: float | None = None) -> Future[Stepped]:
-        """Take a step of Adam with the gradients since the last one. `lr` takes the place of the
-        recipe's in this step."""
+    def optim_step(self, lr: float | None = None) -> Future[StepResult]:
+        """Take a step of Adam with the accumulated gradients. `lr` replaces the recipe's learning
+        rate in this step; None keeps it."""
         body = {} if lr is None else {"lr": lr}
-        return self._post("optim_step", body, lambda found: Stepped(**found))
+        return self._post("optim_step", body, lambda found: StepResult(**found))
 
     def sample(
         self, prompts: Sequence[Ids], *, max_tokens: int, n: int = 1, **options: Any
     ) -> Future[list[list[Sample]]]:
-        """Draw `n` answers to each prompt i64[P] from the present weights; in the order of the prompts.
+        """Sample `n` answers to each prompt i64[P] with the current weights.
 
-        `options`: temperature, top_p, top_k, min_tokens, stop, stop_token_ids and seed.
+        `options` are temperature, top_p, top_k, min_tokens, stop, stop_token_ids and seed.
         """
         asked = [ids(prompt) for prompt in prompts]
         body = {"prompts": asked, "n": n, "max_tokens": max_tokens, **options}
         return self._post("sample", body, lambda found: _read_samples(found, asked))
 
-    def save(self) -> Future[Saved]:
-        """Write a checkpoint of the present weights and of Adam's state."""
-        return self._post("save", {}, lambda found: Saved(found["version"], Path(found["folder"])))
+    def save(self) -> Future[SavedCheckpoint]:
+        """Write a checkpoint of the current weights and of Adam's state."""
+        return self._post(
+            "save", {}, lambda found: SavedCheckpoint(found["version"], Path(found["folder"]))
+        )
 
     def load(self, version: int) -> Future[int]:
-        """Go back to a checkpoint of this session, which gets a new version; return that."""
+        """Load the checkpoint that this session saved at `version`, including Adam's state. The
+        result is the new version number that the loaded weights get."""
         return self._post("load", {"version": version}, lambda found: found["version"])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text from the tokenizer of the service's model, without adding
-        special tokens."""
+        """Return the token ids of `text` by the tokenizer of the service's model. No special tokens
+        are added."""
         return self._client.encode([text])[0]
 
     def encode_chat(
@@ -202,57 +219,63 @@ class Session:
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of messages (`role`, `content`) in the model's chat template, with the
-        beginning of the answer if `add_generation_prompt`."""
-        body: dict[str, Any] = {
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-        }
-        if tools is not None:
-            body["tools"] = list(tools)
-        return self._client.encode_chat(body)
+        """Return the token ids of messages (`role`, `content`) and `tools` in the model's chat
+        template. With `add_generation_prompt`, the ids end with the beginning of the assistant's
+        answer."""
+        return self._client.encode_chat(
+            {
+                "messages": [dict(message) for message in messages],
+                "add_generation_prompt": add_generation_prompt,
+                "tools": None if tools is None else list(tools),
+            }
+        )
 
     def decode(self, tokens: Ids, *, skip_special: bool = True) -> str:
-        """Return the text of token ids i64[T]; `skip_special`: without special tokens."""
+        """Return the text of token ids i64[T]; `skip_special` leaves out special tokens."""
         return self._client.decode([ids(tokens)], skip_special=skip_special)[0]
 
     def pause(self, reason: str | None = None) -> None:
-        """Save the session and let others have its place; what waits in its queue is lost."""
+        """Save the session and free its resources for other tenants. Operations that are still in
+        the session's queue are lost."""
         self._client.pause(self.name, reason, self._sequence)
 
     def resume(self) -> None:
-        """Put a paused session back, which begins a new life: this object goes on with it."""
+        """Reopen a paused session. This object remains attached to it."""
         self._client.resume(self.name, self._sequence)
         self.life = self.status()["session"]["life"]
 
     def remove(self) -> None:
-        """End the session for good; its run folder stays."""
+        """Remove the session from the service; its run folder remains."""
         self._client.remove(self.name, self._sequence)
 
     def _post(self, kind: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> Future[T]:
         own = {"kind": kind, "life": self.life, "key": secrets.token_hex(8)}
         try:
             posted = self._client.post(self.name, {**own, **body})
-        except InputError as error:
-            if isinstance(error, NobodyListens):
-                raise
+        except NobodyListens:
+            raise
+        except InputError:
             if self.status()["session"]["life"] != self.life:
                 raise OperationLost(
-                    f"session {self.name} was opened anew, at version {self.version}; attach to it "
-                    "again with ServiceClient.session"
+                    f"session {self.name} was reopened, at version {self.version}; attach to it again "
+                    "with ServiceClient.session"
                 ) from None
             raise
         return Future(self._client, self.name, posted["id"], read)
 
 
 class ServiceClient:
-    """Knows a service on this machine by its folder, and makes sessions on it."""
+    """A client of a service that runs on this machine. The service is identified by its folder."""
 
     def __init__(self, service: str | Path, wait_s: float = 0.0) -> None:
-        """Wait until the service with the output_dir `service` listens, if it is starting; if it has
-        not been started yet, wait at most `wait_s` seconds for that. Raises NobodyListens."""
+        """Connect to the service whose output_dir is `service`, and wait until it listens.
+
+        If the service is starting, wait at most 15 minutes, or `wait_s` seconds if that is longer.
+        If it has not been started, wait at most `wait_s` seconds. Raises NobodyListens if the
+        service does not listen within this time.
+        """
         self.control = ControlClient(Path(service))
-        """The tenants of the service, and its metrics."""
+        """The client of the service's control socket, for tenants and metrics."""
         self.control.wait_until_listening(wait_s)
 
     def create_session(
@@ -264,22 +287,26 @@ class ServiceClient:
         weight: float = 1.0,
         **recipe: Any,
     ) -> Session:
-        """Create a session and return it. Operations may be posted at once: they wait until it is open.
+        """Create a session and return without waiting until it is open. Operations can be posted
+        immediately; the service carries them out once the session is open.
 
-        `lora` and `recipe` are branches of a recipe: optimizer, seed, moe, train, rollout, checkpoint,
-        of which docs/client.md lists the keys. Raises InputError for what the service refuses.
+        `weight` is the session's share of the trainer's time, relative to the other tenants'
+        weights. `lora` is the section `lora` of a recipe. `recipe` may contain the key `seed` and
+        the sections `optimizer`, `moe`, `train`, `rollout` and `checkpoint`, each a mapping;
+        docs/client.md lists their keys. Raises InputError if the service refuses the session.
         """
         tree = {"lora": dict(lora), "output_dir": os.path.abspath(output_dir), **recipe}
         self.control.add(name, tree, weight, loop="client")
         return Session(self.control, name)
 
     def session(self, name: str) -> Session:
-        """Attach to a session that is there. Raises InputError where it is not."""
+        """Attach to an existing session. Raises InputError if the service has no session of this
+        name."""
         return Session(self.control, name)
 
 
-def _read_passed(found: dict[str, Any]) -> Passed:
-    return Passed(found["loss"], _arrays(found["logprobs"]), found["metrics"])
+def _read_pass(found: dict[str, Any]) -> PassResult:
+    return PassResult(found["loss"], _arrays(found["logprobs"]), found["metrics"])
 
 
 def _read_samples(found: dict[str, Any], prompts: Sequence[list[int]]) -> list[list[Sample]]:

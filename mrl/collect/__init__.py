@@ -1,1 +1,1 @@
-"""This room gives a step its scored sample groups: prompts, rollouts, rewards, evaluation."""
+"""This room collects the scored sample groups of a step, from prompts to rewards, and evaluates."""

@@ -1,12 +1,18 @@
 """This module chooses the prompts that a step starts, and keeps those that the step did not finish.
 
-A prompt is in one place at any time: not drawn yet, in the backlog, trained on, or dropped and counted.
-All ranks know the same backlog and draw the same prompts, so they choose alike without communication;
-the tokens and routes of a prompt that waits are on the rank that rolled it out.
+A prompt has one state at any time: not drawn yet, in the backlog, trained on, or dropped and
+counted. All ranks have the same backlog and draw the same prompts, so they make the same choice
+without communication. The tokens and routes of a prompt in the backlog are on the rank that
+generated them.
 
-`drop` (over-sampling alone): prompts with long answers lose, so the samples trained on are too short.
-`resume` (APRIL, arXiv 2509.18521): nothing is lost; tokens of older weights need importance weights.
-`defer` (RollPacker, arXiv 2509.21009): nothing is lost; slow prompts are collected in one long round.
+`rollout.partial_rollouts` says what happens to prompts that over-sampling started but did not
+finish:
+
+- `drop` drops them. Long answers are dropped more often, so the training samples are too short.
+- `resume` (APRIL, arXiv 2509.18521) lets a later step continue them. Tokens of older weights need
+  importance weights.
+- `defer` (RollPacker, arXiv 2509.21009) lets a later step generate them again, in a round that has
+  only deferred prompts and waits for all of them.
 """
 
 from __future__ import annotations
@@ -21,78 +27,58 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
-"""A shift that keeps these seeds above all seeds of steps."""
+"""If a step draws a prompt again, 1 shifted left by this many bits is added to the seed. So the
+seed differs from the seeds of all steps."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """Is a prompt that a step works on, or that waits for a later step."""
+    """A prompt that a step generates, or that waits in the backlog for a later step."""
 
     group: SampleGroup
     seed: int
-    """The seed of its samples, given by the step that started it first. A deferred prompt keeps it:
-    other random numbers, drawn until the prompt is fast, would favour short answers."""
+    """The seed of the group's samples, from the first step that started the prompt. A deferred
+    prompt keeps its seed. With new seeds it would be tried until its answers are short enough,
+    which would favour short answers."""
 
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """Holds the prompts that a step starts. Group i has the id i."""
+    """The prompts that a step starts. Group i has the id i."""
 
     started: list[Started]
     num_wanted: int
-    """The step is over when so many groups are whole."""
+    """Number of complete groups after which the step is over."""
     is_long_round: bool
-    """Whether the step has deferred prompts only, and waits for all of them."""
+    """Whether the step has only deferred prompts, and waits for all of them."""
     remaining: list[Started]
-    """What stays in the backlog."""
+    """The prompts that stay in the backlog."""
     num_resumed: int = 0
-    """So many of `started`, the first ones, have samples to continue; only the rank that rolled one
-    out last has its tokens and routes."""
+    """Number of prompts at the beginning of `started` whose samples are continued. Only the rank
+    that last generated such a prompt has its tokens and routes."""
 
     def share(self, number: int, num_engines: int) -> tuple[list[Started], int]:
-        """Return engine `number`'s part: every num_engines-th, so that each engine resumes some;
-        and how many of its groups are wanted."""
+        """Return the prompts for engine `number`, and how many of its groups must be complete.
+
+        An engine gets every `num_engines`-th prompt, so that resumed prompts are spread over
+        engines.
+        """
         wanted = len(range(number, self.num_wanted, num_engines))
         return self.started[number::num_engines], wanted
-
-
-def choose_prompts(
-    backlog: Sequence[Started],
-    draw: Callable[[int], list[Prompt]],
-    config: RolloutConfig,
-    seed: int,
-) -> StepPrompts:
-    """Return what the step after `backlog` starts; `draw(n)` gives the next n prompts, with `seed`."""
-    wanted = config.prompts_per_step
-    old: Sequence[Started] = ()
-    is_long_round = False
-    if config.partial_rollouts == "resume":
-        old = backlog[: config.num_started]
-    elif config.partial_rollouts == "defer" and len(backlog) >= wanted:
-        old, is_long_round = backlog[:wanted], True
-    num_new = 0 if is_long_round else config.num_started - len(old)
-    started = [*old, *_fresh(draw(num_new), config.samples_per_prompt, seed)]
-    return StepPrompts(
-        [_numbered(one, group_id) for group_id, one in enumerate(started)],
-        wanted,
-        is_long_round,
-        list(backlog[len(old) :]),
-        num_resumed=len(old) if config.partial_rollouts == "resume" else 0,
-    )
 
 
 def fresh_prompts(
     prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, first_id: int
 ) -> StepPrompts:
-    """Return a further round of a step: these prompts, all of them wanted; group i has id
-    `first_id + i`."""
+    """Return a further round of a step, which needs complete groups for all of these prompts. Group
+    i has the id `first_id + i`."""
     started = _fresh(prompts, samples_per_prompt, seed)
     numbered = [_numbered(one, first_id + i) for i, one in enumerate(started)]
     return StepPrompts(numbered, len(numbered), is_long_round=False, remaining=[])
 
 
 def _fresh(prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> list[Started]:
-    # At the turn of an epoch a prompt may be drawn twice: its samples must differ then.
+    # At the end of an epoch a prompt may be drawn twice; its two groups must differ.
     seen: Counter[str] = Counter()
     started = []
     for group in start_groups(prompts, samples_per_prompt):
@@ -107,15 +93,14 @@ def left_over(
     partial: Sequence[SampleGroup],
     policy: str,
 ) -> list[Started]:
-    """Return what goes into the backlog: all that `prompts` started but the groups `trained`.
+    """Return the prompts that go into the backlog: those in `prompts.started` without a group in
+    `trained`.
 
-    `partial` are the other groups as the engines left them; only `resume` reads them. Raises
-    ValueError where a group is in both, or in neither.
+    `partial` are their unfinished groups, which only `resume` reads. `resume` raises ValueError if
+    the ids in `partial` are not exactly those that are missing in `trained`.
     """
     done = {group.samples[0].group_id for group in trained}
     left = {group_id: one for group_id, one in enumerate(prompts.started) if group_id not in done}
-    if policy == "drop":
-        return []
     if policy == "defer":
         size = len(prompts.started[0].group.samples)
         return [
@@ -131,20 +116,35 @@ def left_over(
 
 
 class Backlog:
-    """Keeps the prompts that wait, over the steps of a run."""
+    """Keeps prompts that were started and not finished for later steps of the run."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
-        self._waiting: list[Started] = []
-
-    @property
-    def waiting(self) -> list[Started]:
-        """The prompts that wait, the oldest first."""
-        return list(self._waiting)
+        self.waiting: list[Started] = []
+        """The prompts in the backlog, the oldest first."""
 
     def begin_step(self, draw: Callable[[int], list[Prompt]], seed: int) -> StepPrompts:
-        """Return `choose_prompts`. A step that fails before end_step() leaves the backlog as it was."""
-        return choose_prompts(self._waiting, draw, self._config, seed)
+        """Return the prompts that the next step starts. `draw(n)` returns the next n prompts of the
+        data, which get the seed `seed`.
+
+        The backlog is not changed until end_step().
+        """
+        config, wanted = self._config, self._config.prompts_per_step
+        old: list[Started] = []
+        is_long_round = False
+        if config.partial_rollouts == "resume":
+            old = self.waiting[: config.num_started]
+        elif config.partial_rollouts == "defer" and len(self.waiting) >= wanted:
+            old, is_long_round = self.waiting[:wanted], True
+        num_new = 0 if is_long_round else config.num_started - len(old)
+        started = [*old, *_fresh(draw(num_new), config.samples_per_prompt, seed)]
+        return StepPrompts(
+            [_numbered(one, group_id) for group_id, one in enumerate(started)],
+            wanted,
+            is_long_round,
+            self.waiting[len(old) :],
+            num_resumed=len(old) if config.partial_rollouts == "resume" else 0,
+        )
 
     def end_step(
         self,
@@ -153,18 +153,19 @@ class Backlog:
         partial: Sequence[SampleGroup],
         version: int,
     ) -> dict[str, float]:
-        """Keep what was not trained on, alike on every rank; return the step's metrics.
+        """Keep the prompts that were not trained on; return the step's metrics.
 
-        `trained` and `partial` are those of all engines, `version` is that of the step's weights.
+        `trained` and `partial` are the complete and the unfinished groups of all engines. `version`
+        is the version of the step's weights.
         """
         config = self._config
         if config.num_started == config.prompts_per_step:
             return {}
-        left = left_over(prompts, trained, partial, config.partial_rollouts)
-        self._waiting = [*prompts.remaining, *left]
         if config.partial_rollouts == "drop":
             return {"rollout/dropped_prompts": float(len(prompts.started) - len(trained))}
-        metrics = {"rollout/backlog_prompts": float(len(self._waiting))}
+        left = left_over(prompts, trained, partial, config.partial_rollouts)
+        self.waiting = [*prompts.remaining, *left]
+        metrics = {"rollout/backlog_prompts": float(len(self.waiting))}
         if config.partial_rollouts == "resume":
             return metrics | older_tokens(trained, version)
         return metrics | {
@@ -173,29 +174,33 @@ class Backlog:
         }
 
     def records(self, groups: Sequence[SampleGroup]) -> list[PendingPrompt]:
-        """Return the pending prompts as a checkpoint holds them; `groups` are their complete groups."""
-        pairs = zip(groups, self._waiting, strict=True)
+        """Return the backlog as pending prompts for a checkpoint. `groups` are the groups of the
+        backlog, with the tokens and routes from all ranks."""
+        pairs = zip(groups, self.waiting, strict=True)
         return [PendingPrompt(group, one.seed) for group, one in pairs]
 
     def take_up(self, waiting: Iterable[PendingPrompt]) -> list[PendingPrompt]:
-        """Continue with the prompts of a checkpoint; return those that do not belong in a backlog.
+        """Fill the backlog with the pending prompts of a checkpoint; return those that do not
+        belong in a backlog.
 
-        Prompts whose partial rollouts do not fit the recipe, which may have changed since, start anew.
+        The recipe may have changed. Prompts with partial rollouts that do not fit it start again
+        without tokens.
         """
         size, policy = self._config.samples_per_prompt, self._config.partial_rollouts
-        self._waiting, rest = [], []
+        self.waiting, rest = [], []
         for one in waiting:
             if one.seed is None or policy == "drop":
                 rest.append(one)
             elif policy == "resume" and one.fits(self._config):
-                self._waiting.append(Started(one.group, one.seed))
+                self.waiting.append(Started(one.group, one.seed))
             else:
-                self._waiting.append(Started(start_groups([one.group.prompt], size)[0], one.seed))
+                self.waiting.append(Started(start_groups([one.group.prompt], size)[0], one.seed))
         return rest
 
 
 def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
-    """Return how much of the groups was generated with weights older than `version`."""
+    """Return the number of samples from more than one version, and the share of loss tokens that
+    were sampled by weights older than `version`."""
     samples = [sample for group in groups for sample in group.samples]
     older = sum(
         int(sample.loss_mask[span.start : span.end].sum())

@@ -1,7 +1,8 @@
-"""Holds a conversation as tokens: what the engine returned is trained on, and never tokenized again.
+"""Holds a conversation as token ids. Training uses the engine's token ids and never re-tokenizes
+text.
 
-A conversation grows by completions of an engine, whose tokens carry the loss, and by tokens of others
-(a tool, an environment, a template), which do not. The engine is given token ids only.
+A conversation grows by completions of an engine, whose tokens are loss tokens, and by tokens of a
+tool, an environment or a template, which are not. The engine receives only token ids.
 
 Dimensions: P prompt tokens, T all tokens so far, R rows of routes so far, L MoE layers, K experts.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe.trace import join_traces
-from mrl.rollout.base import Completion
+from mrl.engines.base import Completion
 from mrl.sampling_mask import SamplingMask, join_masks
 from mrl.types import RoutingTrace, Sample, VersionSpan
 
@@ -26,7 +27,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds one sample in the making; every method returns another conversation."""
+    """An unfinished sample. It is immutable: a method that extends it returns a new
+    conversation."""
 
     group_id: int
     token_ids: Tensor
@@ -35,34 +37,35 @@ class Conversation:
     loss_mask: Tensor
     """bool[T]: true for tokens that the policy chose."""
     rollout_logprobs: Tensor
-    """f32[T]: the engine's log-probs of those tokens; 0 for all others."""
+    """f32[T]: the engine's log-probs of the loss tokens; 0 for all other tokens."""
     weight_versions: tuple[VersionSpan, ...] = ()
-    """Spans over the tokens of the loss, in order."""
+    """Spans that cover the loss tokens, in order."""
     routing: RoutingTrace | None = None
     """The routes of all tokens before the last token of the last completion."""
     turn_ends: tuple[int, ...] = ()
     """The number of tokens up to the end of each completion that brought tokens."""
     sampling_mask: SamplingMask | None = None
-    """The sets of all tokens, where the completions have theirs."""
+    """The sampling mask of all tokens; None if completions have no sampling masks."""
     finish_reason: FinishReason | None = None
-    """None while it is live."""
+    """None until the conversation has ended."""
 
     @property
     def num_turns(self) -> int:
-        """Completions so far that brought tokens."""
+        """Number of completions so far that brought tokens."""
         return len(self.turn_ends)
 
     @staticmethod
     def start(group_id: int, prompt_ids: Tensor) -> Conversation:
-        """Return a conversation that holds a prompt i64[P]."""
+        """Return a conversation that consists of a prompt i64[P]."""
         none = torch.zeros(len(prompt_ids), dtype=torch.bool)
         return Conversation(group_id, prompt_ids, len(prompt_ids), none, none.float())
 
     def with_completion(self, completion: Completion) -> Conversation:
-        """Append the policy's turn. An aborted turn ends the conversation with the tokens that it has.
+        """Append a completion as the policy's next turn. An aborted completion ends the
+        conversation.
 
-        Raises ValueError where the completion continues other tokens than these, or where it has
-        routes and the turns before had none, or the other way round.
+        Raises ValueError if the completion has no tokens although it was not aborted, if its spans
+        do not cover exactly its tokens, or if either it or the earlier turns lack routes.
         """
         new = completion.output_ids
         if completion.finish_reason == "abort" and not len(new):
@@ -84,19 +87,20 @@ class Conversation:
         return longer.finished("abort") if completion.finish_reason == "abort" else longer
 
     def with_tokens(self, token_ids: Tensor) -> Conversation:
-        """Append tokens i64[n] of a tool, an environment or a template: no loss, log-prob 0."""
+        """Append tokens i64[n] of a tool, an environment or a template. They are not loss tokens
+        and have log-prob 0."""
         return self._longer(token_ids, None)
 
     def finished(self, reason: FinishReason) -> Conversation:
-        """Return the conversation as ended for this reason."""
+        """Return the conversation as ended, with this finish reason."""
         return dataclasses.replace(self, finish_reason=reason)
 
     def sample(self, weight_version: int, rewards: Sequence[float] = ()) -> Sample:
-        """Return the sample to train on. Tokens after the last one of the loss are left out.
+        """Return the sample to train on. Tokens after the last loss token are left out.
 
-        `weight_version` is used for a conversation without a token of the loss, as a span of no tokens.
-        `rewards`: of its turns, where they have any. Raises ValueError for a conversation that has not
-        ended, and where there is not one reward for each turn.
+        If the conversation has no loss token, the sample gets an empty span of version
+        `weight_version`. `rewards` has one reward for each turn, or is empty. Raises ValueError if
+        the conversation has not ended, or if the number of rewards is wrong.
         """
         if self.finish_reason is None:
             raise ValueError("sample() of a conversation that is not finished")

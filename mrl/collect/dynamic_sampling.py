@@ -1,8 +1,9 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476 section 3.2) replaces zero-variance groups.
 
-A step draws prompts in rounds, each as many as are missing, until the rewards within each of its groups
-differ or the rounds are used up. All ranks hold the same groups, so they draw the same rounds without
-communication; prompts come from the run's cursor, which a checkpoint holds.
+A step draws prompts in rounds. Each round replaces the groups whose rewards are all equal. The
+rounds end when the rewards within every group differ, or after `rollout.dynamic_sampling_rounds`
+rounds. All ranks have the same groups, so they draw the same prompts without communication. The
+prompts come from the run's cursor, whose position is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,38 +16,40 @@ from mrl.config import RolloutConfig
 from mrl.types import Prompt, SampleGroup
 
 ROUND_SHIFT = 56
-"""A shift that keeps these seeds above those of steps, and of prompts drawn twice in a step."""
+"""The seed of a further round has the round's number above this bit, so it differs from all seeds
+of steps and of prompts that a step draws twice."""
 
 
 class DynamicSampling:
-    """Gathers the groups of one step, round by round."""
+    """Gathers the groups of one step over its rounds."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self._kept: list[SampleGroup] = []
         self._zero_variance: list[SampleGroup] = []
         self.num_rounds = 0
-        """Rounds whose groups were added."""
+        """Number of rounds whose groups were added."""
 
     @property
     def num_missing(self) -> int:
-        """Groups that the step still needs."""
+        """Number of groups with differing rewards that the step still needs."""
         return self._config.prompts_per_step - len(self._kept)
 
     @property
     def is_over(self) -> bool:
-        """Whether all groups are there, or the rounds are used up."""
+        """Whether no group is missing, or the maximum number of rounds is reached."""
         return not self.num_missing or self.num_rounds >= self._config.dynamic_sampling_rounds
 
     def add(self, groups: Sequence[SampleGroup]) -> None:
-        """Take in a round's scored groups."""
+        """Add the scored groups of a round."""
         self.num_rounds += 1
         for group in groups:
             assert group.rewards is not None
             (self._kept if has_signal(group.rewards) else self._zero_variance).append(group)
 
     def next_round(self, draw: Callable[[int], list[Prompt]], seed: int) -> StepPrompts:
-        """Return as many further prompts as are missing; their groups' ids follow those before."""
+        """Return one further prompt for each missing group. The group ids continue those of earlier
+        rounds."""
         return fresh_prompts(
             draw(self.num_missing),
             self._config.samples_per_prompt,
@@ -55,21 +58,25 @@ class DynamicSampling:
         )
 
     def result(self) -> list[SampleGroup]:
-        """Return prompts_per_step groups in the order of their ids. Where too few have rewards that
-        differ, the first zero-variance groups fill up; they are dropped from the loss."""
+        """Return `prompts_per_step` groups in the order of their ids.
+
+        If groups are missing, the first zero-variance groups take their place. Zero-variance groups
+        do not contribute to the loss.
+        """
         chosen = [*self._kept, *self._zero_variance[: self.num_missing]]
         return sorted(chosen, key=lambda group: group.samples[0].group_id)
 
     def complaint(self) -> str:
-        """Return a message about the groups that stayed missing."""
+        """Return a message about the groups that are still missing after the last round."""
         return (
             f"{self.num_missing} of {self._config.prompts_per_step} groups have zero variance after "
             f"rollout.dynamic_sampling_rounds={self.num_rounds}; they are dropped from the loss"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return rounds, prompts drawn, zero-variance groups by cause, groups that stayed missing, and
-        the mean reward of all that was drawn: the mean over the step's groups leaves out extremes."""
+        """Return the numbers of rounds, drawn prompts, missing groups and zero-variance groups by
+        cause, and the mean reward over all drawn prompts. The mean over the step's groups is
+        biased, because groups that are all right or all wrong were replaced."""
         everything = [*self._kept, *self._zero_variance]
         rewards = [group.rewards for group in everything if group.rewards is not None]
         causes = zero_variance_metrics(rewards)

@@ -1,8 +1,9 @@
-"""Multi-turn rollouts are conversations between an engine and environments, which give rewards.
+"""Multi-turn rollouts are conversations between an engine and environments, which return rewards.
 
-All episodes of a step advance together: turn k of all live episodes is one call of generate(), in the
-order of prompts and samples, and the environments answer when it is complete. So every run makes the
-same requests, however long anything takes, and gets the same tokens back.
+All episodes of a step advance together. One call of generate() generates turn k of all live
+episodes, in the order of prompts and samples. The environments answer when the whole turn is
+complete. So the requests and their tokens do not depend on how long a completion or an environment
+takes.
 
 Dimensions: T tokens of an episode so far, G samples a prompt.
 """
@@ -19,9 +20,10 @@ import torch
 
 from mrl.collect.conversation import Conversation, FinishReason
 from mrl.data.chat import ChatTurns
+from mrl.engines.base import Completion, PolicyEndpoint, Request, sample_seed
+from mrl.engines.sampling import SamplingParams
 from mrl.environments.base import Observation, StepResult
 from mrl.environments.episodes import EpisodeFailed, Episodes, Start
-from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
 from mrl.system.heartbeat import beat
 from mrl.types import Prompt, Sample, SampleGroup
 
@@ -30,11 +32,12 @@ from mrl.types import Prompt, Sample, SampleGroup
 class _Episode:
     prompt: Prompt
     seed: int
-    """The seed of its tokens."""
+    """The seed of the sampled tokens."""
     environment_seed: int
+    """The seed of the environment; the same for all samples of a prompt."""
     conversation: Conversation
     rewards: list[float] = field(default_factory=list)
-    """The rewards of its steps; one NaN masks the sample."""
+    """The rewards of the environment's steps. If one of them is NaN, the sample is masked."""
 
     def finish(self, reason: FinishReason) -> None:
         self.conversation = self.conversation.finished(reason)
@@ -45,7 +48,7 @@ class _Episode:
 
 
 class MultiTurnRollout:
-    """Plays one engine's share of a step, several turns a sample: a `mrl.collect.task.Rollout`."""
+    """Generates one engine's part of a step as conversations: a `mrl.collect.task.Rollout`."""
 
     def __init__(
         self,
@@ -59,18 +62,21 @@ class MultiTurnRollout:
         seeds: Sequence[int],
         step_samples: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, bool] = {},
     ) -> None:
-        """`sampling` describes one turn, which is shorter where the context of `context_len` ends.
+        """`sampling` has the parameters of one turn. A turn also ends when the conversation has
+        `context_len` tokens.
 
-        `groups` are as `start_groups` makes them, each with its seed: sample k of a prompt is drawn
-        with `sample_seed(seed, prompt_id, k)`, and the environments of all its samples have one seed.
-        `step_samples` is the number of samples of the step over all engines, by default that of these
-        groups. No engine and no environment is called yet.
+        `groups` come from `start_groups`, and `seeds` has one seed for each group. Sample k of a
+        prompt uses the seed `sample_seed(seed, prompt_id, k)`; the environments of all samples of a
+        prompt use the same seed. `step_samples` is the number of samples of the step over all
+        engines, by default the number of samples in `groups`. `options` are passed on to
+        `PolicyEndpoint.generate`.
         """
-        self._prompts = [group.prompt for group in groups]
         self._environments = environments
         self._tokenizer = tokenizer
         self._turns = ChatTurns(tokenizer, template_kwargs)
+        self._options = options
         self._sampling = sampling
         self._max_turns = max_turns
         self._context_len = context_len
@@ -87,16 +93,16 @@ class MultiTurnRollout:
         ]
         self._step_samples = step_samples or len(self._episodes)
         self._waiting = list(range(len(groups)))
-        """Indices of the prompts whose groups are not whole."""
+        """Indices of the prompts whose groups were not yielded yet."""
         self._started = False
         self._num_turns = 0
-        """Turns that are complete."""
+        """Number of turns that are complete for all live episodes."""
         self._answers: dict[int, Completion] = {}
-        """Completions of the turn that is under way, by episode."""
+        """Completions of the current turn, by episode number."""
 
     @property
     def partial(self) -> list[SampleGroup]:
-        """Nothing: the state of an environment is not kept for a later step."""
+        """An empty list, because the state of an environment is not kept for a later step."""
         return []
 
     @property
@@ -104,28 +110,30 @@ class MultiTurnRollout:
         """Whether finished() has yielded all groups."""
         return not self._waiting
 
-    def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
-        """Yield groups as they become whole, with rewards f32[G]: the sum over an episode's steps.
+    def finished(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
+        """Yield groups when they are complete, with rewards f32[G]. A reward is the sum over the
+        steps of an episode.
 
-        A reward is NaN where the environment failed or an abort ended the episode. Raises as generate()
-        does, and RunFailed where environments fail too often. Called again after EngineLost, it
-        continues with the turn that was under way.
+        A reward is NaN if the environment failed or an abort ended the episode. Raises the errors
+        of generate(), and RunFailed if environments fail too often. After EngineLost, another call
+        continues with the current turn.
         """
         if not self._started:
             self._reset()
             self._started = True
-        yield from self._whole_groups(engine)
+        yield from self._whole_groups(endpoint)
         while requests := self._requests():
             missing = [r for number, r in requests.items() if number not in self._answers]
             numbers = {request.request_id: number for number, request in requests.items()}
-            # The prefix cache holds the turns before and nothing else: the same bits each time.
-            for completion in engine.generate(missing, reuse_cache=self._num_turns > 0):
+            # The prefix cache then holds only the earlier turns, so each run gets the same bits.
+            reuse_cache = self._num_turns > 0
+            for completion in endpoint.generate(missing, reuse_cache=reuse_cache, **self._options):
                 beat()
                 self._answers[numbers[completion.request_id]] = completion
             answers, self._answers = self._answers, {}
             self._num_turns += 1
             self._advance({number: answers[number] for number in requests})
-            yield from self._whole_groups(engine)
+            yield from self._whole_groups(endpoint)
 
     def _reset(self) -> None:
         starts = {
@@ -154,7 +162,7 @@ class MultiTurnRollout:
         self._end_environments()
 
     def _requests(self) -> dict[int, Request]:
-        """Return the request for the next turn of every live episode, by the episode's number."""
+        """Return the requests for the next turn of all live episodes, by episode number."""
         requests = {}
         for number, episode in enumerate(self._episodes):
             conversation = episode.conversation
@@ -171,7 +179,7 @@ class MultiTurnRollout:
         return requests
 
     def _advance(self, completions: dict[int, Completion]) -> None:
-        """End the turn: append the completions, and let the environments answer."""
+        """End the turn: append the completions, and pass them to the environments."""
         actions = {}
         for number, completion in completions.items():
             episode = self._episodes[number]
@@ -200,7 +208,8 @@ class MultiTurnRollout:
             self._observe(number, result.observation)
 
     def _observe(self, number: int, observation: Observation) -> None:
-        """Append what the policy reads before its next turn; end where there is no room for both."""
+        """Append an observation to the conversation. End the episode if the context has no room for
+        it and a further turn."""
         episode = self._episodes[number]
         conversation = episode.conversation
         try:
@@ -214,7 +223,8 @@ class MultiTurnRollout:
             episode.conversation = conversation.with_tokens(torch.tensor(ids, dtype=torch.int64))
 
     def _refuse(self, number: int, error: ValueError) -> None:
-        """Count an observation that cannot be given to the policy as its environment's failure."""
+        """End an episode whose observation cannot be rendered as tokens, as a failure of its
+        environment."""
         self._environments.count_failure(str(error))
         self._fail(number)
 
@@ -223,21 +233,21 @@ class MultiTurnRollout:
         self._episodes[number].finish("stop")
 
     def _end_environments(self) -> None:
-        """End the environments of episodes that are over for whatever reason."""
+        """End the environments of all episodes that are over."""
         over = [n for n, e in enumerate(self._episodes) if e.conversation.finish_reason is not None]
         self._environments.end(over)
 
-    def _whole_groups(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
+    def _whole_groups(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
         for i in list(self._waiting):
             first = i * self._samples_per_prompt
             members = self._episodes[first : first + self._samples_per_prompt]
             if any(episode.conversation.finish_reason is None for episode in members):
                 continue
-            version = engine.weight_version
+            version = endpoint.weight_version
             assert version is not None
             self._waiting.remove(i)
             yield SampleGroup(
-                self._prompts[i],
+                members[0].prompt,
                 [episode.sample(version) for episode in members],
                 rewards=torch.tensor([sum(e.rewards) for e in members], dtype=torch.float32),
             )

@@ -18,14 +18,16 @@ from parallel.policy import Policy
 
 
 class SavedCollector:
-    """Reads the groups of `debug.load_rollouts`, step by step, without an engine or a reward function.
+    """Reads the groups of `debug.load_rollouts`, step by step, without an engine or a reward
+    function.
 
-    Each rank keeps some groups whole, as if it had rolled them out, and the outlines of the others.
+    It has the methods of `Collector`. Each rank keeps the tokens and routes of some groups, as if
+    it had generated them, and only outlines (`mrl.run.rollouts.outline`) of the other groups.
     """
 
     start_text = "opening the saved rollouts"
     is_over = True
-    """A step is over as soon as it begins."""
+    """Always True, because `begin` reads the complete step."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh) -> None:
         assert recipe.debug.load_rollouts is not None
@@ -34,15 +36,15 @@ class SavedCollector:
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
         self._state: dict[str, Any] = {}
-        """The state saved by the collector that drew prompts before this one."""
+        """The state of the collector that drew the run's prompts; it is saved again unchanged."""
 
     def start(self, policy: Policy) -> None:
         """Do nothing: there is no engine to start."""
 
     def begin(self, step: int, clock: Clock) -> None:
-        """Read the groups of a step. Raises InputError where a sampling mask is missing."""
+        """Read the groups of a step. Raises InputError if a sampling mask is missing."""
         begin_step(step)
-        self.groups = []  # those of the step before leave the host's memory
+        self.groups = []  # releases the groups of the last step before others are read
         with phase("rollout"), clock.part("sync"), clock.part("score"), clock.part("rollout"):
             everything = load_groups(saved_step(self.folder, step))
             if self.needs_masks and any(map(lacks_masks, everything)):
@@ -77,14 +79,15 @@ class SavedCollector:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loaded state unchanged: this collector draws no prompts."""
+        """Return the loaded state unchanged, because this collector draws no prompts."""
         return self._state
 
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        """Keep the state for a later start; the step number alone determines the next file."""
+        """Keep the state for later checkpoints. Which file is read depends only on the number of
+        the step."""
         self._state = {} if other_data else state
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there is nothing to release."""

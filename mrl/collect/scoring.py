@@ -1,4 +1,4 @@
-"""Scoring gives groups their rewards as they come back, while the engine generates the others."""
+"""Scores groups as soon as they are complete, while the engine generates further groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from mrl.config import Recipe
+from mrl.config.reward import Rewards
 from mrl.data.completions import completions
-from mrl.environments.beside import EpisodesBeside
+from mrl.environments.concurrent import ConcurrentEpisodes
 from mrl.environments.runner import EnvironmentRunner
 from mrl.errors import RunFailed
 from mrl.rewards.budget import Budget
@@ -22,7 +23,7 @@ from mrl.types import Prompt, SampleGroup
 
 
 class Scoring:
-    """Runs the reward function or the environments of one engine's share, in processes of their own."""
+    """Runs the reward functions or environments for one engine's groups, in worker processes."""
 
     def __init__(
         self,
@@ -31,44 +32,47 @@ class Scoring:
         budget: Budget | None = None,
         user: WorkerUser | None = None,
     ) -> None:
-        """`budget` is what all calls of a step may take together, `user` whom the processes belong to;
-        None is that of this process."""
+        """`budget` limits the total time of all calls in a step; None sets no limit. The processes
+        run as `user`; None means the user of this process."""
         self._tokenizer = tokenizer
         self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
-        self._rewards: RewardRunner | None = None
+        self._runners: dict[str | None, RewardRunner] = {}
+        """The rewards of data sources, by `Prompt.reward`. The key None has the recipe's own
+        reward."""
         self.environments: EnvironmentRunner | None = None
-        """The environments that give the rewards of conversations; None where a function gives them."""
-        # One thread for the whole run: a worker process exits when the thread that started it ends.
+        """The environments of conversations; None if the recipe has no environment."""
+        # Workers are started in this thread, and exit when it ends, so it lives as long as the run.
         self._thread = ThreadPoolExecutor(1)
         self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
         self._num_scored = 0
-        """Samples that `score` was given since the last report."""
-        self._of_sources: dict[str, RewardRunner] = {}
-        """The rewards that sources of the data have of their own, by `Prompt.reward`."""
-        with ExitStack() as undo:  # where one cannot be loaded, the others' processes end
+        """Number of samples that `score` has scored since the last report."""
+        rewards: dict[str | None, Rewards] = {**recipe.data.rewards}
+        if recipe.environment is None and recipe.reward is not None:
+            rewards = {None: recipe.reward, **rewards}
+        with ExitStack() as undo:  # if a reward cannot be loaded, end the processes of the others
             undo.callback(self.close)
             if recipe.environment is not None:
                 self.environments = EnvironmentRunner(recipe.environment, budget, user)
-            elif recipe.reward is not None:
-                self._rewards = RewardRunner(recipe.reward, recipe.reward_timeout_s, budget, user)
-            for key, rewards in recipe.data.rewards.items():
-                self._of_sources[key] = RewardRunner(rewards, recipe.reward_timeout_s, budget, user)
+            for key, reward in rewards.items():
+                self._runners[key] = RewardRunner(reward, recipe.reward_timeout_s, budget, user)
             undo.pop_all()
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Reset the groups and the counts of failures for a new step."""
         self._begun, self._num_scored = [], 0
-        for runner in self._runners:
+        for runner in self._runners.values():
             runner.begin_step()
         if self.environments is not None:
-            self.environments.begin_counts()
+            self.environments.reset_counts()
 
-    def episodes(self) -> EpisodesBeside | None:
-        """Return what plays the conversations of one group beside others; None without environments."""
-        return None if self.environments is None else EpisodesBeside(self.environments)
+    def episodes(self) -> ConcurrentEpisodes | None:
+        """Return an object that runs the environments of one group while other groups are running;
+        None if the recipe has no environment."""
+        return None if self.environments is None else ConcurrentEpisodes(self.environments)
 
     def begin(self, group: SampleGroup) -> None:
-        """Start scoring a whole group; returns at once. Groups that have rewards keep them."""
+        """Start to score a complete group, and return at once. If an environment has scored the
+        group, it keeps its rewards."""
         runner = self._runner_of(group.prompt)
         if runner is None:
             self._begun.append((group, None))
@@ -80,9 +84,10 @@ class Scoring:
         self._begun.append((group, future))
 
     def finish(self) -> tuple[list[SampleGroup], int]:
-        """Return the groups with their rewards in the order of their ids, and how many samples failed.
+        """Wait for the rewards. Return the groups in the order of their ids, and the number of
+        samples that could not be scored.
 
-        Raises RunFailed where more than 5% of the step's samples failed.
+        Raises RunFailed if more than 5% of the step's samples could not be scored.
         """
         for group, rewards in self._begun:
             if rewards is not None:
@@ -92,9 +97,10 @@ class Scoring:
         return groups, self._report_failures()
 
     def score(self, group: SampleGroup) -> tuple[SampleGroup, int]:
-        """Score one group that belongs to no step yet; return it, and how many samples failed.
+        """Score one group. Return the group and the number of samples that could not be scored.
 
-        For any thread. Failures are reported, and are too many, over as many groups as a step has.
+        Any thread may call this. Failures are counted and limited over as many samples as a step
+        has, because the groups do not belong to a step yet.
         """
         return self._thread.submit(self._score, group).result()
 
@@ -113,38 +119,31 @@ class Scoring:
         return group, runner.report.num_failed - before
 
     def _runner_of(self, prompt: Prompt) -> RewardRunner | None:
-        """Return the reward that scores a prompt; None if an environment does, or nothing.
+        """Return the runner of the reward that scores a prompt; None if no reward function does.
 
-        Raises RunFailed for a prompt of a source whose reward the recipe does not have.
+        Raises RunFailed if the prompt's data source has a reward that the recipe does not have.
         """
-        if prompt.reward is None:
-            return self._rewards
-        if prompt.reward not in self._of_sources:
-            known = ", ".join(self._of_sources) or "none"
+        if prompt.reward is not None and prompt.reward not in self._runners:
+            known = ", ".join(filter(None, self._runners)) or "none"
             raise RunFailed(
                 f"{prompt.source}: the prompt has the reward {prompt.reward}, but the recipe's sources "
                 f"have {known}; restore that reward, or start a new run"
             )
-        return self._of_sources[prompt.reward]
-
-    @property
-    def _runners(self) -> list[RewardRunner]:
-        return [*([] if self._rewards is None else [self._rewards]), *self._of_sources.values()]
+        return self._runners.get(prompt.reward)
 
     def close(self) -> None:
         """Leave no process behind. Harmless when repeated."""
-        for runner in self._runners:
+        for runner in self._runners.values():
             runner.close()
         if self.environments is not None:
             self.environments.close()
         self._thread.shutdown(cancel_futures=True)
 
     def _report_failures(self) -> int:
-        """Warn of samples that are masked because their scoring failed, and return their number."""
-        if not self._begun:  # the environments still hold the count of the round before
+        """Print a warning about samples that could not be scored, and return their number."""
+        if not self._begun:  # the counts are those of an earlier round, then
             return 0
-        if self.environments is not None:
-            environments = self.environments
+        if (environments := self.environments) is not None:
             if environments.num_failed:
                 console.warning(
                     f"{environments.what} failed in {environments.num_failed} episodes, which are "
@@ -152,11 +151,12 @@ class Scoring:
                     f"{environments.first_error}"
                 )
             return environments.num_failed
-        for report in (runner.report for runner in self._runners):
+        reports = [runner.report for runner in self._runners.values()]
+        for report in reports:
             if report.num_failed or report.num_repeated:
                 console.warning(
                     f"the reward function failed on {report.num_repeated} groups, scored again one by "
                     f"one; {report.num_failed} samples masked: {report.first_error}"
                     + (f"; {shown_rows(report.rows)}" if report.rows else "")
                 )
-        return sum(runner.report.num_failed for runner in self._runners)
+        return sum(report.num_failed for report in reports)

@@ -1,20 +1,22 @@
-"""A single-turn rollout makes requests of prompts, and sample groups of an engine's completions.
+"""A single-turn rollout turns prompts into requests, and an engine's completions into sample
+groups.
 
-A group is partial until each of its G samples is whole. A partial group is a `SampleGroup` as well: a
-sample that is not whole has the finish reason `abort` and holds the tokens so far.
+A group is partial until all of its samples are complete. A partial group is a `SampleGroup`, too:
+an incomplete sample has the finish reason `abort` and the tokens that were generated so far.
 
-P prompt tokens, C tokens generated so far, T = P + C all tokens of a sample.
+Dimensions: P prompt tokens, C tokens generated so far, T = P + C tokens of a sample.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from moe.trace import join_traces, joined_spans
-from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, sample_seed
+from mrl.engines.base import Completion, PolicyEndpoint, Request, sample_seed
+from mrl.engines.sampling import SamplingParams
 from mrl.run.pending_prompts import PARTIAL
 from mrl.sampling_mask import join_masks
 from mrl.system.heartbeat import beat
@@ -24,7 +26,8 @@ from mrl.types import Prompt, Sample, SampleGroup
 def start_groups(
     prompts: Sequence[Prompt], samples_per_prompt: int, first_group_id: int = 0
 ) -> list[SampleGroup]:
-    """Return one group per prompt, with no token generated yet; group i has id `first_group_id + i`."""
+    """Return one group per prompt, without generated tokens. Group i has the id `first_group_id +
+    i`."""
     return [
         SampleGroup(prompt, [_empty_sample(first_group_id + i, prompt)] * samples_per_prompt)
         for i, prompt in enumerate(prompts)
@@ -32,12 +35,13 @@ def start_groups(
 
 
 def is_finished(group: SampleGroup) -> bool:
-    """Return whether every sample of the group is whole."""
+    """Return whether all samples of the group are complete."""
     return all(sample.finish_reason != PARTIAL for sample in group.samples)
 
 
 class SingleTurnRollout:
-    """Generates one engine's share of a step, one completion a sample: a `mrl.collect.task.Rollout`."""
+    """Generates one engine's part of a step, with one completion per sample: a
+    `mrl.collect.task.Rollout`."""
 
     def __init__(
         self,
@@ -47,16 +51,22 @@ class SingleTurnRollout:
         num_wanted: int | None = None,
         on_sample: Callable[[SampleGroup, int], None] | None = None,
         context_len: int | None = None,
+        options: Mapping[str, bool] = {},
     ) -> None:
-        """Sample k of a group is drawn with `sample_seed(seed, prompt_id, k)`, whatever happens.
+        """`seed` and `sampling` are single values for all groups, or have one value for each group.
 
-        `seed` and `sampling` are one for all groups, or one for each. The rollout is over when
-        `num_wanted` groups are whole, by default all; the others are aborted then, and stay in
-        `partial`. `sampling` describes whole samples: of a sample that has C tokens already, C less
-        are requested, and at most as many as fit in a context of `context_len`; if none fit, as in a
-        run that continues with shorter limits, the sample ends with the finish reason `length`.
-        `on_sample(group, k)` is called when sample k of a group is whole and others of
-        the group are not.
+        Sample k of a prompt always uses the seed `sample_seed(seed, prompt_id, k)`.
+
+        The rollout is over when `num_wanted` groups are complete, by default all groups. The
+        requests of all other groups are aborted then, and these groups stay in `partial`.
+
+        The limits in `sampling` apply to complete samples. For a sample that has C tokens already,
+        the limits of the request are smaller by C. A sample has at most `context_len` tokens. If a
+        partial sample may have no further token, which happens when a run continues with shorter
+        limits, it ends with the finish reason `length`.
+
+        `on_sample(group, k)` is called when sample k of a group is complete and the group is not.
+        `options` are passed on to `PolicyEndpoint.generate`.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
         seeds = [seed] * len(groups) if isinstance(seed, int) else seed
@@ -66,28 +76,32 @@ class SingleTurnRollout:
         self._num_left = len(groups) if num_wanted is None else num_wanted
         self._on_sample = on_sample
         self._context_len = context_len
+        self._options = options
 
     @property
     def partial(self) -> list[SampleGroup]:
-        """Groups that finished() has not yielded, with what they have so far."""
+        """The groups that finished() has not yielded, with the tokens that they have so far."""
         return list(self._groups.values())
 
     @property
     def is_over(self) -> bool:
-        """Whether finished() has yielded all that were wanted."""
+        """Whether finished() has yielded `num_wanted` groups."""
         return self._num_left == 0
 
-    def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
-        """Yield groups as they become whole. Raises as generate() does; `partial` stays right."""
+    def finished(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
+        """Yield groups when they are complete. Raises the errors of generate(); `partial` stays
+        valid after an error."""
         for group_id, group in list(self._groups.items()):
             self._cut_off(group_id)
             if is_finished(group) and not self.is_over:
                 yield self._take(group_id)
         requests = {} if self.is_over else self._requests()
         indices = {request.request_id: index for index, request in requests.items()}
-        for completion in engine.generate(list(requests.values())) if requests else ():
+        if not requests:
+            return
+        for completion in endpoint.generate(list(requests.values()), **self._options):
             beat()
-            group_id, k = indices[completion.request_id]
+            group_id, k = indices.pop(completion.request_id)
             group = self._groups[group_id]
             group.samples[k] = _continued(group.samples[k], completion)
             if not is_finished(group):
@@ -95,24 +109,23 @@ class SingleTurnRollout:
                     self._on_sample(group, k)
             elif not self.is_over:
                 yield self._take(group_id)
-                if (
-                    self.is_over and self._groups
-                ):  # yielded first: no loss of the engine can undo it
-                    engine.abort()  # the others come back with what they have
+                # Yield the group before abort(), which may find that the engine is lost.
+                if self.is_over and self._groups:
+                    endpoint.abort(sorted(indices))  # the other samples come back incomplete
 
     def _take(self, group_id: int) -> SampleGroup:
         self._num_left -= 1
         return self._groups.pop(group_id)
 
     def _room(self, group_id: int, sample: Sample) -> int:
-        """Return how many more tokens the sample may have."""
+        """Return how many further tokens the sample may have."""
         room = self._samplings[group_id].max_new_tokens - len(sample.response_ids)
         if self._context_len is None:
             return room
         return min(room, self._context_len - len(sample.token_ids))
 
     def _cut_off(self, group_id: int) -> None:
-        """End the partial samples of a group that may have no more tokens."""
+        """End those partial samples of a group that may have no further token."""
         samples = self._groups[group_id].samples
         for k, sample in enumerate(samples):
             is_partial = sample.finish_reason == PARTIAL and len(sample.response_ids) > 0
@@ -120,7 +133,7 @@ class SingleTurnRollout:
                 samples[k] = dataclasses.replace(sample, finish_reason="length")
 
     def _requests(self) -> dict[tuple[int, int], Request]:
-        """Return what is still to be generated, by (group id, index of the sample)."""
+        """Return the requests for all incomplete samples, by (group id, index of the sample)."""
         requests = {}
         for group_id, group in self._groups.items():
             for k, sample in enumerate(group.samples):
@@ -140,9 +153,10 @@ class SingleTurnRollout:
 
 
 def _remaining(sampling: SamplingParams, num_done: int, room: int) -> SamplingParams:
-    """Return the sampling parameters that continue a sample of `num_done` tokens by at most `room`."""
+    """Return the parameters for continuing a sample of `num_done` tokens by at most `room`
+    tokens."""
     if not num_done:
-        return sampling  # whole: a prompt that is too long for it is refused
+        return sampling  # unchanged, so that the engine refuses a prompt that is too long
     at_least = min(room, max(0, sampling.min_new_tokens - num_done))
     return dataclasses.replace(sampling, max_new_tokens=room, min_new_tokens=at_least)
 
@@ -161,7 +175,7 @@ def _empty_sample(group_id: int, prompt: Prompt) -> Sample:
 
 
 def _continued(sample: Sample, completion: Completion) -> Sample:
-    """Return the sample with the completion of its tokens so far appended."""
+    """Return the sample with a completion appended, which continues its tokens."""
     num_new = completion.output_ids.numel()
     if not num_new:
         return dataclasses.replace(sample, finish_reason=completion.finish_reason)

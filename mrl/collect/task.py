@@ -1,89 +1,79 @@
-"""A task is one engine's share of what a step or an evaluation generates and scores."""
+"""A task generates and scores one engine's part of a step or of an evaluation set."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mrl.collect.backlog import Started
 from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.scoring import Scoring
-from mrl.collect.single_turn import SingleTurnRollout
-from mrl.config import Recipe, RolloutConfig
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
+from mrl.config import Recipe
+from mrl.data.eval_sets import EvalSet
+from mrl.engines.base import PolicyEndpoint
+from mrl.engines.sampling import sampling_of
 from mrl.environments.episodes import Episodes
 from mrl.errors import InputError
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.preflight import Plan
+from mrl.rewards.budget import Budget
 from mrl.rewards.runner import check_failures, reward_names
 from mrl.rewards.terms import all_terms
-from mrl.rollout.base import RolloutEngine, SamplingParams
 from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.system.worker_user import WorkerUser
 from mrl.types import SampleGroup
 from parallel.mesh import Mesh
 
-
-class Rollout(Protocol):
-    """Turns prompts into whole sample groups, in one turn or in several.
-
-    It outlives the engine: after EngineLost, `finished` is called again with another engine.
-    """
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `finished` has yielded all groups that were wanted."""
-        ...
-
-    def finished(self, engine: RolloutEngine) -> Iterator[SampleGroup]:
-        """Yield groups as they become whole. Raises as `RolloutEngine.generate` does."""
-        ...
-
-    @property
-    def partial(self) -> list[SampleGroup]:
-        """The groups, with what they have so far, that a later step can continue."""
-        ...
+Rollout = SingleTurnRollout | MultiTurnRollout
+"""Turns prompts into complete sample groups. If the engine is lost, the rollout continues:
+`finished` is called again with the endpoint of another engine."""
 
 
 class Scored(Protocol):
-    """Gives what was generated and scored for a step or an evaluation."""
+    """The groups that were generated and scored for a step or an evaluation set."""
 
     def finish(self) -> tuple[list[SampleGroup], int]:
-        """Return the groups that are whole, with rewards, in the order of their ids, and how many
-        samples failed. Raises RunFailed where more than 5% of a step's samples failed."""
+        """Return the complete groups with their rewards, in the order of their ids, and the number
+        of samples that could not be scored. Raises RunFailed if these are more than 5% of a step's
+        samples."""
         ...
 
     @property
     def partial(self) -> list[SampleGroup]:
-        """The groups that a later step can continue."""
+        """The incomplete groups, which a later step can continue."""
         ...
 
 
 @dataclass
 class Task:
-    """Generates groups and has them scored: a `Scored`."""
+    """Generates groups and scores them while further groups are generated. Implements `Scored`."""
 
     rollout: Rollout
     scoring: Scoring
     clock_name: str
-    """The part of the step in which its generation is timed."""
+    """The part of the step's clock that times the generation."""
     keeps_routes: bool = True
-    """Whether whole groups keep their routes; an evaluation needs none, and they are large."""
+    """Whether complete groups keep their routes. They are large, and evaluations do not need
+    them."""
 
     needs_masks: bool = False
     """Whether every sample must have its sampling mask."""
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to generate."""
+        """Whether the task has nothing left to generate."""
         return self.rollout.is_over
 
-    def run(self, engine: RolloutEngine) -> None:
-        """Generate what is left; groups are scored while others generate.
+    def run(self, endpoint: PolicyEndpoint) -> None:
+        """Generate the remaining groups. A complete group is scored while others are generated.
 
-        Raises EngineLost, and InputError for an engine without the sampling masks that are asked for.
+        Raises EngineLost, and InputError if the engine returns no sampling masks although the task
+        needs them.
         """
-        for group in self.rollout.finished(engine):
+        for group in self.rollout.finished(endpoint):
             if self.needs_masks and lacks_masks(group):
                 raise InputError(
                     "rollout.sampling_mask is on, but the engine returned no sampling masks; turn it "
@@ -92,124 +82,112 @@ class Task:
             self.scoring.begin(group if self.keeps_routes else _without_routes(group))
 
     def finish(self) -> tuple[list[SampleGroup], int]:
-        """Wait for the rewards. See `Scored`."""
+        """Wait for the rewards of the complete groups. See `Scored`."""
         return self.scoring.finish()
 
     @property
     def partial(self) -> list[SampleGroup]:
-        """The groups, with what they have so far, that a later step can continue."""
+        """The incomplete groups, with the tokens that they have so far."""
         return self.rollout.partial
 
 
-def make_task(
-    config: RolloutConfig,
-    scoring: Scoring,
-    groups: Sequence[SampleGroup],
-    seeds: Sequence[int],
-    num_wanted: int | None = None,
-    *,
-    tokenizer: Any,
-    context_len: int,
-    clock_name: str,
-    keeps_routes: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
-) -> Task:
-    """Return the task that generates `groups`, as `start_groups` makes them, each with its seed.
+class EngineTasks:
+    """Makes the tasks of one engine, for steps and for evaluation sets, and owns their scoring."""
 
-    It is over when `num_wanted` groups are whole, by default all. Conversations, which `scoring` with
-    environments asks for, end where the context of `context_len` tokens does; `template_kwargs` are
-    arguments of their chat template.
-    """
-    scoring.begin_step()
-    rollout: Rollout
-    if scoring.environments is None:
-        rollout = SingleTurnRollout(
-            groups, _sampling(config), seeds, num_wanted, context_len=context_len
+    def __init__(
+        self,
+        plan: Plan,
+        engine_number: int,
+        budget: Budget | None = None,
+        user: WorkerUser | None = None,
+    ) -> None:
+        """`budget` and `user`: see `Scoring`."""
+        self._plan, self._number, self._budget, self._user = plan, engine_number, budget, user
+        self._of_sets: dict[str, Scoring] = {}
+        self.scoring = self._scoring(plan.recipe)
+        """Scores the groups of steps."""
+
+    def of_step(self, started: Sequence[Started], num_wanted: int) -> Task:
+        """Return a task for the prompts of a step that this engine generates."""
+        return self._task(self._plan.recipe, self.scoring, started, "rollout", num_wanted)
+
+    def of_evaluation(self) -> list[Task]:
+        """Return a new task for each evaluation set, in the order of the sets."""
+        return [self._of_set(each) for each in self._plan.eval_sets]
+
+    def _of_set(self, eval_set: EvalSet) -> Task:
+        name, recipe = eval_set.config.name, eval_set.recipe
+        if name not in self._of_sets:
+            self._of_sets[name] = self._scoring(recipe)
+        groups = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
+        local = groups[self._number :: self._plan.num_engines]
+        started = [Started(group, recipe.seed) for group in local]
+        return self._task(recipe, self._of_sets[name], started, "eval")
+
+    def _scoring(self, recipe: Recipe) -> Scoring:
+        return Scoring(recipe, self._plan.tokenizer, self._budget, self._user)
+
+    def _task(
+        self,
+        recipe: Recipe,
+        scoring: Scoring,
+        started: Sequence[Started],
+        clock_name: str,
+        num_wanted: int | None = None,
+    ) -> Task:
+        scoring.begin_step()
+        return Task(
+            make_rollout(recipe, self._plan, started, scoring.environments, num_wanted),
+            scoring,
+            clock_name,
+            keeps_routes=clock_name != "eval",
+            needs_masks=recipe.rollout.sampling_mask,
         )
-    else:
-        rollout = _conversations(
-            config, scoring.environments, groups, seeds, tokenizer, context_len, template_kwargs
-        )
-    return Task(rollout, scoring, clock_name, keeps_routes, config.sampling_mask)
 
-
-def _conversations(
-    config: RolloutConfig,
-    environments: Episodes,
-    groups: Sequence[SampleGroup],
-    seeds: Sequence[int],
-    tokenizer: Any,
-    context_len: int,
-    template_kwargs: Mapping[str, Any] | None,
-) -> MultiTurnRollout:
-    return MultiTurnRollout(
-        groups,
-        environments,
-        tokenizer,
-        sampling=_sampling(config),
-        max_turns=environments.config.max_turns,
-        context_len=context_len,
-        seeds=seeds,
-        step_samples=config.prompts_per_step * config.samples_per_prompt,
-        template_kwargs=template_kwargs,
-    )
-
-
-def _sampling(config: RolloutConfig) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=config.max_response_len,
-        min_new_tokens=config.min_response_len,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop_token_ids=config.stop_token_ids,
-        stop=config.stop,
-        sampling_mask=config.sampling_mask,
-    )
-
-
-def make_step_task(
-    plan: Plan, scoring: Scoring, started: Sequence[Started], num_wanted: int
-) -> Task:
-    """Return the task that generates one engine's share of a step's prompts."""
-    return make_task(
-        plan.recipe.rollout,
-        scoring,
-        [one.group for one in started],
-        [one.seed for one in started],
-        num_wanted,
-        tokenizer=plan.tokenizer,
-        context_len=plan.context_len,
-        clock_name="rollout",
-        template_kwargs=plan.recipe.data.chat_template_kwargs,
-    )
+    def close(self) -> None:
+        """Leave no process behind. Harmless when repeated."""
+        for scoring in (self.scoring, *self._of_sets.values()):
+            scoring.close()
 
 
 def make_rollout(
+    recipe: Recipe,
     plan: Plan,
     started: Sequence[Started],
     episodes: Episodes | None,
-    on_sample: Callable[[SampleGroup, int], None],
+    num_wanted: int | None = None,
+    on_sample: Callable[[SampleGroup, int], None] | None = None,
+    options: Mapping[str, bool] = {},
 ) -> Rollout:
-    """Return the rollout of prompts that belong to no step.
+    """Return the rollout of some prompts. `recipe` is the plan's recipe or that of an evaluation
+    set.
 
-    `episodes` plays their conversations; it is None where a sample is one answer. `on_sample` is that
-    of `SingleTurnRollout`; a conversation has none.
+    `episodes` runs the environments of conversations. If it is None, a sample is a single
+    completion. For `num_wanted` and `on_sample` see `SingleTurnRollout`; conversations ignore both.
+    `options` are passed on to `PolicyEndpoint.generate`.
     """
-    config = plan.recipe.rollout
+    config = recipe.rollout
     groups, seeds = [one.group for one in started], [one.seed for one in started]
     if episodes is None:
         return SingleTurnRollout(
-            groups, _sampling(config), seeds, on_sample=on_sample, context_len=plan.context_len
+            groups, sampling_of(config), seeds, num_wanted, on_sample, plan.context_len, options
         )
-    template_kwargs = plan.recipe.data.chat_template_kwargs
-    return _conversations(
-        config, episodes, groups, seeds, plan.tokenizer, plan.context_len, template_kwargs
+    return MultiTurnRollout(
+        groups,
+        episodes,
+        plan.tokenizer,
+        sampling=sampling_of(config),
+        max_turns=episodes.config.max_turns,
+        context_len=plan.context_len,
+        seeds=seeds,
+        step_samples=config.prompts_per_step * config.samples_per_prompt,
+        template_kwargs=recipe.data.chat_template_kwargs,
+        options=options,
     )
 
 
 def lacks_masks(group: SampleGroup) -> bool:
-    """Return whether a sample that the policy generated has no sampling mask."""
+    """Return whether a sample with generated tokens has no sampling mask."""
     return any(s.num_generated and s.sampling_mask is None for s in group.samples)
 
 
@@ -219,11 +197,11 @@ def _without_routes(group: SampleGroup) -> SampleGroup:
 
 
 def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[SampleGroup]:
-    """Return all engines' groups of a task, with rewards: whole on the rank that has them, and outlines
-    (`mrl.run.rollouts.outline`) on the others.
+    """Return the scored groups of all ranks. A rank has the tokens of its own groups, and outlines
+    (`mrl.run.rollouts.outline`) of all others.
 
-    A collective. Raises RunFailed where rewards failed for too large a share of a whole step, however
-    few samples this round of it has.
+    A collective. Raises RunFailed if too many samples could not be scored. The limit is a share of
+    the samples of a whole step, even if this round has fewer samples.
     """
     local, num_failed = scored.finish() if scored is not None else ([], 0)
     if mesh.dims.world == 1:
@@ -240,14 +218,15 @@ def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[Samp
 
 
 def share_partial(scored: Scored | None, mesh: Mesh) -> list[SampleGroup]:
-    """Return the partial groups of all engines: whole on the rank that has them, and outlines on the
-    others. A collective."""
+    """Return the partial groups of all ranks. A rank has the tokens of its own groups, and outlines
+    of all others. A collective."""
     partial = [] if scored is None else scored.partial
     return partial if mesh.dims.world == 1 else _share_outlines(partial, mesh)
 
 
 def _share_outlines(local: list[SampleGroup], mesh: Mesh) -> list[SampleGroup]:
-    """Return all ranks' groups, by rank. Only ranks that lead an engine have groups and send them."""
+    """Return the groups of all ranks, in the order of the ranks. Ranks without groups send
+    nothing."""
     mine = encode_groups(local, with_routes=False, with_tokens=False) if local else b""
     everything: list[SampleGroup] = []
     for rank, part in enumerate(share_bytes(mine)):

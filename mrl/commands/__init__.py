@@ -1,6 +1,7 @@
-"""Each command is one file: `add_to(commands)` says what it takes, and its `run` does it.
+"""The commands of `mrl`. Each command is a module: `add_to(commands)` adds its argument parser, and
+`run(args)` executes the command.
 
-Heavy imports belong into `run`: `mrl --help` must not wait for Megatron.
+Slow imports belong in `run`, so that `mrl --help` does not wait for Megatron.
 """
 
 from __future__ import annotations

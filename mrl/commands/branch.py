@@ -1,4 +1,4 @@
-"""`mrl branch RUN[@STEP] NEW_DIR [key=value ...]` makes a new run from a checkpoint of another."""
+"""`mrl branch RUN[@STEP] NEW_DIR [key=value ...]` makes a run from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def add_to(commands: Any) -> None:
         "branch",
         help="make a new run from a checkpoint of another, with other settings",
         description="Make a run folder that continues from a checkpoint of another run, with its "
-        "optimizer state, its position in the data and its KL coefficient, and with the keys given "
-        "changed. Then `mrl train NEW_DIR` trains it. RUN stays as it is.",
+        "optimizer state, its position in the data and its KL coefficient, and with the given keys "
+        "changed. Then `mrl train NEW_DIR` trains it. RUN is not changed.",
     )
     command.add_argument(
         "source",

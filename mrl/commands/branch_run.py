@@ -1,7 +1,7 @@
-"""Makes a new run from a checkpoint of another run, which stays as it is.
+"""Make a new run from a checkpoint of another run, which is not changed.
 
-The checkpoint's files are linked where the file system allows it, and copied elsewhere: mrl never
-writes into a checkpoint that has its name, and removing one of two links leaves the other.
+The checkpoint's files are hard links if the file system allows it, and copies otherwise. Links are
+safe: mrl never writes into a finished checkpoint, and removing one of two links keeps the file.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from parallel.checkpoint.manifest import candidates, damage, folder_name, point_
 
 @dataclass(frozen=True)
 class Branched:
-    """A `Branched` says what `branch` made."""
+    """The result of `branch`."""
 
     parent: Path
     step: int
-    """Steps done in the checkpoint that the new run continues from."""
+    """The number of steps that the parent had done at the checkpoint. The new run continues there."""
     changes: Sequence[Change]
 
 
 def branch(source: str, target: Path, overrides: list[str]) -> Branched:
-    """Make the run folder `target` from `source`, `RUN` or `RUN@STEP`, with `overrides`.
+    """Make the run folder `target` from `source`, which is `RUN` or `RUN@STEP`, with `overrides`.
 
-    The new run has the checkpoint, and the metrics of the steps before it. Raises InputError where
-    there is no such checkpoint or it is damaged, where `target` is not empty, and where a key would
-    change that a run keeps.
+    The new run has the checkpoint and the metrics of the steps before it. Raises InputError if the
+    checkpoint does not exist or is damaged, if `target` is not empty, if an override changes a key
+    that cannot change in a run, or if the recipe has `train.num_epochs`.
     """
     parent, step = _parse(source)
-    load_run(parent)  # says what is wrong with the folder
+    load_run(parent)  # raises InputError if it is not the folder of a run
     checkpoint = _checkpoint(parent, step)
     step = step_of(checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"{target} is there already; give a new or an empty folder")
+        raise InputError(f"{target} exists already; give a new or an empty folder")
     config = RunFolder(parent).history.config_at(step)
     recipe = load_run(parent, _without_output(overrides, target), config)
     recipe = recipe.model_copy(update={"output_dir": str(target)})
@@ -87,7 +87,11 @@ def _parse(source: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    """Return the checkpoint of `step`, or the newest; InputError where it is not there or damaged."""
+    """Return the folder of the run's checkpoint with `step` steps done; None takes the newest
+    checkpoint.
+
+    Raises InputError if the checkpoint does not exist or is damaged.
+    """
     root = run / "checkpoints"
     found = sorted((p for p in root.glob("iter_*") if p.name[5:].isdigit()), reverse=True)
     steps = ", ".join(str(step_of(path)) for path in reversed(found)) or "none"
@@ -99,8 +103,8 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         raise InputError(f"{run} has {which}; it has checkpoints of these steps: {steps}")
     if reason := damage(newest[0]):
         raise InputError(
-            f"checkpoint {newest[0].name} is damaged: {reason}; name another step, {run}@STEP; there "
-            f"are {steps}"
+            f"checkpoint {newest[0].name} is damaged: {reason}; name another step, {run}@STEP; it has "
+            f"checkpoints of these steps: {steps}"
         )
     return newest[0]
 
@@ -115,6 +119,6 @@ def _without_output(overrides: list[str], target: Path) -> list[str]:
 def _link(source: Path, target: Path) -> None:
     try:
         shutil.copytree(source, target, copy_function=os.link)
-    except (OSError, shutil.Error):  # another file system, or one without links
+    except (OSError, shutil.Error):  # on another file system, or on one without hard links
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)

@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--ignore-memory",
         action="store_true",
-        help="on a machine with GPUs: accept a recipe that should not fit into their memory",
+        help="on a machine with GPUs: accept a recipe that does not fit into their memory by the plan",
     )
     command.add_argument(
         "--deep",
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
-    """Add `--plan` and what it takes."""
+    """Add `--plan` and its options."""
     command.add_argument(
         "--plan",
         action="store_true",
@@ -51,7 +51,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         "--gpus",
         type=int,
         metavar="N",
-        help="check, or plan, for N ranks, also on a machine without GPUs; by default for those of "
+        help="check or plan for N ranks, also on a machine without GPUs; by default for the ranks of "
         "this start",
     )
     command.add_argument("--gpu", metavar="NAME", help="with --plan: h100 (default) or h200")
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> None:
     for name in ("gpu", "prompt_len", "host_memory", "response_len", "measured"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
-    from mrl.commands.ranks import check_ranks
     from mrl.preflight import check
+    from mrl.preflight.ranks import check_ranks
     from mrl.preflight.room import check_room
     from parallel.mesh import world_size
 
@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> None:
     console.pairs([*plan.rows(elsewhere=elsewhere), *([("disk", room)] if room else [])])
     if elsewhere:
         print(
-            f"checked for {world} GPU(s), which this machine does not have: what depends on them is "
-            "checked where the run starts (mrl check --plan predicts the memory)"
+            f"checked for {world} GPU(s), which this machine does not have: checks that need them are "
+            "done where the run starts (mrl check --plan predicts the memory)"
         )
     if args.gpus is None and not args.ignore_memory:
         from mrl.commands.scaling_plan import check_memory

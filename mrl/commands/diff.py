@@ -1,4 +1,4 @@
-"""`mrl diff RUN_A RUN_B` shows where two runs part."""
+"""`mrl diff RUN_A RUN_B` shows where two runs begin to differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ROWS = 20
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "diff",
-        help="show where two runs part: recipe, data, samples, metrics",
+        help="show where two runs begin to differ: recipe, data, samples, metrics",
         description="Compare two runs: recipe, versions, prompts, samples and metrics, and the first "
         "step in which they differ.",
     )

@@ -1,4 +1,4 @@
-"""Provokes faults in a recipe on this machine, and prints what came of each: `mrl drill RECIPE`."""
+"""`mrl drill RECIPE` provokes faults in runs of a recipe on this machine and prints how each ended."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "drill",
-        help="provoke faults in a recipe on this machine, and see that it recovers from each",
+        help="provoke faults in a recipe on this machine, and check that it recovers from each",
         description="Run a recipe for a few steps in a scratch folder, provoke one fault after the "
-        "other, and check how each ends: exit code, report, what is left behind, and that the "
-        "continued run has the bits of one without a fault. docs/faults.md describes the faults.",
+        "other, and check how each ends: exit code, report, processes and files left behind, and that "
+        "the continued run has the bits of one without a fault. docs/faults.md describes the faults.",
     )
     add_recipe(command, is_optional=True)
     command.add_argument(
@@ -41,12 +41,12 @@ def add_to(commands: Any) -> None:
         help="ranks to start (default: all GPUs that the layout can use; without GPUs the fewest)",
     )
     command.add_argument(
-        "--folder", type=Path, help="scratch folder (default: OUTPUT_DIR_drill, beside output_dir)"
+        "--folder", type=Path, help="scratch folder (default: OUTPUT_DIR_drill, next to output_dir)"
     )
     command.add_argument(
-        "--list", action="store_true", help="print the faults and end; RECIPE may be left out"
+        "--list", action="store_true", help="print the faults and exit; RECIPE may be left out"
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object a fault")
+    command.add_argument("--json", action="store_true", help="print one JSON object per fault")
     command.set_defaults(
         run=run, after_interrupt="no process remains; the scratch folder holds the logs"
     )
@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _names(args: argparse.Namespace) -> list[str]:
-    """Return the faults to provoke, in the order of the list. Raises InputError."""
+    """Return the names of the faults to provoke: those after `--only`, or else all, in their usual
+    order. Raises InputError for an unknown name."""
     from mrl.drill import FAULTS
 
     wanted = args.only or list(FAULTS)
@@ -95,10 +96,12 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def _ranks(recipe: Recipe) -> int:
-    """Return the ranks of this machine that the layout can use. Raises InputError."""
+    """Return the number of ranks to start: as many of this machine's GPUs as the layout can use or,
+    without GPUs, the fewest ranks that the layout allows. Raises InputError if there are too few
+    GPUs."""
     import torch
 
-    from mrl.commands.ranks import fewest_ranks
+    from mrl.preflight.ranks import fewest_ranks
 
     fewest, gpus = fewest_ranks(recipe), torch.cuda.device_count()
     if not gpus:
@@ -108,13 +111,15 @@ def _ranks(recipe: Recipe) -> int:
             f"the recipe needs {fewest} ranks and this machine has {gpus} GPUs; a drill runs on one "
             "node: give a smaller layout, e.g. parallel.pipeline_model_parallel_size=1"
         )
-    apart = recipe.rollout.num_ranks or 0  # these lead engines only
-    least = fewest - apart
-    return (gpus - apart) // least * least + apart
+    num_rollout = recipe.rollout.num_ranks or 0
+    num_trainers = fewest - num_rollout
+    return (gpus - num_rollout) // num_trainers * num_trainers + num_rollout
 
 
 def _list(recipe: Recipe | None, names: list[str]) -> None:
-    """Print these faults and those that are never provoked, each with what a recipe makes of it."""
+    """Print a table of the faults `names` and of the faults in NOT_PROVOKED. The last column says
+    `yes`, or why the recipe does not allow the fault. Without a recipe it may say
+    `depends on the recipe`."""
     from mrl.drill import FAULTS, NOT_PROVOKED, never
     from mrl.run import console
 
@@ -130,7 +135,8 @@ def _list(recipe: Recipe | None, names: list[str]) -> None:
 
 
 def _say(row: Row, *, as_json: bool) -> None:
-    """Print a row as soon as it is there."""
+    """Print the result of one fault: as a JSON object with `as_json`, otherwise as a line. Without
+    `as_json`, nothing is printed for a fault that was not provoked."""
     if as_json:
         print(json.dumps({**dataclasses.asdict(row), "passed": row.passed}), flush=True)
     elif row.verdict != "not provoked":

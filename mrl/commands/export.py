@@ -1,4 +1,4 @@
-"""`mrl export RUN_OR_CKPT DIR` writes a checkpoint as a Hugging Face folder, or as PEFT's."""
+"""`mrl export RUN_OR_CKPT DIR` writes a checkpoint as a Hugging Face folder or a PEFT folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`mrl export`: find the checkpoint, say which one it is, and write it as a Hugging Face folder, or as
-PEFT's folder of an adapter."""
+"""Find a checkpoint and write it as a Hugging Face folder, or as the PEFT folder of an adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +24,13 @@ def export(
     *,
     merged: bool = False,
 ) -> None:
-    """Raises InputError where `source` holds no whole checkpoint or `target` cannot be written."""
+    """Export the checkpoint folder `source`, or the newest undamaged checkpoint of the run folder
+    `source`, to `target`.
+
+    `base`, `architecture` and `merged` are passed to
+    `parallel.checkpoint.hf_export.export_checkpoint`. Raises InputError if `source` has no
+    undamaged checkpoint, if `target` cannot be written, or if the shard size is below 1 MiB.
+    """
     if max_shard_size_mb < 1:
         raise InputError(f"--max-shard-size-mb {max_shard_size_mb}: expected at least 1")
     folder = _find(source)
@@ -48,7 +53,9 @@ def export(
 
 
 def _find(source: Path) -> Path:
-    """The checkpoint itself, or the newest whole one of a run folder."""
+    """Return the checkpoint folder `source`, or the newest undamaged checkpoint of the run folder
+    `source`. Raises InputError if the checkpoint is damaged, or if the run has no undamaged
+    checkpoint."""
     if source.name.startswith("iter_") and source.is_dir():
         if reason := damage(source):
             raise InputError(f"checkpoint {source.name} is damaged: {reason}; export another one")
@@ -63,8 +70,10 @@ def _find(source: Path) -> Path:
 
 
 def _warn_of_other_base(run: Path, base: Path | None) -> None:
-    """Warn where the weights that an adapter is merged into are not those that it was trained on, as
-    far as the run folder tells."""
+    """Warn if the adapter is merged into a base model other than the model it was trained on.
+
+    If the checkpoint is not in a run folder, that model is unknown, and nothing is checked.
+    """
     folder = RunFolder(run)
     trained_on = folder.history.contents().get("model.path")
     if trained_on is None or not folder.config.is_file():
@@ -72,7 +81,7 @@ def _warn_of_other_base(run: Path, base: Path | None) -> None:
     path = base or Path(load_recipe(folder.config).model.path)
     if path.is_dir() and digest_of(str(path.absolute())) != trained_on:
         console.warning(
-            f"the files of {path} are not those that the adapter was trained on: merged into other "
+            f"the files of {path} are not those on which the adapter was trained: merged into other "
             "weights it is another policy"
         )
 
@@ -85,7 +94,8 @@ def _task(recipe: Recipe) -> dict[str, str]:
 
 
 def _notes(run: Path) -> dict[str, str]:
-    """Rows of the model card about the recipe, where the checkpoint lies in its run folder."""
+    """Return the rows of the model card that come from the recipe, as {name: value}; empty if the
+    checkpoint is not in a run folder."""
     config = RunFolder(run).config
     if not config.is_file():
         return {}

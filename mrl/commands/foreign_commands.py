@@ -1,4 +1,4 @@
-"""Translates command lines of TRL, verl, slime and torchrun into those of mrl, for error messages."""
+"""Translate command lines of TRL, verl, slime and torchrun into mrl's, for error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LAUNCHERS = (
     "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint",
     "num_processes", "num_machines", "actor_num_nodes", "actor_num_gpus_per_node", "n_gpus_per_node",
 )  # fmt: skip
-"""Options of torchrun, accelerate and slime that say how many ranks there are."""
+"""Options of torchrun, accelerate and slime that set the number of ranks or where they run."""
 FILES = ("config", "config_name", "config_path", "config_file", "recipe")
 COMMANDS = {
     **dict.fromkeys(
@@ -28,13 +28,16 @@ COMMANDS = {
     "merge": "mrl export RUN_OR_CKPT DIR",
     "resume": "mrl train RUN",
 }
-"""Commands of other frameworks, and the equivalent command of mrl."""
+"""Commands of other frameworks, each with the equivalent command of mrl or the reason why mrl has
+none."""
 
 
 def hint_for(words: Sequence[str]) -> str:
-    """Return what to type instead of `words`, which mrl does not know; empty without a suggestion.
+    """Return a hint that says what to type instead of `words`, a command line that mrl does not
+    accept; empty if mrl has no hint.
 
-    It recognizes options of launchers, configuration files, recipe keys given as options, and commands.
+    The hint covers commands of other frameworks, options of launchers, configuration files, and
+    recipe keys that are given as options.
     """
     if words and words[0] in COMMANDS:
         return f"; in mrl: {COMMANDS[words[0]]}"

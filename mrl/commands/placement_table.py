@@ -1,4 +1,5 @@
-"""`mrl check --plan` shows how long a step takes in each placement, and which side waits."""
+"""The tables of `mrl check --plan` that compare colocated and disaggregated placement: the time of
+a step, and whether trainer or engines wait for the other side."""
 
 from __future__ import annotations
 
@@ -10,23 +11,25 @@ from pathlib import Path
 from mrl.config import Recipe
 from mrl.config.asynchronous import AsyncConfig
 from mrl.errors import InputError
-from mrl.preflight.expected_times import Expected, expected_times
-from mrl.preflight.measured_times import MeasuredRun, read_measured
-from mrl.preflight.placement import ExpectedStep, StepTimes, expected_step_s
+from mrl.planner.expected_times import Expected, expected_times
+from mrl.planner.hardware import Hardware
+from mrl.planner.measured_times import MeasuredRun, mean_times
+from mrl.planner.placement import ExpectedStep, StepTimes, expected_step_s
+from mrl.planner.report import Table
+from mrl.planner.shape import ModelShape
+from mrl.planner.units import duration
+from mrl.planner.verdict import verdict
+from mrl.planner.workload import Workload
+from mrl.run.folder import RunFolder
+from mrl.run.source import load_run
 from parallel.dims import ParallelDims
-from parallel.scaling.cost import Hardware
-from parallel.scaling.report import Table
-from parallel.scaling.shape import ModelShape
-from parallel.scaling.units import duration
-from parallel.scaling.verdict import verdict
-from parallel.scaling.workload import Workload
 
 BOUNDS = (1, 2, 4)
 HEADER = ("placement", "one step", "trainer waits", "engines wait", "tail", "who waits")
-TAIL = "tail: engines work with empty places, because the step or new weights wait for slow groups"
+TAIL = "tail: engines are not full, because the step or new weights wait for slow groups"
 ALL_DEVICES = (
-    "not measured: how long either part takes on all devices; give a colocated run of the recipe as "
-    "well (--measured RUN RUN)"
+    "not measured: how long training and generating take on all devices; give a colocated run of the "
+    "recipe as well (--measured RUN RUN)"
 )
 OWN_DEVICES = (
     "not measured: how long either role takes on ranks of its own; give a run with "
@@ -36,12 +39,13 @@ OWN_DEVICES = (
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a step in either placement, or why it is not."""
+    """The times of a step in each placement, or the reason why the times are not known."""
 
     colocated: StepTimes | str
-    apart: StepTimes | str
-    """Each role has ranks of its own."""
+    disaggregated: StepTimes | str
     spread: float
+    """In the disaggregated placement: the time to generate a step's batch, divided by the time that
+    engines would need if they were always full (see `mrl.planner.placement.expected_step_s`)."""
     colocated_spread: float = 1.0
 
 
@@ -53,66 +57,83 @@ def planned_tables(
     gpu: Hardware,
     mean_response_len: int | None,
 ) -> tuple[list[Table], str]:
-    """Return the tables of a disaggregated recipe on GPUs, and which side waits. Raises InputError."""
+    """Return tables with estimated times of a disaggregated recipe, and the line that says which
+    side waits, trainer or engines.
+
+    `mean_response_len` is in tokens; if it is None, every response is assumed to have the longest
+    length allowed. Raises InputError if the mean is below 1 or above that length.
+    """
     longest = work.response_len
     mean = longest if mean_response_len is None else mean_response_len
     if not 1 <= mean <= longest:
         raise InputError(
             f"--response-len: got {mean}, expected 1 to rollout.max_response_len, which is {longest}"
         )
-    apart = expected_times(shape, dims, work, gpu, mean)
+    disaggregated = expected_times(shape, dims, work, gpu, mean)
     colocated = _colocated(recipe, shape, dims, work, gpu, mean)
     known = Known(
         colocated if isinstance(colocated, str) else colocated.times,
-        apart.times,
-        apart.spread,
+        disaggregated.times,
+        disaggregated.spread,
         1.0 if isinstance(colocated, str) else colocated.spread,
     )
     title = (
         f"One step by placement, ESTIMATED for {gpu.name}, responses of {mean} tokens on average and "
         f"{longest} at most ({TAIL})"
     )
-    tables = [_parts_table(apart, gpu), _table(title, known, recipe.asynchronous)]
-    return tables, says(known, recipe.asynchronous)
+    tables = [_parts_table(disaggregated, gpu), _table(title, known, recipe.asynchronous)]
+    return tables, which_side_waits(known, recipe.asynchronous)
 
 
 def measured_tables(folders: Sequence[Path], config: AsyncConfig | None) -> tuple[list[Table], str]:
-    """Return the same from what runs have measured. `config` is None for a colocated recipe.
+    """Return the tables from the times of measured runs, and the line that says which side waits,
+    trainer or engines.
 
-    Raises InputError for two runs of one kind: one colocated, one disaggregated are expected.
+    For a colocated recipe, `config` is None and the line is empty. Raises InputError if two
+    runs have the same placement; at most one colocated and one disaggregated run are expected.
     """
     runs = [read_measured(folder) for folder in folders]
-    together = [run for run in runs if run.placement == "colocated"]
-    apart = [run for run in runs if run.placement != "colocated"]
-    for kind, found in (("colocated", together), ("disaggregated", apart)):
+    colocated = [run for run in runs if run.placement == "colocated"]
+    disaggregated = [run for run in runs if run.placement != "colocated"]
+    for kind, found in (("colocated", colocated), ("disaggregated", disaggregated)):
         if len(found) > 1:
             raise InputError(
                 f"--measured: {found[0].folder} and {found[1].folder} are both {kind}; give one "
                 "colocated run, one disaggregated run, or one of each"
             )
     known = Known(
-        _known(together, ALL_DEVICES),
-        _known(apart, OWN_DEVICES),
-        _spread(apart),
-        _spread(together),
+        _known(colocated, ALL_DEVICES),
+        _known(disaggregated, OWN_DEVICES),
+        _spread(disaggregated),
+        _spread(colocated),
     )
     rows = [row for run in runs for row in _measured_rows(run)]
     title = (
-        f"One step by placement, from what was measured ({TAIL}; its size is an assumption: the "
-        "longest response over the mean one, in engines that are as fast with few as with many)"
+        f"One step by placement, from measured times ({TAIL}; its size assumes that engines decode few "
+        "requests as fast as many)"
     )
     tables = [
         Table("Seconds of a step's parts", ("role", "part", "seconds", "source"), rows),
         _table(title, known, config or AsyncConfig()),
     ]
-    return tables, says(known, config) if config is not None else ""
+    return tables, which_side_waits(known, config) if config is not None else ""
 
 
-def says(known: Known, config: AsyncConfig) -> str:
-    """Return in a line which side waits in the recipe's own placement."""
-    if isinstance(known.apart, str):
-        return f"which side waits is {known.apart}"
-    step = _expected(known.apart, known.spread, config, config.max_staleness)
+def read_measured(folder: Path) -> MeasuredRun:
+    """Return the mean times of the run in `folder`.
+
+    Raises InputError if the folder holds no run, or if `mean_times` cannot use the run's metrics.
+    """
+    return mean_times(folder, load_run(folder), RunFolder(folder).read_metrics())
+
+
+def which_side_waits(known: Known, config: AsyncConfig) -> str:
+    """Return a line that says whether the trainer or the engines wait, and for how long, in a
+    disaggregated run with `config.max_staleness`. If the times are not known, the line gives the
+    reason."""
+    if isinstance(known.disaggregated, str):
+        return f"which side waits is {known.disaggregated}"
+    step = _expected(known.disaggregated, known.spread, config, config.max_staleness)
     name = {
         "trainer": "the trainer waits",
         "rollout": "the engines wait",
@@ -137,18 +158,19 @@ def _colocated(
     gpu: Hardware,
     mean_response_len: int,
 ) -> Expected | str:
-    """Return what all ranks would do in turns, or why they could not."""
+    """Return the estimated times of the recipe if it were colocated on all ranks, or the reason why
+    it cannot run colocated."""
     world = dims.world + work.rollout_ranks
-    together = dataclasses.replace(work, rollout_ranks=0, max_staleness=0, staged_versions=0)
+    colocated = dataclasses.replace(work, rollout_ranks=0, max_staleness=0, staged_versions=0)
     try:
         layout = ParallelDims.create(recipe.parallel, world)
     except InputError as error:
         return f"cannot run: {error}"
     if world % work.engine_tp:
         return f"cannot run: {world} ranks are not divisible into engines of {work.engine_tp}"
-    if not verdict(shape, layout, together, gpu).runs:
+    if not verdict(shape, layout, colocated, gpu).runs:
         return f"does not fit on {world} x {gpu.name} with the recipe's other keys"
-    return expected_times(shape, layout, together, gpu, mean_response_len)
+    return expected_times(shape, layout, colocated, gpu, mean_response_len)
 
 
 def _parts_table(expected: Expected, gpu: Hardware) -> Table:
@@ -167,7 +189,7 @@ def _parts_table(expected: Expected, gpu: Hardware) -> Table:
         for name, key in names
     ]
     return Table(
-        f"Seconds of either role in a step, ESTIMATED for {gpu.name} (not measured on GPUs; for other "
+        f"Seconds of each role in a step, ESTIMATED for {gpu.name} (not measured on GPUs; for other "
         "devices: --measured RUN)",
         ("role", "part", "seconds", "formula [source]"),
         rows,
@@ -182,7 +204,7 @@ def _measured_rows(run: MeasuredRun) -> list[tuple[str, ...]]:
     generate = "generate, and load weights" if loads else "generate"
     return [
         ("rollout", generate, duration(times.generate_s), where),
-        ("trainer", "train, and all that is not named here", duration(times.train_s), where),
+        ("trainer", "train, and everything not listed here", duration(times.train_s), where),
         ("both", "sync weights", duration(times.sync_s), where),
         *([("rollout", "load weights", duration(times.load_s), where)] if times.load_s else []),
         ("both", "one step as measured", duration(run.step_s), where),
@@ -220,17 +242,17 @@ def _table(title: str, known: Known, config: AsyncConfig) -> Table:
         rows = [_row("colocated, on all ranks", step)]
     for bound in sorted({0, own, *BOUNDS}):
         name = f"asynchronous, bound {bound}" if bound else "synchronous"
-        if isinstance(known.apart, str):
-            rows.append((name, "", "", "", "", known.apart))
+        if isinstance(known.disaggregated, str):
+            rows.append((name, "", "", "", "", known.disaggregated))
         else:
-            rows.append(_row(name, _expected(known.apart, known.spread, config, bound)))
+            rows.append(_row(name, _expected(known.disaggregated, known.spread, config, bound)))
     return Table(title, HEADER, rows)
 
 
 def _row(name: str, step: ExpectedStep) -> tuple[str, ...]:
     who = {"trainer": "trainer", "rollout": "engines", "neither": "neither"}[step.waits]
     if name.startswith("colocated"):
-        who = "nobody: all devices do both"
+        who = "neither: all devices do both"
     elif name == "synchronous":
         who = f"both, in turns; the {who} longer" if who != "neither" else "both, in turns"
     return (

@@ -1,4 +1,4 @@
-"""`mrl recipe` prints every key of a recipe, as a recipe."""
+"""`mrl recipe` prints a recipe that has every key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command takes that reads a recipe."""
+"""The arguments of every command that reads a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.run.source import read_source
 
 
 def add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
-    """Add the arguments RECIPE and `key=value` (overrides); `is_optional`: RECIPE may be None."""
+    """Add the arguments RECIPE and `key=value`; with `is_optional`, RECIPE may be left out."""
     command.add_argument(
         "recipe",
         nargs="?" if is_optional else None,
@@ -40,9 +40,10 @@ def add_allow(command: argparse.ArgumentParser) -> None:
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """Return the recipe with its overrides. Raises InputError.
+    """Return the recipe with its overrides applied. Raises InputError if it is not valid.
 
-    Of the words after `--allow`, those of the form `key=value` are moved to the overrides.
+    `--allow` also collects `key=value` words that follow its keys. These words are overrides, so
+    they are moved from `args.allow` to `args.overrides`.
     """
     words = getattr(args, "allow", [])
     args.overrides = [*args.overrides, *(word for word in words if "=" in word)]

@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
         "replay",
         help="train one step of a run again and compare its metrics",
         description="Train one step of a run again from its saved rollouts (debug.save_rollouts) and "
-        "compare the metrics bit by bit. The run stays as it is. Exit code 1: a metric differs.",
+        "compare the metrics bit by bit. The run is not changed. Exit code 1: a metric differs.",
     )
     command.add_argument("run_folder", type=Path, metavar="RUN", help="output_dir of a run")
     command.add_argument(
@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exit code 1 where a metric differs."""
+    """Replay the step, and exit with 1 if a metric differs."""
     from mrl.commands.replay_step import find_source, replay
     from parallel.mesh import destroy_mesh, world_size
 

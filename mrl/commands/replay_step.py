@@ -1,10 +1,13 @@
-"""One step of a run again, from its saved rollouts: the same bits, or what differs.
+"""Train one step of a run again from its saved rollouts, and compare its metrics bit by bit.
 
-The newest checkpoint at or before the step is loaded (the initial weights, before the first one), the
-steps from there on are trained again from rollouts/step_*.safetensors, and the metrics of the step are
-compared with those on file. Nothing is written into the run but, by default, its folder replay/.
+The newest checkpoint at or before the step is loaded, or the initial weights if there is no such
+checkpoint. All steps from there to the requested step are trained again from
+rollouts/step_*.safetensors, and the metrics of the requested step are compared with those in
+metrics.jsonl. By default the replay is written to the run's folder replay/; nothing else in the run
+changes.
 
-What the engine measured is not measured again, and times and memory are the machine's.
+Metrics of the engine are not compared, because the replay starts no engine. Times, memory,
+throughput and `async/` metrics are not compared either.
 """
 
 from __future__ import annotations
@@ -29,22 +32,25 @@ if TYPE_CHECKING:
     from mrl.trainer import Trainer
 
 ENGINE = ("rollout/", "eval/", "routing/wire_bytes_per_token")
-"""Metrics of the engine, and of which rank rolled out what."""
+"""Prefixes of metrics that come from the engine, or depend on which rank generated which samples."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint and the files that a replay of a step reads."""
+    """The starting point of a replay: a run, the step to replay, and the checkpoint or initial
+    weights from which training starts."""
 
     run: RunFolder
     step: int
     start: int
-    """Steps done in the checkpoint that is loaded; 0 without one."""
+    """Number of steps that the run had done at the checkpoint; 0 for the initial weights."""
     checkpoint: bool
-    """False: from the initial weights (and SFT)."""
+    """Whether the replay starts from a checkpoint. Otherwise it starts from the initial weights and
+    repeats the recipe's SFT, if any."""
 
     @property
     def name(self) -> str:
+        """The name of the checkpoint, or `the initial weights`."""
         if self.checkpoint:
             return folder_name(self.start)
         return "the initial weights"
@@ -52,23 +58,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A `Replayed` is the result of a replay, the same on every rank."""
+    """The result of a replay, which is the same on every rank."""
 
     source: Source
     folder: RunFolder
     num_keys: int
-    """Metrics compared."""
+    """Number of metrics that were compared."""
     pairs: list[Pair]
-    """Those that differ: on file, and again."""
+    """The metrics that differ, each with its value in metrics.jsonl and its value in the replay."""
     missing: list[str]
-    """Metrics on file that the replay does not have."""
+    """Names of metrics that metrics.jsonl has for the step and the replay does not."""
 
 
 def find_source(run: Path, step: int) -> Source:
-    """Raises InputError where the step cannot be done again, with those that can."""
+    """Return the starting point from which the step can be replayed.
+
+    Raises InputError if the step cannot be replayed; the message lists the steps that can be
+    replayed.
+    """
     folder = open_run(run)
     if load_recipe(folder.config).debug.rollout_only:
-        raise InputError(f"{run} only rolled out (debug.rollout_only); no step of it was trained")
+        raise InputError(f"{run} was a run with debug.rollout_only; no step of it was trained")
     if not any(row["step"] == step for row in folder.read_metrics()):
         raise InputError(f"{run} has no metrics of step {step}; {_replayable(folder)}")
     whole = (path for path in candidates(folder.checkpoints) if damage(path, digests=False) is None)
@@ -84,7 +94,7 @@ def find_source(run: Path, step: int) -> Source:
 
 
 def _replayable(folder: RunFolder) -> str:
-    """Which steps can be done again, in words."""
+    """Return a text for error messages that lists the steps that can be replayed."""
     starts = {0, *(step_of(path) for path in candidates(folder.checkpoints))}
     last = max((row["step"] for row in folder.read_metrics()), default=-1)
     steps, reachable = [], False
@@ -98,7 +108,7 @@ def _replayable(folder: RunFolder) -> str:
 
 
 def _ranges(steps: list[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
+    """Write ascending steps as ranges: [0, 1, 2, 5] -> `0-2, 5`."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:
@@ -109,10 +119,11 @@ def _ranges(steps: list[int]) -> str:
 
 
 def replay_recipe(source: Source, output: Path) -> Recipe:
-    """Return the run's recipe, changed to train from its saved rollouts into a folder of its own.
+    """Return the run's recipe, changed to train from its saved rollouts and to write to `output`.
 
-    Token records are written, but for an algorithm without a pass before the update: that of the record
-    would be one that the run may not have had, and the mismatch is measured on it.
+    Token records are written if the algorithm computes log-probs before the update. For other
+    algorithms, a record would need an additional pass. The replay would then measure the mismatch
+    metrics on that pass, but the run may have measured them on the first update's pass.
     """
     run = source.run
     recipe = as_colocated(load_run(run.root, config=run.history.config_at(source.step)))
@@ -123,14 +134,18 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
     tree["debug"] |= {
         "load_rollouts": str(source.run.rollouts), "save_rollouts": False, "rollout_only": False
     }  # fmt: skip
-    tree["eval"] = {}  # it needs an engine
+    tree["eval"] = {}  # an evaluation needs an engine
     if traits(load_algorithm(recipe.algorithm.name)).needs_old_logprobs:
         tree["diagnosis"]["save_tokens_every"] = 1
     return Recipe.model_validate(tree)
 
 
 def replay(source: Source, output: Path, world: int) -> Replayed:
-    """Do it, on this rank of `world`. Raises InputError where the recipe cannot start here."""
+    """Replay a step on this rank of `world`. A collective.
+
+    Raises InputError if the recipe cannot run on `world` ranks here, or if the saved rollouts are
+    damaged.
+    """
     from mrl.preflight import check
     from parallel import prepare
     from parallel.connections import set_connections
@@ -163,7 +178,7 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 
 def _check_tokens(source: Source, vocab_size: int) -> None:
-    """Raise InputError if saved rollouts hold a token that the model does not have."""
+    """Raise InputError if saved rollouts hold a token id outside the model's vocabulary."""
     for step in range(source.start, source.step + 1):
         file = saved_step(source.run.rollouts, step)
         for sample in (sample for group in load_groups(file) for sample in group.samples):
@@ -176,8 +191,11 @@ def _check_tokens(source: Source, vocab_size: int) -> None:
 
 
 def _load(trainer: Trainer, source: Source) -> None:
-    """All that the run had before step `source.start`: models, optimizers, random states, and what one
-    step keeps for the next."""
+    """Restore the state of the run before step `source.start`.
+
+    The state consists of models, optimizers, random states, and the data that one step keeps for
+    the next.
+    """
     from mrl.learn.sft import run_sft
     from parallel.checkpoint.checkpoints import Checkpoints
 
@@ -191,11 +209,14 @@ def _load(trainer: Trainer, source: Source) -> None:
 
 
 def _compare(source: Source, row: dict[str, Any]) -> tuple[int, list[Pair], list[str]]:
-    """Metrics that both have, those of them that differ as a file holds them, and those that only the
-    file has."""
+    """Compare the metrics `row` of the replayed step with the step's metrics in metrics.jsonl.
+
+    Returns the number of compared metrics, the metrics whose values differ after conversion to
+    JSON, and the names of metrics that are only in metrics.jsonl.
+    """
     (old,) = (r for r in source.run.read_metrics() if r["step"] == source.step)
-    again = finite_or_null(row)
+    new = finite_or_null(row)
     keys = [key for key in old if not key.startswith((*MACHINE, *ENGINE))]
-    both = [key for key in keys if key in again]
-    pairs = differences({k: old[k] for k in both}, {k: again[k] for k in both})
+    both = [key for key in keys if key in new]
+    pairs = differences({k: old[k] for k in both}, {k: new[k] for k in both})
     return len(both), pairs, sorted(set(keys) - set(both))

@@ -11,7 +11,7 @@ from typing import Any
 from mrl.errors import InputError
 
 MAX_SHOWN = 3
-"""Findings of one kind that are shown; the others are counted."""
+"""Maximum number of findings of each kind that are shown; further findings are only counted."""
 SPEC_HELP = "as in a recipe: NAME, FILE.py:FUNC, module:FUNC, http://HOST:PORT or reward_model:DIR"
 TIMEOUT_HELP = "time limit of one call in seconds (default 30)"
 HOST_HELP = "address to listen on (default 127.0.0.1); others need a token in MRL_REWARD_TOKEN"
@@ -42,14 +42,14 @@ def add_to(commands: Any) -> None:
         "--model",
         type=Path,
         metavar="DIR",
-        help="model folder whose tokenizer makes completion_ids; without it their bytes do",
+        help="model folder whose tokenizer gives completion_ids; by default they are UTF-8 bytes",
     )
     test.set_defaults(run=run_test)
     serve = actions.add_parser(
         "serve",
         help="serve a reward over HTTP",
-        description="Answer POST requests with prompts and completions by their rewards. A recipe "
-        "names the server by its address: reward: http://HOST:PORT.",
+        description="Serve a reward over HTTP: a POST request with prompts and completions returns "
+        "their rewards. A recipe names the server by its address: reward: http://HOST:PORT.",
     )
     serve.add_argument("spec", metavar="REWARD", help=SPEC_HELP)
     serve.add_argument(
@@ -68,7 +68,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> None:
-    """Serve the reward; MRL_REWARD_TOKEN, where it is set, is the token that clients must send."""
+    """Serve the reward. If MRL_REWARD_TOKEN is set, clients must send it."""
     from mrl.rewards.remote import TOKEN_VARIABLE, read_token
     from mrl.rewards.server import RewardServer
     from mrl.run.console import escape
@@ -88,7 +88,7 @@ def run_serve(args: argparse.Namespace) -> None:
 
 
 def run_test(args: argparse.Namespace) -> None:
-    """Ends with exit code 1 where it found something."""
+    """Test the reward, and exit with 1 if it has faults."""
     from itertools import islice
 
     from mrl.data.reader import read_prompt_rows
@@ -110,7 +110,12 @@ def run_test(args: argparse.Namespace) -> None:
 
 
 def _encoder(model: Path | None) -> Callable[[str], list[int]]:
-    """Token ids of a completion, with an end token as of a sample that stopped."""
+    """Return a function that tokenizes a completion and appends the end-of-sequence token, as in a
+    finished sample.
+
+    If `model` is None, the tokens are UTF-8 bytes and the end token is 0. Raises InputError if the
+    folder `model` has no tokenizer.
+    """
     if model is None:
         return lambda text: [*text.encode(), 0]
     from transformers import AutoTokenizer
@@ -144,14 +149,14 @@ def _show(trial: Any, num_cases: int) -> None:
 
 
 def _figures(trial: Any, num_cases: int) -> list[tuple[str, str]]:
-    """(name, figures) rows."""
+    """Return rows (name, figures) that summarise the trial of the reward."""
     tried = "" if trial.num_rows == num_cases else f" of {num_cases}: stopped after too many hangs"
     rows = [("rows", f"{trial.num_rows}{tried}")]
     if trial.seconds:
         ms = sorted(1000 * second for second in trial.seconds)
         shares = [f"p{share} {ms[-(-len(ms) * share // 100) - 1]:.2f}" for share in (50, 90, 99)]
         rate = len(ms) / sum(trial.seconds)
-        rows.append(("calls", f"{len(ms)} of whole rows, {rate:.0f} a second, one at a time"))
+        rows.append(("calls", f"{len(ms)} with whole rows, {rate:.0f} per second, one at a time"))
         rows.append(("latency in ms", f"{', '.join(shares)}, max {ms[-1]:.2f}"))
     if trial.values:
         low, high = min(trial.values), max(trial.values)

@@ -1,6 +1,7 @@
-"""`mrl check --plan`: what a recipe costs on GPUs, from formulas, before there are any.
+"""`mrl check --plan` predicts with formulas what a recipe costs on GPUs, without needing a GPU.
 
-`mrl check` without it does the same arithmetic for the GPUs at hand, and refuses what cannot fit.
+Without `--plan`, `mrl check` applies the same formulas to the GPUs of this machine, and refuses a
+recipe that does not fit.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ import torch
 
 from mrl.commands.placement_table import measured_tables, planned_tables
 from mrl.config import Recipe
+from mrl.engines.sglang.arguments import check_server_args
 from mrl.errors import InputError
+from mrl.planner.adapter import count_adapter
+from mrl.planner.hardware import HARDWARE, Hardware, find_hardware
+from mrl.planner.report import tables
+from mrl.planner.shape import ModelShape, read_shape
+from mrl.planner.verdict import Verdict, verdict
+from mrl.planner.workload import Workload, recipe_workload
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.lora import check_lora
 from mrl.preflight.roles import roles_of
-from mrl.rollout.sglang.arguments import check_server_args
 from mrl.run import console
 from parallel.architectures import find_architecture
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel, has_weights, read_config
 from parallel.mesh import world_size
 from parallel.options.read import read_options
-from parallel.scaling.adapter import with_adapter
-from parallel.scaling.cost import HARDWARE, Hardware, find_hardware
-from parallel.scaling.report import tables
-from parallel.scaling.shape import ModelShape, read_shape
-from parallel.scaling.verdict import Verdict, verdict
-from parallel.scaling.workload import Workload, recipe_workload
 
 DEFAULT_PROMPT_LEN = 512
 PINNED_LIMIT = re.compile(r"(?:^|,)\s*pinned_max_round_threshold_mb:(\d+)")
@@ -48,13 +49,15 @@ def show_plan(
     response_len: int | None = None,
     measured: Sequence[Path] = (),
 ) -> None:
-    """Print the plan; the last line says that it fits. Raises InputError, with the arithmetic, where
-    it does not, and for a recipe that cannot be.
+    """Print the plan; its last line says that the recipe fits.
 
-    `response_len` is that of the mean response. `measured` are folders of runs, whose times take the
-    place of the estimated ones.
+    The arguments are those of `mrl check --plan`; None takes the default. `response_len` is the
+    mean number of tokens of a response. `measured` are folders of runs, whose measured times
+    replace the estimated times. If the model folder has weights, the recipe is checked as before a
+    start. If it has only config.json, only sizes and options are checked.
 
-    A folder with weights is checked as before a start; of one with only config.json, the sizes are.
+    Raises InputError if the recipe is not valid, or if it does not fit; the message then shows the
+    arithmetic.
     """
     world = world_size() if gpus is None else gpus
     if world < 1:
@@ -100,23 +103,27 @@ def show_plan(
 
 
 def check_memory(recipe: Recipe, world: int) -> str | None:
-    """The plan's verdict for the GPUs of this machine; None where there is none.
+    """Return the plan's verdict for the GPUs of this machine; None if this machine has no GPU.
 
-    Raises InputError where the recipe cannot fit into their memory, or into the host's.
+    Raises InputError if the recipe does not fit into the memory of the GPUs or of the host.
     """
     if not torch.cuda.is_available():
         return None
     found = verdict(*read_plan(recipe, world, None), this_machine(world))
     if not found.runs:
         raise InputError(
-            f"memory plan: {found.text}. These are estimates: mrl check --ignore-memory, and "
-            "IGNORE_MEMORY=1 launch/torchrun.sh, accept the recipe all the same"
+            f"memory plan: {found.text}. These are estimates: mrl check --ignore-memory and "
+            "IGNORE_MEMORY=1 launch/torchrun.sh accept the recipe nevertheless"
         )
     return f"{found.text} (by formulas: mrl check --plan lists them)"
 
 
 def this_machine(world: int) -> Hardware:
-    """The GPU at hand with the speeds of the nearest data sheet, which the verdict does not need."""
+    """Return the hardware of this machine: GPU name and memory, GPUs per node, and host memory.
+
+    The speeds are those of the known GPU with the most similar memory; the verdict does not use
+    speeds.
+    """
     properties = torch.cuda.get_device_properties(0)
     nearest = min(
         HARDWARE.values(), key=lambda gpu: abs(gpu.memory_bytes - properties.total_memory)
@@ -131,7 +138,8 @@ def this_machine(world: int) -> Hardware:
 
 
 def accepted(found: Verdict) -> str:
-    """Return the plan's text. Raises InputError where the layout does not run."""
+    """Return the text of the verdict. Raises InputError with this text if the layout does not run
+    or does not fit."""
     if not found.runs:
         raise InputError(f"memory plan: {found.text}")
     return found.text
@@ -140,8 +148,9 @@ def accepted(found: Verdict) -> str:
 def read_plan(
     recipe: Recipe, world: int, prompt_len: int | None
 ) -> tuple[ModelShape, ParallelDims, Workload]:
-    """Model, layout and work of a recipe on `world` GPUs. Raises InputError."""
-    read_options(recipe.megatron)  # names and types; the GPUs that the rest asks for are elsewhere
+    """Return the model's shape, the layout and the workload of a recipe on `world` GPUs. Raises
+    InputError if the recipe is not valid on that many GPUs."""
+    read_options(recipe.megatron)  # names and types only; the other checks need the GPUs
     if recipe.rollout.engine == "sglang":
         check_server_args(recipe.rollout.server_args)
     config = read_config(Path(recipe.model.path))
@@ -149,7 +158,8 @@ def read_plan(
         Path(recipe.model.path), config, find_architecture(config, recipe.model.architecture)
     )
     shape = read_shape(config, model.architecture)
-    shape = with_adapter(shape, model, check_lora(recipe, model))
+    if adapter := check_lora(recipe, model):
+        shape = dataclasses.replace(shape, adapter=count_adapter(model, adapter))
     trainers = roles_of(recipe, world).num_trainers
     dims = ParallelDims.create(recipe.parallel, trainers, fp8=bool(recipe.megatron.get("fp8")))
     dims.check_model(shape.sizes)
@@ -158,7 +168,7 @@ def read_plan(
 
 
 def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
-    """What the tables are about; the lines above them are about this machine."""
+    """Return the line above the tables that says what the tables assume."""
     dtype = "bfloat16" if work.weight_bytes == 2 else "float32"
     return (
         f"Below: {dims.world + work.rollout_ranks} x {gpu.name}, weights in {dtype}, prompts of "
@@ -168,7 +178,8 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
 
 
 def exact_pinned() -> int | None:
-    """Bytes above which torch does not round pinned buffers, by the environment that it reads."""
+    """Return `Workload.exact_pinned` in bytes, as torch's environment variables set it; None if
+    they do not set it."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if found := PINNED_LIMIT.search(os.environ.get(name, "")):
             return int(found[1]) << 20
@@ -178,7 +189,12 @@ def exact_pinned() -> int | None:
 def plan_workload(
     recipe: Recipe, shape: ModelShape, world: int, prompt_len: int | None, context_len: int | None
 ) -> Workload:
-    """Return the recipe's workload with prompts of `prompt_len` tokens. Raises InputError."""
+    """Return the recipe's workload with prompts of `prompt_len` tokens.
+
+    If `prompt_len` is None, it is DEFAULT_PROMPT_LEN, or less if the context is shorter. Raises
+    InputError if prompt and response do not fit into the context, or if the engine's layout does
+    not fit the GPUs or the model.
+    """
     response_len = recipe.rollout.max_response_len
     room = (context_len or math.inf) - response_len
     if room < 1:

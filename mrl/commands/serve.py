@@ -1,4 +1,4 @@
-"""`mrl serve SERVICE.yaml [key=value ...]` trains the adapters of many tenants, also under torchrun."""
+"""`mrl serve SERVICE.yaml [key=value ...]` trains adapters for many tenants, also under torchrun."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.commands.launcher import serve_command
-from mrl.commands.report import note_saved, reporting
 from mrl.config import ServiceConfig
 from mrl.errors import ExitCode
+from mrl.jobs.report import note_saved, reporting
+from mrl.jobs.restart_command import serve_command
 from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import WHO, remember_signals, remembering_signals
 
 if TYPE_CHECKING:
     from mrl.preflight.roles import Roles
-    from mrl.tenants.registry import Registry
-    from mrl.tenants.service import Service
+    from mrl.service.registry import Registry
+    from mrl.service.service import Service
     from parallel.dims import ParallelDims
 
 
@@ -47,38 +47,46 @@ def run(args: argparse.Namespace) -> None:
     from parallel.mesh import destroy_mesh, world_size
 
     config = load_service(args.service, args.overrides)
-    told = serve(config, world_size(), until_done=args.until_done)
+    signal = serve(config, world_size(), until_done=args.until_done)
     destroy_mesh()
-    if told:
+    if signal:
         if os.environ.get("RANK", "0") == "0":
-            print(f"mrl: {WHO[told]}: all tenants are saved", file=sys.stderr)
+            print(f"mrl: {WHO[signal]}: all tenants are saved", file=sys.stderr)
             note_saved()
         sys.exit(ExitCode.SAVED)
 
 
 @remembering_signals()  # SIGUSR1 while the model loads and the engine starts
 def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int:
-    """Serve tenants on this rank of `world`; return who stopped the service, as `mrl.system.stop` says,
-    and 0 where it ended by itself."""
+    """Serve tenants on this rank of `world`.
+
+    Returns the signal that stopped the service, a key of `mrl.system.stop.WHO`; 0 if the service
+    ended by itself.
+    """
     from parallel import prepare
     from parallel.connections import set_connections
 
     set_connections(config.parallel)  # before torch asks for GPUs
     prepare()  # before anything imports Megatron
     from mrl.preflight.machine import check_machine, local_ranks
+    from mrl.preflight.roles import roles_of_engines
     from mrl.run import console
     from mrl.run.failure import clear_failure
+    from mrl.service.build import service_dims
+    from mrl.service.registry import Registry
+    from mrl.service.reward_user import close_folder, prepare_reward_user
+    from mrl.service.start import note_start
     from mrl.system.disk import refusing
-    from mrl.tenants.open_house import service_dims, service_roles
-    from mrl.tenants.registry import Registry
-    from mrl.tenants.reward_user import close_folder, prepare_reward_user
-    from mrl.tenants.start import note_start
 
     rank = int(os.environ.get("RANK", "0"))
-    roles = service_roles(config, world)
+    roles = roles_of_engines(config.rollout_config(), world)
     dims = service_dims(config, roles)
     if roles.is_rollout(rank):
-        return _roll_out(config, roles, rank)
+        from mrl.jobs.train import roll_out
+        from mrl.service.remote_engines import job_of_service
+
+        roll_out(job_of_service(config), config.watch, roles, rank)
+        return 0
     is_main = rank == 0
     check_machine(local_ranks(world), console.warning if is_main else lambda text: None)
     prepare_reward_user(config.tenants.reward_user, is_main=is_main)
@@ -99,14 +107,14 @@ def _serve(
     *,
     until_done: bool,
 ) -> int:
-    """Make what the ranks share, and serve under the eyes of the watchdog."""
-    from mrl.commands.out_of_memory import memory_advice_of_service
+    """Connect the trainer ranks, build the service and run it under the watchdog. Returns the
+    signal that stopped the service, like `serve`."""
+    from mrl.jobs.out_of_memory import memory_advice_of_service
     from mrl.run import console
-    from mrl.tenants.control import Control
-    from mrl.tenants.open_house import open_service
+    from mrl.service.build import build_service
+    from mrl.service.control import Control
     from mrl.watch.start import EngineRanks, least_limits_of_service, watching
-    from parallel.clocks import compare_clocks
-    from parallel.mesh import init_mesh, join_store
+    from parallel.mesh import compare_clocks, init_mesh, join_store
 
     folder = Path(config.output_dir)
     command, least = serve_command(folder), least_limits_of_service(config)
@@ -121,30 +129,18 @@ def _serve(
             )
         )
         mesh = init_mesh(dims, seed=0, timeout_s=config.longest_wait_s)
-        if (apart := compare_clocks()) and registry is not None:
-            console.warning(apart)
-        rest = range(roles.num_trainers, roles.world)  # they lead engines and are watched, too
-        engine_ranks = EngineRanks(join_store()[0], rest, config.longest_wait_s) if rest else None
+        if (clock_warning := compare_clocks()) and registry is not None:
+            console.warning(clock_warning)
+        rollout_ranks = range(roles.num_trainers, roles.world)
+        engine_ranks = None
+        if rollout_ranks:  # the watchdog watches them, too
+            engine_ranks = EngineRanks(join_store()[0], rollout_ranks, config.longest_wait_s)
         undo.enter_context(watching(config.watch, least, folder, command, engine_ranks))
         if registry is None:
-            made.append(open_service(config, roles, mesh, None))
+            made.append(build_service(config, roles, mesh, None))
         else:
             control = undo.enter_context(Control(registry))
             pairs = [("service", str(registry.root)), ("model", config.model.path)]
             console.pairs([*pairs, ("placement", roles.describe())])
-            made.append(open_service(config, roles, mesh, registry, control.publish))
+            made.append(build_service(config, roles, mesh, registry, control.publish))
         return made[0].serve(until_done=until_done)
-
-
-def _roll_out(config: ServiceConfig, roles: Roles, rank: int) -> int:
-    """Lead engines, or give them this rank's device, until the trainers are done."""
-    from mrl.disaggregated.supervisor import supervise
-    from mrl.tenants.disaggregated_house import job_of_service
-    from mrl.watch.start import watched_engine_rank
-    from parallel.mesh import join_store
-
-    store = join_store()[0]
-    with watched_engine_rank(config.watch, store, rank) as look:
-        if code := supervise(job_of_service(config), roles, rank, store, look):
-            sys.exit(code)
-    return 0

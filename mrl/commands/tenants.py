@@ -1,4 +1,4 @@
-"""`mrl tenants add | list | pause | resume | remove | status` is for the tenants of a service."""
+"""`mrl tenants add | list | pause | resume | remove | status` manages the tenants of a service."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from mrl.errors import InputError
 
 VARIABLE = "MRL_SERVICE"
 POLL_S = 1.0
-"""Seconds between two looks of `status --watch`."""
+"""Seconds between two queries of `status --watch`."""
 NUM_ROUNDS = 20
-"""The newest rounds from which `list` computes shares and waits."""
+"""Number of newest rounds (rows of the service's metrics.jsonl) over which `list` computes each
+tenant's share of the trainer's time and its waiting times."""
 
 
 def add_to(commands: Any) -> None:
@@ -56,21 +57,21 @@ def add_to(commands: Any) -> None:
     add.add_argument(
         "--weight", type=float, default=1.0, metavar="W", help="share of the training (default 1)"
     )
-    action("list", run_list, "list the tenants, also where no service runs")
-    pause = one("pause", run_pause, "pause a tenant after the step that it is in")
-    pause.add_argument("--reason", metavar="TEXT", help="what `list` shows as the reason")
+    action("list", run_list, "list the tenants, also of a service that does not run")
+    pause = one("pause", run_pause, "pause a tenant after its current step")
+    pause.add_argument("--reason", metavar="TEXT", help="the reason that `list` shows")
     one("resume", run_resume, "put a paused tenant back into the queue")
-    one("remove", run_remove, "remove a tenant after the step that it is in; its run folder stays")
+    one("remove", run_remove, "remove a tenant after its current step; its run folder stays")
     status = one("status", run_status, "show a tenant and its newest metrics")
-    status.add_argument("--watch", action="store_true", help="print a line a step until it stops")
+    status.add_argument("--watch", action="store_true", help="print each step until it stops")
 
 
 def run_add(args: argparse.Namespace) -> None:
     from mrl.run.source import is_run, read_source
-    from mrl.tenants.record import check_name
+    from mrl.service.record import check_name
 
     path: Path = args.recipe
-    # The config.yaml of a run has all keys, also those that its own service decided.
+    # The config.yaml of a run has all keys, also those that its own service had set.
     is_record = path.is_dir() or (path.name == "config.yaml" and is_run(path.parent))
     if is_record:
         tree = read_source(path, args.overrides).model_dump(mode="json")
@@ -86,8 +87,8 @@ def run_add(args: argparse.Namespace) -> None:
 
 def run_list(args: argparse.Namespace) -> None:
     from mrl.run import console
-    from mrl.tenants.over_rounds import over_rounds
-    from mrl.tenants.record import newest_rows
+    from mrl.service.metrics import over_rounds
+    from mrl.service.record import newest_rows
 
     tenants, note = _from_service_or_disk(args)
     rounds = islice(newest_rows(args.service), NUM_ROUNDS)
@@ -153,7 +154,7 @@ def run_status(args: argparse.Namespace) -> None:
 
 
 def _watch(args: argparse.Namespace) -> None:
-    """Print a line a step until the tenant is paused, done or removed."""
+    """Print a line for each step until the tenant is paused, done or removed."""
     from mrl.run import console
     from mrl.run.folder import RunFolder
 
@@ -175,17 +176,20 @@ def _watch(args: argparse.Namespace) -> None:
 def _from_service_or_disk(
     args: argparse.Namespace, name: str | None = None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return tenants as the service tells, or as its folder does where none listens, with a note that
-    says so. `name`: that one alone."""
-    from mrl.tenants.client import NobodyListens
-    from mrl.tenants.record import check_name, describe, read_tenants
-    from mrl.tenants.start import is_alive
+    """Return the tenants of the service, or only the tenant `name`, and a note for the terminal.
+
+    The note is empty if the service answers. Otherwise the tenants are read from the service's
+    folder, and the note says so. Raises InputError if the service has no tenant `name`.
+    """
+    from mrl.service.client import NobodyListens
+    from mrl.service.record import check_name, describe, read_tenants
+    from mrl.service.start import is_alive
 
     client = _client(args)
     try:
         return [client.tenant(name)] if name else client.tenants(), ""
     except NobodyListens as error:
-        note = f"{error}; shown is what is on disk"
+        note = f"{error}; the tenants shown are those on disk"
     state = "starting" if is_alive(args.service) else "stopped"
     found = [each for each in read_tenants(args.service) if name or each.state != "removed"]
     if name is not None:
@@ -194,13 +198,13 @@ def _from_service_or_disk(
             raise InputError(f"{args.service} has no tenant {name!r}; see mrl tenants list")
     shown = [describe(each) for each in found]
     for each in shown:
-        if each["state"] in ("queued", "running"):  # it would be, if the service ran
+        if each["state"] in ("queued", "running"):  # only true while a service runs
             each["state"] = state
     return shown, note
 
 
 def _client(args: argparse.Namespace) -> Any:
-    from mrl.tenants.client import ControlClient
+    from mrl.service.client import ControlClient
 
     if args.service is None:
         raise InputError(
@@ -216,24 +220,26 @@ def _client(args: argparse.Namespace) -> Any:
 
 
 def _read(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the keys of a recipe as JSON has them. Raises InputError."""
+    """Return the keys of a recipe, with overrides applied, as JSON values. Raises InputError if a
+    value has no JSON form."""
     from mrl.config.load import read_tree
 
     try:
         return json.loads(json.dumps(read_tree(path, overrides)))
     except TypeError as error:  # such as a date
-        raise InputError(f"recipe {path} has a value that no key takes: {error}") from None
+        raise InputError(f"recipe {path} has a value that no key accepts: {error}") from None
 
 
 def _name_of(path: Path) -> str:
-    """Return the name of a recipe's file or folder, made one that a tenant may have."""
+    """Return a valid name for a tenant, made from the name of a recipe's file or folder."""
     place = path.absolute()
     stem = place.parent.name if place.name == "config.yaml" else place.stem
     return re.sub(r"[^a-z0-9_-]+", "-", stem.lower()).strip("-_")[:63]
 
 
 def _steps(tenant: dict[str, Any], of: str) -> str:
-    """Return the steps that are done, and of how many; a session has no last one."""
+    """Return the steps done and the total as one string, joined by `of`. A client's session has no
+    total; for it, return `N by a client`."""
     if tenant["loop"] == "client":
         return f"{tenant['steps_done']} by a client"
     return f"{tenant['steps_done']}{of}{tenant['num_steps'] or '?'}"
@@ -248,7 +254,7 @@ def _share(value: float | None) -> str:
 
 
 def _seconds(*values: float | None) -> str:
-    """Return the sum of what is there, in seconds."""
+    """Format the sum of the values that are not None, in seconds; `-` if all are None."""
     present = [value for value in values if value is not None]
     return f"{sum(present):.1f}s" if present else "-"
 

@@ -1,5 +1,5 @@
-"""`mrl view FOLDER [--output FILE] [--steps a:b] [--max-samples N]` writes the page of a run or a
-service."""
+"""`mrl view FOLDER [--output FILE] [--steps a:b] [--max-samples N]` writes an HTML page of a run or
+a service."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     target = args.output or args.folder / "view.html"
     of_service = is_service(args.folder)
     data = _read_service(args, target) if of_service else _read_run(args)
-    # A name that JSON or a path gave may hold half a character: it shows as `?`.
+    # A name from JSON or a path may contain a lone surrogate, which is replaced by `?`.
     page = render(data, SERVICE if of_service else RUN).encode("utf-8", errors="replace")
     write(target, page)
     for note in data["notes"]:
@@ -71,7 +71,7 @@ def _read_service(args: argparse.Namespace, target: Path) -> dict[str, Any]:
     for name in ("steps", "max_samples"):
         if getattr(args, name) is not None:
             raise InputError(
-                f"--{name.replace('_', '-')} is about samples, and {args.folder} is the folder of a "
+                f"--{name.replace('_', '-')} selects samples, and {args.folder} is the folder of a "
                 "service, which has none; give it with the folder of a tenant's run"
             )
     from mrl.view.service import collect_service
@@ -80,7 +80,8 @@ def _read_service(args: argparse.Namespace, target: Path) -> dict[str, Any]:
 
 
 def read_steps(text: str) -> range:
-    """Read `a:b`, `a:`, `:b` or `a`. Raises InputError."""
+    """Parse a range of steps without its end: `a:b`, `a:`, `:b`, or the single step `a`. Raises
+    InputError for any other text."""
     start, colon, stop = text.partition(":")
     try:
         first = int(start or 0)
@@ -93,7 +94,8 @@ def read_steps(text: str) -> range:
 
 
 def write(target: Path, page: bytes) -> None:
-    """Write the page whole, as someone may have it open. Raises InputError."""
+    """Write the page atomically, because a browser may have it open. Raises InputError if the file
+    cannot be written."""
     try:
         write_whole(target, page)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`mrl why RUN STEP` explains a step by its token record."""
+"""`mrl why RUN STEP` explains, from a step's token record, why trainer and engine disagreed in it."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show_numbers(found: Explanation) -> None:
-    """Spikes first; of the others, those of the whole model."""
+    """Print the metrics of the step: first all spikes, then the other metrics, except those of
+    single layers."""
     if not found.numbers:
-        print(f"step {found.step} has no numbers in metrics.jsonl: it died, or is not done yet")
+        print(f"step {found.step} has no numbers in metrics.jsonl: it failed, or is not done yet")
     numbers = sorted(found.numbers, key=lambda number: not number.is_spike)
     rows = [
         (n.key, f"{n.value:.4g}", _number(n.median), _number(n.ratio), "spike" * n.is_spike)

@@ -1,6 +1,7 @@
-"""The recipe is one YAML file plus dotted `key=value` overrides, read into a frozen tree.
+"""The recipe: one YAML file plus dotted `key=value` overrides, read into frozen objects.
 
-Unknown keys fail with a suggestion. Rooms receive their own branch, never the whole tree.
+An unknown key is an error, and the message suggests a known key. A package receives its own section
+of the recipe (a `Branch`), never the complete recipe.
 """
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig

@@ -1,8 +1,9 @@
-"""What trainer, engine and files must agree on about a LoRA adapter (arXiv 2106.09685).
+"""The properties of a LoRA adapter (arXiv 2106.09685) on which trainer, engine and files must
+agree.
 
-An adapted linear layer computes `W x + (alpha / rank) B (A x)`. A [rank, inputs] and B [outputs, rank]
-are trained; W, the base, is frozen. Tensors go by the names of PEFT, which are those of the Hugging
-Face weights between a prefix and `lora_A` or `lora_B`.
+An adapted linear layer computes `W x + (alpha / rank) B (A x)`. The matrices `A` [rank, inputs] and
+`B` [outputs, rank] are trained; the base weight `W` is frozen. Tensors have PEFT's names: the
+Hugging Face name of the module after a prefix, then `lora_A` or `lora_B`.
 """
 
 from __future__ import annotations
@@ -15,46 +16,48 @@ from mrl.errors import InputError
 
 PEFT_PREFIX = "base_model.model."
 Experts = Literal["none", "shared_outer", "per_expert"]
-"""Which matrices the experts of a layer have.
+"""Which LoRA matrices the experts of a layer have.
 
-- none: experts are frozen.
-- per_expert: every expert has its own A and B of each projection.
-- shared_outer: the A of gate and up projection and the B of the down projection are one for all experts
-  of a layer; the other ones are each expert's own.
+- none: the experts are frozen.
+- per_expert: every expert has a separate `A` and `B` for each projection.
+- shared_outer: all experts of a layer share the `A` of the gate and up projections and the `B` of
+  the down projection; the other matrices are separate for each expert.
 """
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An `Adapter` says which modules of a model have a low-rank update, and of which size."""
+    """The modules of a model that have a low-rank update, and the size of the update."""
 
     rank: int
     alpha: float
     modules: tuple[str, ...]
-    """Hugging Face's names of the adapted modules outside the experts, without a path (`q_proj`)."""
+    """Hugging Face names, without path, of the adapted modules outside the experts (`q_proj`)."""
     experts: Experts = "none"
     expert_modules: tuple[str, ...] = ()
-    """The adapted modules of an expert (`gate_proj up_proj down_proj`); none where `experts` is."""
+    """The adapted modules of an expert (`gate_proj up_proj down_proj`); empty if `experts` is
+    `none`."""
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor `alpha / rank` of the product `B A`."""
         return self.alpha / self.rank
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """All names of adapted modules, each once."""
+        """The names of all adapted modules, each once."""
         return tuple(dict.fromkeys((*self.modules, *self.expert_modules)))
 
     def describe(self) -> str:
-        """Return one line for the terminal."""
+        """Return a one-line description for the terminal."""
         parts = list(self.modules)
         if self.experts != "none":
             parts.append(f"experts {self.experts} ({', '.join(self.expert_modules)})")
         return f"rank {self.rank}, alpha {self.alpha:g}: {', '.join(parts)}; the base is frozen"
 
     def peft_config(self, base: str = "") -> dict[str, Any]:
-        """Return the content of PEFT's adapter_config.json. `base`: name or path of the base model."""
+        """Return the contents of PEFT's adapter_config.json. `base` is the name or path of the base
+        model."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -71,22 +74,28 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """The limits say what the adapters of one engine may have: it makes room for the largest."""
+    """The limits of the adapters that an engine supports. The engine reserves memory for the
+    largest adapter that these limits allow."""
 
     rank: int
     modules: tuple[str, ...]
     """Names of modules outside the experts, as in `Adapter`."""
     experts: Experts = "none"
-    """An engine for `per_expert` takes both kinds; one for `shared_outer` those that share."""
+    """The expert matrices that the engine accepts. `per_expert` accepts adapters of both kinds,
+    `per_expert` and `shared_outer`; `shared_outer` accepts only `shared_outer` adapters; `none`
+    accepts only adapters without expert matrices."""
     expert_modules: tuple[str, ...] = ()
     num_slots: int = 3
-    """Adapters in a batch, the base among them. Requests of more versions wait for a slot. Each slot is
-    as large as the largest adapter and stays on the device."""
+    """Largest number of adapters in a batch, counting the base model as one. Requests for other
+    adapters wait for a slot. Each slot permanently takes device memory for the largest adapter."""
 
     @classmethod
     def around(cls, adapters: Sequence[Adapter], num_slots: int = 3) -> AdapterLimits:
-        """Return the smallest limits that hold all of these; the default has a slot for the newest
-        version, one that is still in flight, and the base."""
+        """Return the smallest limits that fit all of these adapters.
+
+        The default number of slots fits the newest version of an adapter, one older version that
+        requests still use, and the base model.
+        """
         kinds = {adapter.experts for adapter in adapters if adapter.experts != "none"}
         experts: Experts = "shared_outer" if kinds == {"shared_outer"} else "per_expert"
         return cls(
@@ -101,11 +110,11 @@ class AdapterLimits:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """All names of adapted modules, each once."""
+        """The names of all adapted modules, each once."""
         return tuple(dict.fromkeys((*self.modules, *self.expert_modules)))
 
     def check(self, adapter: Adapter) -> None:
-        """Raise InputError for an adapter that the engine has no room for."""
+        """Raise InputError for an adapter that exceeds the engine's limits."""
         if adapter.rank > self.rank:
             raise InputError(
                 f"lora.rank={adapter.rank}: the engine was started for ranks up to {self.rank}; lower "
@@ -128,9 +137,9 @@ class AdapterLimits:
 
 
 def lora_name(hf_name: str, matrix: Literal["A", "B"]) -> str:
-    """Return PEFT's name of a matrix of a weight (`model.layers.0.self_attn.q_proj.weight`).
+    """Return PEFT's name for a LoRA matrix of a weight (`model.layers.0.self_attn.q_proj.weight`).
 
-    What all experts share goes by the name of the module without the number of an expert:
+    The name of a matrix that all experts share has no expert number:
     `...mlp.experts.gate_proj.lora_A.weight`.
     """
     return f"{PEFT_PREFIX}{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"

@@ -1,7 +1,8 @@
-"""Configures what the policy is trained with: loss, advantages, corrections, KL, critic.
+"""Configuration of the algorithm: loss, advantages, corrections, KL, critic.
 
-None stands for the algorithm's published value. `mrl.algorithms.check_algorithm` refuses keys that an
-algorithm does not read, and keys that contradict each other.
+A key that is None takes the algorithm's published value, if there is one.
+`mrl.algorithms.check_algorithm` refuses keys that the algorithm does not read, and keys that
+contradict each other.
 """
 
 from __future__ import annotations
@@ -14,129 +15,144 @@ from mrl.config.branch import Branch
 
 
 class MaskConfig(Branch):
-    """Says which tokens or sequences leave the policy loss; they still count in its denominator."""
+    """A mask that removes tokens from the policy loss. Masked tokens still count in the denominator
+    of the loss."""
 
     name: Literal["token_mask", "sequence_mask", "opsm", "dppo"]
-    """What is masked. `token_mask`: a token whose exp(old - rollout) is outside [low, high]; the
-    others get no weight (IcePop, which gives them one, is `importance: mis`). `sequence_mask`: a
-    sequence whose geometric mean of that is outside [low, high]. `opsm` (DeepSeek-V3.2, arXiv
-    2512.02556): a sequence with A < 0 whose mean of rollout - logp is above high. `dppo` (arXiv
-    2602.04879, binary TV): a token whose p - p_rollout is above high where A > 0, or below -low
-    where A < 0."""
+    """The kind of mask. The correction ratio of a token is `exp(old log-prob - rollout log-prob)`.
+    `token_mask` masks a token if this ratio is outside [low, high]; the other tokens are not
+    reweighted (IcePop, which reweights them, is `importance: mis`). `sequence_mask` masks a
+    sequence if the geometric mean of its tokens' ratios is outside [low, high]. `opsm`
+    (DeepSeek-V3.2, arXiv 2512.02556) masks the tokens with a negative advantage of a sequence whose
+    mean of rollout log-prob minus current log-prob is above high. `dppo` (arXiv 2602.04879, binary
+    TV) compares the current probability of a token with the engine's probability. It masks a token
+    with a positive advantage if the probability has increased by more than high, and a token with a
+    negative advantage if it has decreased by more than low."""
     low: float | None = Field(default=None, ge=0)
-    """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask`, 0.15 for `dppo`;
-    `opsm` has none."""
+    """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask` and 0.15 for
+    `dppo`; `opsm` has no lower bound."""
     high: float | None = Field(default=None, gt=0)
-    """Upper bound. The default is 5 for `token_mask`, 1.002 for `sequence_mask`, 0.15 for `dppo`;
-    `opsm` has no published value and must be given one (slime's is 1e-4, TRL suggests 0.5)."""
+    """Upper bound. The default is 5 for `token_mask`, 1.002 for `sequence_mask` and 0.15 for
+    `dppo`. `opsm` has no default and requires a value (slime uses 1e-4, TRL suggests 0.5)."""
 
 
 class AlgorithmConfig(Branch):
     name: str = "gspo"
-    """A file of mrl/algorithms/, or your own: `path/file.py` or `package.module`, with `:NAME` where
-    the three functions are those of an object in it."""
+    """The algorithm: a file of mrl/algorithms/, or your own as `path/file.py` or `package.module`.
+    Append `:NAME` if the three functions belong to an object NAME in your file."""
     aggregation: (
         Literal[
             "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
         ]
         | None
     ) = None
-    """How the token losses of an optimizer step become one number: `token_mean` is the mean over all
-    tokens; the others are means over samples, of the mean of their tokens, of the sum, or of the sum
-    divided by `rollout.max_response_len` (`..._norm`). Null takes the algorithm's published form."""
+    """How the token losses of an optimizer step become one number. `token_mean` is the mean over
+    all loss tokens. Each of the other values averages one number per sample: the mean over its
+    tokens (`seq_mean_token_mean`), the sum over its tokens (`seq_mean_token_sum`), or that sum
+    divided by `rollout.max_response_len` (`seq_mean_token_sum_norm`). Null takes the algorithm's
+    published form."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """The ratio is clipped below at 1 - clip_low; null takes the algorithm's published value."""
+    """The ratio is clipped from below at 1 - clip_low. Null takes the algorithm's published value."""
     clip_high: float | None = Field(default=None, gt=0)
-    """The ratio is clipped above at 1 + clip_high; null takes the algorithm's published value."""
+    """The ratio is clipped from above at 1 + clip_high. Null takes the algorithm's published value."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """The ratio is bounded by this from above if A < 0 (arXiv 1912.09729); 3 is usual. Null sets no
-    bound."""
+    """Upper bound of the ratio for tokens with a negative advantage (arXiv 1912.09729); 3 is usual.
+    Null sets no bound."""
     tau_positive: float | None = Field(default=None, gt=0)
-    """SAPO's temperature where A > 0; null takes the published value."""
+    """SAPO's temperature for tokens with a positive advantage; null takes the published value."""
     tau_negative: float | None = Field(default=None, gt=0)
-    """SAPO's temperature where A <= 0; null takes the published value."""
+    """SAPO's temperature for tokens with a negative advantage or 0; null takes the published value."""
 
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus: the loss falls by this times the entropy of the whole distribution
-    at each loss token, weighed as the token's loss is. 0 turns it off, and it costs nothing."""
+    """Weight of the entropy bonus, which is subtracted from the loss. The bonus sums the entropy of
+    the full, untruncated distribution over the loss tokens, each weighted like the token's loss. 0
+    turns the bonus off."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of KL(policy || reference). At 0 no reference model is kept."""
+    """Weight of KL(policy || reference). If it is 0, no reference model is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL is a term of the loss, or is subtracted from the reward of each token (PPO,
+    """Whether the KL is a term of the loss or is subtracted from the reward of each token (PPO,
     REINFORCE++)."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "k3_unbiased"] = "k3"
-    """How the KL of a token is estimated from one sample (Schulman 2020); k3 is never negative and
-    has little variance. `k1+`, `k3+`: their value with the gradient of k2, which is that of the KL.
-    `k3_unbiased` (DeepSeek-V3.2): k3 times the ratio policy / old. The last three are for the loss
-    only."""
+    """How the KL of a token is estimated from one sample (Schulman 2020). `k3` is never negative
+    and has low variance. `k1+` and `k3+` have the values of `k1` and `k3` and the gradient of `k2`,
+    which is on average the gradient of the KL. `k3_unbiased` (DeepSeek-V3.2) is `k3` times the
+    ratio of the current to the old policy. `k1+`, `k3+` and `k3_unbiased` work in the loss only."""
     kl_target: float | None = Field(default=None, gt=0)
-    """The KL per token that is aimed at: kl_coef is adapted after each step (arXiv 1909.08593, section
-    2.2), starting from the given value. Null keeps kl_coef constant."""
+    """Target for the mean KL per token: kl_coef is adapted after each step (arXiv 1909.08593,
+    section 2.2), starting from the given value. Null keeps kl_coef constant."""
     kl_horizon: int = Field(default=10_000, ge=1)
-    """The number of samples over which an adaptive kl_coef changes by at most a fifth."""
+    """Number of samples over which an adaptive kl_coef changes by at most a fifth."""
     reference_path: str | None = None
-    """Folder of the frozen reference, which must have the model's architecture and sizes. Null takes
-    model.path, without SFT and training."""
+    """Folder of the frozen reference model, which must have the policy's architecture and sizes.
+    Null takes the model in model.path, as it is before SFT."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """What the ratio is against. `trainer`: its log-probs before the update, from a pass of its own.
-    `rollout`: the engine's (verl's bypass mode), which saves that pass and makes the ratio correct for
-    the engine's gap, too; refused where that gap would use up a narrow clip range, as GSPO's."""
+    """Where the old log-probs, the denominator of the ratio, come from. `trainer`: the trainer
+    computes them in an additional forward pass before the update. `rollout`: the engine's log-probs
+    are used (verl's bypass mode), which saves that pass; the ratio then also corrects for the
+    numerical gap between engine and trainer. `rollout` is refused if that gap would exceed a narrow
+    clip range, such as GSPO's."""
     importance: Literal["none", "tis", "mis"] = "none"
-    """Weighs the loss by exp(old - rollout), as the tokens were sampled by the engine, and from older
-    weights where `rollout.partial_rollouts` is `resume`. `tis` clamps the weight into a range; `mis`
-    sets it to 0 outside of the range, which for tokens is IcePop (arXiv 2510.18855). decoupled_ppo and
-    a3po weigh by themselves, see their files."""
+    """Weights the loss by `exp(old log-prob - rollout log-prob)`. This corrects for the engine,
+    which sampled the tokens, possibly with older weights (`rollout.partial_rollouts: resume`,
+    `async.max_staleness`). `tis` clamps the weight to a range. `mis` sets the weight to 0 outside
+    of the range; with token weights this is IcePop (arXiv 2510.18855). With `none`, decoupled_ppo
+    and a3po still apply their default weight; see their files."""
     importance_level: Literal["token", "sequence"] = "token"
-    """Whether each token has its weight, or each sequence one (from the mean of old - rollout over its
-    loss tokens)."""
+    """`token`: each token has a weight of its own. `sequence`: all tokens of a sequence have the
+    same weight, computed from the mean of old log-prob minus rollout log-prob over the sequence's
+    loss tokens."""
     importance_low: float | None = Field(default=None, ge=0)
-    """Lower end of that range. Null: 0 for `tis`; for `mis` 0.5 for tokens and 0.999 for sequences."""
+    """Lower end of the range of `importance`. Null takes 0 for `tis`, and for `mis` 0.5 with token
+    weights and 0.999 with sequence weights."""
     importance_high: float | None = Field(default=None, gt=0)
-    """Upper end of that range. Null: 2 for `tis`; for `mis` 5 for tokens and 1.002 for sequences."""
+    """Upper end of the range of `importance`. Null takes 2 for `tis`, and for `mis` 5 with token
+    weights and 1.002 with sequence weights."""
     masks: tuple[MaskConfig, ...] = ()
-    """Masks on top of `importance`, each name at most once. The metric `mask/NAME` is the share of loss
-    tokens that this mask alone takes out."""
+    """Masks in addition to `importance`; each name may occur once. The metric `mask/NAME` is the
+    share of loss tokens that this mask masks, even if other masks mask the same tokens."""
 
     advantage_eps: float = Field(default=1e-4, gt=0)
-    """Is added to the standard deviation that rewards are divided by."""
+    """Added to the standard deviation that rewards are divided by."""
     min_group_std: float = Field(default=1e-3, ge=0)
-    """Lower bound of that standard deviation, so that the advantages of nearly equal rewards do not
-    explode."""
+    """Lower bound of the standard deviation that rewards are divided by, so that nearly equal
+    rewards do not give huge advantages."""
     dynamic_sampling: bool = False
-    """Replace zero-variance groups by groups of further prompts (DAPO, arXiv 2503.14476)."""
+    """Replace groups whose rewards are all equal by groups from other prompts (DAPO, arXiv
+    2503.14476)."""
     overlong_buffer_len: int = Field(default=0, ge=0)
-    """Tokens before `rollout.max_response_len` over which a penalty on the reward rises to 1 (DAPO,
-    eq. 13); 0 turns it off."""
+    """Number of tokens before `rollout.max_response_len` over which a reward penalty rises from 0
+    to 1 (DAPO, eq. 13); 0 turns the penalty off."""
     overlong_filter: bool = False
-    """Leave truncated answers out of the loss (DAPO, section 3.4). Their rewards still count in the
-    advantages of their group."""
+    """Mask truncated responses out of the loss (DAPO, section 3.4). Their rewards still count in
+    the advantages of their group."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per token; only with a critic."""
+    """Discount per token; only for algorithms with a critic."""
     lam: float | Literal["adaptive"] | None = None
-    """GAE's lambda for the policy; `adaptive` is 1 - 1 / (lam_alpha * tokens), as in VAPO. Null takes
-    the algorithm's published value."""
+    """GAE's lambda for the policy. `adaptive` is `1 - 1 / (lam_alpha * number of loss tokens)`, at
+    least 0, as in VAPO. Null takes the algorithm's published value."""
     lam_alpha: float = Field(default=0.05, gt=0)
-    """The factor alpha of the adaptive lambda."""
+    """The factor `lam_alpha` in the formula of the adaptive lambda (see `lam`)."""
     lam_critic: float | None = Field(default=None, ge=0, le=1)
-    """GAE's lambda for the critic's returns. Null takes that of the policy (ppo), or 1 (vapo)."""
+    """GAE's lambda for the critic's returns. Null takes the policy's lambda for ppo (0.95 if that
+    is adaptive), and 1 for vapo."""
     whiten: bool | None = None
-    """Whiten the token advantages to mean 0 and variance 1 over the step; only with a critic. Null
-    takes the algorithm's published choice."""
+    """Whiten the token advantages to mean 0 and variance 1 over the step; only for algorithms with
+    a critic. Null takes the algorithm's published choice."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """How far the critic's values may move from those before the update before the value loss is
-    clipped; null does not clip."""
+    """The value loss is clipped if a value moves further than this from the critic's value before
+    the update. Null turns the clipping off."""
     proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
-    """A-3PO's proximal policy for tokens that the present weights sampled: the one that sampled them
-    (`rollout`, as in AReaL's code), or the policy itself, so that such tokens are never clipped
-    (`policy`, as in the paper)."""
+    """A-3PO's proximal policy for tokens that the current weights sampled: the policy that sampled
+    them (`rollout`, as in AReaL's code), or the current policy itself, so that such tokens are
+    never clipped (`policy`, as in the paper)."""
     bootstrap_truncated: bool = False
-    """GAE takes the critic's value of the state behind the last token of an answer that was cut off,
-    and not 0: the answer would have gone on."""
+    """For a truncated response, GAE uses the critic's value of the state after its last token
+    instead of 0, because the response would have continued."""
     turn_rewards: bool = False
-    """Credit each reward of an environment at the last token of the turn that earned it, and not their
-    sum at the last token of the sample."""
+    """Credit each reward of an environment at the last token of the turn that earned it, instead of
+    crediting their sum at the last token of the sample."""
     nll_coef: float | None = Field(default=None, ge=0)
-    """VAPO's weight of the log-likelihood of samples with a positive reward; null takes the published
-    one."""
+    """Weight of VAPO's log-likelihood term, which is over samples with a positive reward; null
+    takes the published value."""

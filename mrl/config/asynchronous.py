@@ -1,4 +1,4 @@
-"""Configures training beside engines that have ranks of their own."""
+"""Configuration of training with engines on separate ranks."""
 
 from __future__ import annotations
 
@@ -10,43 +10,50 @@ from mrl.config.branch import Branch
 
 
 class WorkerConfig(Branch):
-    """The keys of the processes of rollout ranks, which all tenants of a service have alike."""
+    """Configuration of the processes on rollout ranks, which is the same for all tenants of a
+    service."""
 
     worker_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a sign from the process of a rollout rank after which it is lost: another one is
-    started in its place."""
+    """Seconds without a sign of life after which the process of a rollout rank is considered lost
+    and is restarted."""
     max_worker_restarts: int = Field(default=3, ge=0)
-    """Losses of a rollout rank's process, without a finished batch between them, before the run
-    gives up."""
+    """How often the process of a rollout rank may be lost, without a finished batch in between,
+    before the run ends."""
 
 
 class AsyncConfig(WorkerConfig):
-    """How far rollout may run ahead of training; only for `rollout.placement: disaggregated`."""
+    """How far the rollout may run ahead of training; only for `rollout.placement: disaggregated`."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Updates that a token may be older than the weights that are updated with it, the time in the
-    queue included. 0: engines generate a step's samples with the very weights that it updates, and
-    wait while the trainer trains. n: they generate up to n steps ahead."""
+    """Maximum staleness of a token when it is trained on: the number of updates by which the
+    weights that sampled it may be older than the current weights. With 0, engines generate a step's
+    samples with exactly the weights that the step updates, and wait while the trainer trains. With
+    n, they generate up to n steps ahead."""
     deterministic: bool = False
-    """Batch s is generated whole by the weights of version max(0, s - max_staleness), so that two runs,
-    and a resumed one, give the same bits on CPUs. A save waits for the batches in flight."""
+    """Generate the samples of step s entirely with weights of version `max(0, s - max_staleness)`,
+    so that two runs, or a resumed run, produce the same bits on CPUs. Saving a checkpoint waits for
+    the samples in progress."""
     at_bound: Literal["wait", "drop"] = "wait"
-    """What happens where groups would become older than max_staleness. `wait`: engines start no group
-    that might, and the trainer waits for one that takes long. `drop`: the trainer never waits for a
-    straggler; a group that is too old when it is done is dropped and counted."""
+    """What happens to groups that would be older than max_staleness when they are trained on.
+    `wait`: engines start no group that might become too old, and the trainer waits for slow groups.
+    `drop`: the trainer never waits for a straggler; a group that is too old when it finishes is
+    dropped and counted."""
     in_flight_updates: Literal["finish", "interrupt"] = "finish"
-    """When an engine takes newer weights. `finish`: after the groups that it works on. `interrupt`: at
-    once; these groups continue under the newer weights, and their tokens have several versions."""
+    """When an engine loads newer weights. `finish`: after the groups in progress are complete.
+    `interrupt`: immediately; the groups in progress continue with the newer weights, so their
+    tokens come from several versions."""
     kv: Literal["keep", "recompute"] = "keep"
-    """What becomes of the KV cache of interrupted requests. `keep`: later tokens attend to keys and
-    values of older weights. `recompute`: it is computed anew; under R3 the tokens that were sampled
-    before the update then leave the loss, as nobody knows their routes."""
+    """What happens to the KV cache of interrupted requests. `keep`: later tokens attend to keys and
+    values of older weights. `recompute`: the cache is computed again with the newer weights. Under
+    R3, tokens sampled before the update are then excluded from the loss, because their routes are
+    unknown."""
     stale_prefixes: bool = False
-    """Requests may read prefixes that older weights have cached; faster, and the rows of routes that
-    come from them are not replayed."""
+    """Requests may reuse cached prefixes that older weights computed. This is faster, but the
+    routes of these prefixes are not replayed."""
     groups_in_flight: int | None = Field(default=None, ge=1)
-    """Groups that an engine works on at a time, where it runs freely; by default twice its share of a
-    step."""
+    """Number of groups that an engine works on at a time, if engines run freely (max_staleness
+    above 0, not deterministic). Null takes twice the number of groups of a step, divided by the
+    number of engines."""
 
     @property
     def is_free(self) -> bool:
@@ -55,6 +62,6 @@ class AsyncConfig(WorkerConfig):
 
     @property
     def staged_versions(self) -> int:
-        """Versions of the weights that a worker has room for in the host's memory: where it runs
-        freely, that of the engine and the next one."""
+        """Number of weight versions for which a worker reserves host memory: 2 if engines run
+        freely (the engine's version and the next one), otherwise max_staleness, but at least 1."""
         return 2 if self.is_free else max(1, self.max_staleness)

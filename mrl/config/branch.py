@@ -1,4 +1,5 @@
-"""Defines what every branch of the recipe is: frozen, without unknown keys."""
+"""The base class of all sections of the recipe. A section (`Branch`) is frozen and refuses unknown
+keys."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _NUMBER = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)\s*")
-"""A number in quotes, but not one with an exponent, as YAML 1.1 reads `1e-6` without quotes as text."""
+"""Matches a string that is written like a number. YAML reads such a number as a string only if it
+is in quotes. Numbers with an exponent are not matched, because YAML 1.1 reads `1e-6` as a string
+even without quotes."""
 
 
 class Branch(BaseModel):
@@ -19,8 +22,9 @@ class Branch(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_other_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `true` and text for a number; pydantic would convert them."""
+    def _refuse_conversion(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise ValueError if the field is a number and the value is a boolean or a quoted number.
+        Pydantic would convert both to numbers."""
         is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
         if (is_text or isinstance(value, bool)) and _is_number(cls, str(info.field_name)):
             raise ValueError("expected a number" + " without quotes" * bool(is_text))
@@ -28,7 +32,7 @@ class Branch(BaseModel):
 
 
 def _is_number(branch: type[BaseModel], name: str) -> bool:
-    """Whether a field accepts only a number or null."""
+    """Return whether a field accepts only a number or null."""
     annotation = branch.model_fields[name].annotation
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = set(get_args(annotation)) if is_union else {annotation}
@@ -36,5 +40,5 @@ def _is_number(branch: type[BaseModel], name: str) -> bool:
 
 
 def one_or_several(value: Any) -> Any:
-    """Return a tuple of the text where a recipe gives one text in the place of a list."""
+    """Return a string as a 1-tuple, and any other value unchanged."""
     return (value,) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Configures what the policy is trained on: files, the columns to read, mixtures."""
+"""Configuration of the training data: files, the columns to read, mixtures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from mrl.config.reward import Rewards, describe_rewards
 
 Paths = str | tuple[str, ...]
 TEMPLATE_OWN = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
-"""Arguments of `apply_chat_template` that mrl gives itself."""
+"""Arguments of `apply_chat_template` that mrl sets itself."""
 
 
 class RowsConfig(Branch):
     path: Paths
-    """A file, a glob, a folder written by `save_to_disk`, a hub id, or a list of these; as
+    """A file, a glob, a folder written by `save_to_disk`, a hub id, or a list of these, like
     `data.path`."""
     prompt_key: str | None = None
-    """The column that holds the prompt, as `data.prompt_key`."""
+    """The column with the prompt, like `data.prompt_key`."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """New names of columns, as `data.columns`."""
+    """New names of columns, like `data.columns`."""
     split: str | None = None
-    """The split, as `data.split`; null is `train`."""
+    """The split, like `data.split`. Null takes `train`, or for `data.sources` the value of
+    `data.split`."""
     subset: str | None = None
-    """The configuration of a data set on the hub, as `data.subset`."""
+    """The configuration of a data set on the hub, like `data.subset`."""
 
     def data(self, chat_template_kwargs: dict[str, Any]) -> DataConfig:
-        """Return these rows as data that is read like that of the training."""
+        """Return the data configuration that reads these rows like training data."""
         return DataConfig(
             path=self.path,
             prompt_key=self.prompt_key,
@@ -40,53 +41,54 @@ class RowsConfig(Branch):
 
 
 class SourceConfig(RowsConfig):
-    """What a source leaves null, it takes from `data` itself: `prompt_key`, `split`, `subset`; its
-    `columns` are added to those of `data`."""
+    """One of several data sources. `prompt_key`, `split` and `subset` default to the values of
+    these keys in `data`, and `columns` are added to `data.columns`."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Its name in messages, checkpoints and metrics (`source/NAME/...`); null takes the name of the
-    file."""
+    """Name of the source in messages, checkpoints and metrics (`source/NAME/...`); null takes the
+    name of the file."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the prompts that come from this source, relative to the other weights. Give every source
-    a weight or none: without weights a pass over the data has each row once."""
+    """Share of the prompts that come from this source, relative to the other weights. Give a weight
+    to every source, or to none. Without weights a pass over the data contains each row once."""
     reward: Rewards | None = None
-    """What scores the prompts of this source: one reward or a list with weights, as the recipe's
-    `reward`; null takes that one."""
+    """The reward for the prompts of this source: one reward, or a list with weights, like the
+    recipe's `reward`. Null takes the recipe's `reward`."""
 
 
 class DataConfig(Branch):
     path: Paths | None = None
-    """A file (`.jsonl`, `.json`, `.csv`, `.tsv`, all of them also with `.gz`, or `.parquet`), a glob, a
-    folder written by `save_to_disk`, a hub id, or a list of these, whose rows are one data set; see
-    docs/data.md. Give this or `data.sources`."""
+    """A file (`.jsonl`, `.json`, `.csv`, `.tsv`, each also with `.gz`, or `.parquet`), a glob, a
+    folder written by `save_to_disk`, a hub id, or a list of these, whose rows form one data set;
+    see docs/data.md. Give this or `data.sources`."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources, each with its own columns, reward and weight."""
     prompt_key: str | None = None
-    """The column that holds the prompt: a string, or a list of messages. By default the first of
-    `prompt`, `messages` and `conversations` that the rows have."""
+    """The column with the prompt: a string or a list of messages. By default the first of `prompt`,
+    `messages` and `conversations` that the rows have."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """New names of columns: `answer: solution` hands the column `solution` to the reward as `answer`,
-    `answer: reward_model.ground_truth` takes a value from within an object, and `image: null` leaves a
-    column out."""
+    """New names of columns: `answer: solution` passes the column `solution` to the reward as
+    `answer`, `answer: reward_model.ground_truth` takes a value from inside an object, and `image:
+    null` drops a column."""
     split: str = "train"
-    """The split of a data set folder that has several, or of a data set on the hub."""
+    """The split of a data set folder with several splits, or of a data set on the hub."""
     subset: str | None = None
-    """The configuration of a data set on the hub that has several, such as `main`."""
+    """The configuration, such as `main`, of a hub data set that has several configurations."""
     overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
-    """What happens to prompts that do not fit into the context beside the response. refuse: the start
-    fails and names the row; filter: they are left out, and counted; truncate_left: a string keeps its
-    last tokens, a chat its system message and its last messages, and they are counted."""
+    """What happens to prompts that, together with the response, do not fit into the context.
+    refuse: the start fails and names the row. filter: these prompts are left out and counted.
+    truncate_left: these prompts are shortened and counted; a string keeps its last tokens, and a
+    chat keeps its system message and its last messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as `enable_thinking: false`: in prompts, SFT, evaluation
-    sets and conversations with an environment."""
+    """Arguments for the chat template, such as `enable_thinking: false`, for prompts, SFT,
+    evaluation sets and conversations with an environment."""
     shuffle: bool = True
-    """A new order of the prompts in each pass over the data; it follows from `seed`."""
+    """Shuffle the prompts again for each pass over the data; the order follows from `seed`."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _not_our_own(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := [name for name in TEMPLATE_OWN if name in value]:
-            raise ValueError(f"mrl gives {taken[0]!r} itself; leave it out")
+            raise ValueError(f"mrl sets {taken[0]!r} itself; leave it out")
         return value
 
     @model_validator(mode="after")
@@ -103,7 +105,7 @@ class DataConfig(Branch):
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources, or `path` as the only one, with what they take from the whole filled in."""
+        """The sources, or `path` as the only source, with defaults from `data` filled in."""
         sources = self.sources or (SourceConfig(path=self.path or ()),)
         return tuple(
             source.model_copy(
@@ -119,25 +121,26 @@ class DataConfig(Branch):
 
     @property
     def has_weights(self) -> bool:
-        """Whether prompts are drawn from the sources by weight."""
+        """Whether the sources have weights, by which their prompts are mixed."""
         return any(source.weight is not None for source in self.sources)
 
     @property
     def rewards(self) -> dict[str, Rewards]:
-        """The rewards that sources have of their own, by what `Prompt.reward` calls them."""
+        """The rewards of the sources that have a reward of their own. The key of each reward is the
+        line that `describe_rewards` returns for it; `Prompt.reward` holds such a key."""
         own = (source.reward for source in self.sources if source.reward is not None)
         return {describe_rewards(reward): reward for reward in own}
 
     @property
     def has_all_rewards(self) -> bool:
-        """Whether every source has a reward of its own."""
+        """Whether every source of `sources` has its own reward; False without `sources`."""
         return bool(self.sources) and all(s.reward is not None for s in self.sources)
 
     def describe(self) -> str:
-        """Return all paths in one line."""
+        """Return the paths of all sources in one line."""
         return ", ".join(path for source in self.all_sources for path in paths_of(source.path))
 
 
 def paths_of(path: Paths) -> tuple[str, ...]:
-    """Return one path or several as a tuple."""
+    """Return a tuple of paths, whether the recipe gives one path or several."""
     return (path,) if isinstance(path, str) else path

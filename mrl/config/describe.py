@@ -1,6 +1,8 @@
-"""Describes every key of a recipe: its type, default and meaning, from the classes of this room.
+"""Describes every key of a recipe: its type, default and meaning, taken from the classes of this
+package.
 
-`recipe_text` is what `mrl recipe` prints, and docs/recipes.md is made of the same descriptions.
+`mrl recipe` prints the result of `recipe_text`; docs/recipes.md is generated from the same
+descriptions.
 """
 
 from __future__ import annotations
@@ -23,45 +25,47 @@ from mrl.config.recipe import Recipe
 BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 COMMENT_WIDTH = 100
 HEAD = """\
-Every key of a recipe with its default. Fill in the keys that are required, and give data
-(`data.path` or `data.sources`), what scores (`reward` or `environment`) and how long to train
-(`train.num_steps` or `train.num_epochs`). Any other key may be changed or left out. The keys that
-stand in comments belong to sections that may be left out, and to elements of lists."""
+Every key of a recipe with its default. Fill in the required keys, and set the data (`data.path` or
+`data.sources`), the scoring (`reward` or `environment`) and the length of the training
+(`train.num_steps` or `train.num_epochs`). Any other key may be changed or left out. Keys in
+comments belong to optional sections, and to elements of lists."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key is described by its field in the class of its branch."""
+    """The description of one key of the recipe, taken from its field in a `Branch` class."""
 
     name: str
     type: str
     """The type and its bounds in words: `integer, at least 1`."""
     is_required: bool
     default: Any
-    """The default as a YAML value; None too where the key is required."""
+    """The default as a YAML value; None if the default is null, or if the key is required."""
     meaning: str
-    """The docstring of the field, in one line."""
+    """The docstring of the field, as one line."""
     branches: tuple[type[Branch], ...]
-    """The branches that the value may hold, alone, in a list or beside null."""
+    """The `Branch` classes in the type of the value: alone, in a list, or as an alternative to
+    null."""
     is_section: bool
-    """Whether the value is a mapping of other keys, rather than a text or a list of such mappings."""
+    """Whether the value must be a mapping of other keys, and cannot be a string or a list."""
 
 
 def keys_of_branch(branch: type[Branch]) -> list[Key]:
-    """Describe the keys of one branch, in the order of the class."""
+    """Return the descriptions of the keys of one `Branch` class, in the order of its fields."""
     return [_key(field.alias or name, field) for name, field in branch.model_fields.items()]
 
 
 def about_section(key: Key) -> list[str]:
-    """Return what is written about a section: the docstring of its class, and that of its field."""
+    """Return the descriptions of a section: the docstrings of its class and of its field, as far as
+    they exist."""
     docs = [inspect.getdoc(branch) if branch.__doc__ else None for branch in key.branches]
     return [" ".join(part.split()) for part in (*docs, key.meaning) if part]
 
 
 def recipe_text() -> str:
-    """Return a recipe as YAML text, in which every key stands with its default below a comment.
+    """Return a recipe as YAML text with every key, its default and a comment that explains it.
 
-    The text is a whole recipe once what its first lines ask for is filled in.
+    Its first lines say which keys need a value; all other keys may stay as they are.
     """
     lines = [*_comment(HEAD.replace("\n", " ")), ""]
     for key in keys_of_branch(Recipe):
@@ -88,7 +92,9 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(key: Key, *, is_element: bool = False) -> Iterator[str]:
-    """Yield the lines of one key; those of the elements of a list name no elements of their own."""
+    """Yield the YAML and comment lines that describe one key. If the value may be a list of
+    sections, they include a commented example element, unless `key` belongs to such an element
+    (`is_element`)."""
     if key.is_section:
         yield from _section(key)
         return
@@ -98,14 +104,14 @@ def _lines(key: Key, *, is_element: bool = False) -> Iterator[str]:
     if is_element:
         return
     for branch in key.branches:
-        yield f"# An element of {key.name}, which is a list then and not {_yaml(key.default)}:"
+        yield f"# An element of {key.name}, which is then a list instead of {_yaml(key.default)}:"
         inner = [line for each in keys_of_branch(branch) for line in _lines(each, is_element=True)]
         first = next(i for i, line in enumerate(inner) if not line.startswith("#"))
         yield from (f"# {'-' if i == first else ' '} {line}" for i, line in enumerate(inner))
 
 
 def _section(key: Key) -> Iterator[str]:
-    """Yield the lines of a section; all are comments where the section may be left out."""
+    """Yield the lines of a section, all as comments if the section is optional."""
     is_optional = not key.is_required and key.default is None
     about = [*about_section(key), *(["The whole section may be left out."] if is_optional else [])]
     inner = [
@@ -132,14 +138,16 @@ def _yaml(value: Any) -> str:
 
 
 def _branches(annotation: Any) -> list[type[Branch]]:
-    """Return the branches that a field may hold, alone, in a tuple or beside None."""
+    """Return the `Branch` classes in a field's type: alone, in a tuple, or as an alternative to
+    None."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [annotation] if issubclass(annotation, Branch) else []
     return [branch for part in typing.get_args(annotation) for branch in _branches(part)]
 
 
 def _holds(annotation: Any, *wanted: type) -> bool:
-    """Whether a field may be of one of these types, alone, in another type or beside None."""
+    """Return whether a field may have one of these types: alone, inside another type, or as an
+    alternative to None."""
     if annotation in wanted or typing.get_origin(annotation) in wanted:
         return True
     return any(_holds(part, *wanted) for part in typing.get_args(annotation))
@@ -156,7 +164,8 @@ def _type(field: FieldInfo) -> str:
 
 
 def _words(annotation: Any) -> str:
-    """Return a type in words: `integer or "auto"`; that a key may be null is left to its default."""
+    """Return a type in words, such as `integer or "auto"`. None is left out, because the default
+    shows it."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)

@@ -1,4 +1,4 @@
-"""Configures what a run records and measures so that it can be explained afterwards."""
+"""Configuration of what a run records and measures for later diagnosis."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from mrl.config.branch import Branch
 
 class DiagnosisConfig(Branch):
     save_tokens_every: int = Field(default=1, ge=0)
-    """Steps between token records (tokens/step_*.safetensors): log-probs of both sides, advantages,
-    weight versions and routes of every token before the update; 0 writes none."""
+    """Steps between token records (tokens/step_*.safetensors). For each token, a record contains
+    the log-probs of trainer and engine before the update, the advantage, the weight version and the
+    routes. 0 writes no records."""
     max_tokens: int = Field(default=65536, ge=1)
-    """Tokens of one record at most. In a larger step, half of them are of the samples with the largest
-    |old - rollout log-prob|, and half of samples spread evenly over the step."""
+    """Maximum number of tokens in a record. If a step has more, half of the tokens come from the
+    samples in which old and rollout log-prob differ most, and half from samples spread evenly over
+    the step."""
     decompose_every: int = Field(default=10, ge=0)
-    """Steps between decompositions of the gap between trainer and engine, by what is replayed and by
-    layer, on one micro-batch of each data-parallel rank (diagnosis/step_*.json); 0 makes none."""
+    """Steps between decompositions of the gap between trainer and engine (diagnosis/step_*.json).
+    The gap is measured by layer, and with different parts of the routes replayed, on one
+    micro-batch of each data-parallel rank. 0 turns decompositions off."""
     decompose_layers: int = Field(default=8, ge=1)
-    """MoE layers that are decomposed, with two forward passes each. A model with more layers has so
-    many of them decomposed, spread evenly."""
+    """Number of MoE layers in a decomposition, which takes two forward passes for each of these
+    layers. In a model with more MoE layers, they are spread evenly over the model."""
     capture_routes: bool = False
-    """Ask the engine for its routes even if they are not replayed (`moe.routing_replay` off or r2), to
-    compare them with the trainer's; r3 always asks for them."""
+    """Request the engine's routes even if they are not replayed (`moe.routing_replay` off or r2),
+    to compare them with the trainer's; r3 always requests them."""

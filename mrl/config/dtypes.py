@@ -1,4 +1,4 @@
-"""Names of dtypes: a recipe may use the short ones, and config.yaml has the long ones."""
+"""Names of dtypes. A recipe may use the short names; config.yaml contains the long names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ LONG_NAMES = {
     "torch.float32": "float32",
 }
 HALF = ("fp16", "half", "float16", "torch.float16")
-"""Names of a dtype that cannot be trained in."""
+"""Names of float16, which mrl cannot train in."""
 
 
 def long_name(value: Any) -> Any:
-    """Return the torch name of a dtype that has a short one. Refuses float16, with the reason."""
+    """Return the long name of a dtype, and any other value unchanged. Raises PydanticCustomError
+    for float16, with the reason."""
     if value in HALF:
         raise PydanticCustomError(
             "no_float16",
-            "float16 gradients underflow without a loss scale that is adapted from step to step, which "
-            "mrl's optimizer and checkpoints do not have; use bfloat16 (bf16) or float32 (fp32)",
+            "float16 gradients underflow without dynamic loss scaling, which mrl's optimizer and "
+            "checkpoints do not have; use bfloat16 (bf16) or float32 (fp32)",
         )
     return LONG_NAMES.get(value, value) if isinstance(value, str) else value
 
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(long_name)]
-"""The dtype of weights; `auto` leaves it to the device."""
+"""The dtype of weights; `auto` depends on the device."""

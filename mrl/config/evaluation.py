@@ -1,4 +1,4 @@
-"""Configures what the policy is evaluated on."""
+"""Configuration of the evaluation of the policy."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from mrl.config.reward import Rewards
 
 class EvalSetConfig(RowsConfig):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Its name in the metrics, `eval/NAME/...`."""
+    """Name of the set in the metrics, `eval/NAME/...`."""
     reward: Rewards | None = None
-    """What scores the samples, as the recipe's `reward`; null takes the recipe's reward or
+    """The reward for the samples, like the recipe's `reward`; null takes the recipe's reward or
     environment."""
     samples_per_prompt: int = Field(default=1, ge=1)
-    """The k of avg@k; pass@k is reported for 1, 2, 4 ... up to k."""
+    """Number of samples for each prompt: the k of avg@k. pass@k is reported for 1, 2, 4 ... up to k."""
     num_prompts: int | None = Field(default=None, ge=1)
-    """Evaluate the first so many rows; null takes all."""
+    """Number of rows to evaluate, from the first row; null takes all rows."""
     max_response_len: int | None = Field(default=None, ge=1)
-    """Tokens of a response at most; null takes rollout.max_response_len."""
+    """Maximum tokens of a response; null takes rollout.max_response_len."""
     temperature: float | None = Field(default=None, ge=0)
-    """The sampling temperature; null takes rollout.temperature, 0 the likeliest token each time."""
+    """The sampling temperature. Null takes rollout.temperature; 0 always takes the most likely
+    token."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Share of the distribution that is sampled from; null takes rollout.top_p."""
+    """Nucleus sampling: the probability mass that is kept; null takes rollout.top_p."""
     top_k: int | None = None
-    """Number of the likeliest tokens that are sampled from, -1 for all; null takes rollout.top_k."""
+    """Number of most likely tokens from which each token is sampled; -1 means all tokens, null
+    takes rollout.top_k."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a response; null takes rollout.stop, [] none."""
+    """Strings that end a response; null takes rollout.stop, and [] means no strings."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a response beside the model's own; null takes rollout.stop_token_ids."""
+    """Tokens that end a response, in addition to the model's end-of-sequence tokens; null takes
+    rollout.stop_token_ids."""
     pass_threshold: float = 1.0
-    """A sample passes with a reward of at least this."""
+    """A sample passes if its reward is at least this value."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -44,7 +47,7 @@ class EvalSetConfig(RowsConfig):
 
 class EvalConfig(Branch):
     every: int = Field(default=0, ge=0)
-    """Steps between evaluations during training: before step 0, N, 2N ... and after the last one. 0
-    evaluates only by `mrl eval`."""
+    """Steps between evaluations during training: before steps 0, N, 2N, ... and after the last
+    step. With 0 only `mrl eval` evaluates."""
     sets: tuple[EvalSetConfig, ...] = ()
-    """Sets of prompts, each with a name of its own; see docs/evaluation.md."""
+    """Sets of prompts, each with its own name; see docs/evaluation.md."""

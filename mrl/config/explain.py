@@ -1,4 +1,4 @@
-"""Puts what pydantic finds wrong with a recipe into one line."""
+"""One-line messages for the problems that pydantic finds in a recipe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
-"""The last part of the location of a problem where pydantic tried one type of a union."""
+"""Matches the last part of a problem's location if that part is not a key but a type of a union
+that pydantic tried."""
 EXPECTED = {
     "dict_type": "expected a mapping of keys to values",
     "tuple_type": "expected a list",
-    "string_type": "expected a text",
+    "string_type": "expected text",
 }
-"""What is said of types that a recipe knows by other names than Python."""
+"""Messages for types whose names in YAML differ from those in Python."""
 EXAMPLES = {
     "model": "{path: models/Qwen3-30B-A3B}",
     "model.path": "models/Qwen3-30B-A3B",
@@ -31,15 +32,15 @@ EXAMPLES = {
     "data": "{path: data/train.jsonl}",
     "output_dir": "first_run",
 }
-"""What a required key may hold, for the message about an empty one."""
+"""Example values of required keys, for the message about a required key without a value."""
 USUAL_KEYS = ("path", "name")
-"""The key that a text in the place of a whole branch most likely belongs to."""
+"""The keys that are probably meant if a recipe has a string where a section is expected."""
 
 
 def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
-    """Return all problems of a recipe in one line: key, what is wrong, what was given.
+    """Return all problems of a recipe in one line: the key, what is wrong, and what was given.
 
-    `known` are the keys to suggest for an unknown one; by default those of a recipe.
+    `known` are the keys to suggest for an unknown key; by default the keys of a recipe.
     """
     lines = []
     problems = error.errors()
@@ -49,6 +50,16 @@ def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
         lines.append(_empty(key) if given is None else f"{key}: {messages}, got {given!r}")
         problems = [problem for problem in problems if problem not in members]
     return "; ".join([*lines, *(_line(problem, known) for problem in problems)])
+
+
+def first_problem(error: ValidationError, whole: str = "") -> str:
+    """Return the first problem of a request: its key and what is wrong, but not the given value. A
+    problem that belongs to no key is reported under the name `whole`, or without a name if that is
+    empty."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part)[:80] for part in problem["loc"]) or whole
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
 
 
 def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
@@ -61,9 +72,9 @@ def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
         return f"{key}: required, and not given"
     if given is None:
         return _empty(key)
-    message = problem["msg"].removeprefix("Value error, ")  # pydantic's, before a validator's own
+    message = problem["msg"].removeprefix("Value error, ")  # a prefix of pydantic
     if problem["type"] == "value_error" and isinstance(given, dict):
-        # It names the keys itself, and the whole branch would hide them.
+        # The message names the keys; printing the whole branch too would obscure it.
         return f"{key}: {message}"
     if problem["type"] == "model_type":
         return f"{key}: {_keys_below(key, given)}, got {given!r}"
@@ -73,14 +84,15 @@ def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def _empty(key: str) -> str:
-    """Say that a key has no value, and what one looks like."""
+    """Return the message about a key without a value, with an example if the key is required."""
     if key in EXAMPLES:
-        return f"{key}: empty, and required; give a value, for example {key}: {EXAMPLES[key]}"
+        return f"{key}: empty, but required; give a value, for example {key}: {EXAMPLES[key]}"
     return f"{key}: empty; give it a value, or leave the key out for its default"
 
 
 def _keys_below(key: str, given: Any) -> str:
-    """Say that a branch has keys; which one it was, where a text was given in its place."""
+    """Return the message that `key` expects a mapping of keys, with a suggestion if a string was
+    given."""
     own = [each for each in all_keys() if each.startswith(f"{key}.")]
     usual = [f"{key}.{name}" for name in USUAL_KEYS if f"{key}.{name}" in own]
     if isinstance(given, str) and usual:
@@ -89,7 +101,8 @@ def _keys_below(key: str, given: Any) -> str:
 
 
 def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
-    """Return the problems of fields of a union type by key: pydantic reports one for each type."""
+    """Group the problems of union-typed fields by key; pydantic reports one problem for each type
+    of the union."""
     found: dict[str, list[ErrorDetails]] = {}
     for problem in problems:
         *path, member = problem["loc"]

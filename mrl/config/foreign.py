@@ -1,7 +1,7 @@
 """Names of keys and algorithms in TRL, verl, slime, Tinker, OpenRLHF and Hugging Face.
 
-The tables only serve the message about an unknown name; nothing is renamed silently, because the same
-name may mean another number elsewhere. docs/coming_from.md has the keys side by side.
+The tables are used only in the message about an unknown name. Nothing is renamed silently, because
+the same name may have another meaning elsewhere. docs/coming_from.md lists the keys side by side.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "default_local_dir": ("output_dir", ""),
     "save_path": ("output_dir", ""),
 }  # fmt: skip
-"""Another framework's key, or the end of it after a dot, with the key of a recipe and what differs."""
+"""Maps another framework's key, or its last parts, to the recipe's key and a note on what differs."""
 
 _PAIRS = "it learns from preference pairs without sampling, which mrl does not support"
 ALGORITHMS = {
@@ -279,9 +279,11 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": "algorithm.name=reinforce_pp_baseline",
     "decoupled": "algorithm.name=decoupled_ppo",
 }
-"""Other frameworks' names of algorithms, with the advice for each; `-` counts as `_`."""
+"""Maps the name of an algorithm in another framework to advice. The keys are lower case, with `_` in
+place of `-`."""
 
 
-def of_algorithm(name: str) -> str:
-    """Return the advice for another framework's algorithm; empty for an unknown name."""
+def advice_for_algorithm(name: str) -> str:
+    """Return the advice for another framework's algorithm, ignoring case; empty if the name is
+    unknown."""
     return ALGORITHMS.get(name.lower().replace("-", "_"), "")

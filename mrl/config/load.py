@@ -1,4 +1,5 @@
-"""Reads a recipe and its overrides, and writes the resolved one. Every error is one line."""
+"""Reads a recipe with its overrides, and writes the resolved recipe. Every error message is one
+line."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from mrl.config.explain import explain
-from mrl.config.paths import hold_paths
+from mrl.config.paths import resolve_paths
 from mrl.config.recipe import Recipe
 from mrl.config.service import ServiceConfig
 from mrl.config.suggest import keys_below
@@ -22,15 +23,16 @@ RENAMED = {
     "warm_start": "sft",
     "rollout.unfinished": "rollout.partial_rollouts",
 }
-"""Keys of earlier recipes and their names now. A recipe that has an old one is refused."""
+"""Maps former names of keys to the current names. A recipe with a former name is refused."""
 
 
 class DuplicateKey(yaml.YAMLError):
-    """A `DuplicateKey` is raised for a key that stands twice in one mapping."""
+    """A key occurs twice in one mapping."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as `safe_load`, and refuses a key that stands twice, of which YAML takes the last."""
+    """A `yaml.SafeLoader` that refuses duplicate keys. The base class would silently take the last
+    value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -44,7 +46,7 @@ class _Loader(yaml.SafeLoader):
                         f", in lines {first} and {line}" if first != line else f" in line {line}"
                     )
                     raise DuplicateKey(
-                        f"the key {key_node.value!r} stands twice{where}; give it once"
+                        f"the key {key_node.value!r} occurs twice{where}; give it once"
                     )
                 seen[key_node.value] = line
         return node
@@ -55,75 +57,78 @@ def load_recipe(
     overrides: list[str] | None = None,
     prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> Recipe:
-    """Read a recipe and apply `dotted.key=value` overrides (values are YAML).
+    """Read a recipe and apply `dotted.key=value` overrides, whose values are YAML.
 
-    Relative paths become absolute, see mrl/config/paths.py; `prepare` may change what was read before
-    the overrides are applied. Raises InputError that names the key, what was given, what was expected
-    and the nearest key.
+    Relative paths become absolute, see mrl/config/paths.py. `prepare` may change the parsed recipe
+    before the overrides are applied. Raises InputError; its message names the key, what was given,
+    what was expected and the nearest known key.
     """
-    tree = hold_paths(_read_yaml(Path(path)), Path(path))
+    tree = resolve_paths(_read_yaml(Path(path)), Path(path))
     if prepare is not None:
         prepare(tree)
     return recipe_of(tree, overrides, str(path))
 
 
 def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) -> Recipe:
-    """Make a recipe of the keys in `tree`, which it changes, and of overrides.
+    """Build a recipe from the keys in `tree`, which is modified, and from overrides.
 
-    `source` is what messages call it. Raises InputError as `load_recipe` does.
+    `source` is the name of the recipe in messages. Raises InputError like `load_recipe`.
     """
     apply_overrides(tree, overrides, source)
     try:
-        return Recipe.model_validate(hold_paths(tree, None))
+        return Recipe.model_validate(resolve_paths(tree, None))
     except ValidationError as error:
         raise InputError(f"{source}: {explain(error)}") from None
 
 
 def read_tree(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Read the keys of a recipe, some of which may be missing, with overrides and absolute paths.
+    """Read the keys of a recipe, which may be incomplete, with overrides applied and paths
+    absolute.
 
-    Raises InputError where it is no YAML, or an override cannot be applied.
+    Raises InputError if the file is not YAML, or if an override cannot be applied.
     """
-    tree = hold_paths(_read_yaml(path), path)
+    tree = resolve_paths(_read_yaml(path), path)
     apply_overrides(tree, overrides, str(path))
-    return hold_paths(tree, None)
+    return resolve_paths(tree, None)
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str] | None, source: str) -> None:
-    """Change `tree` by overrides. Raises InputError also for keys that were renamed."""
+    """Apply `dotted.key=value` overrides to `tree` in place. Raises InputError for an override that
+    cannot be applied, and for keys that have been renamed."""
     _refuse_renamed(_keys_of(tree), source)
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
         _apply_override(tree, item)
         _spread_short_forms(tree)
-    # An override may also give a whole branch: rollout={unfinished: resume}.
+    # An override may also set a whole section: rollout={unfinished: resume}.
     _refuse_renamed(_keys_of(tree), "overrides")
 
 
 def load_service(path: str | Path, overrides: list[str] | None = None) -> ServiceConfig:
-    """Read the configuration of a service as `load_recipe` reads a recipe. Raises InputError."""
-    tree = hold_paths(_read_yaml(Path(path)), Path(path))
+    """Read the configuration of a service. Overrides, paths and InputError are as in `load_recipe`."""
+    tree = resolve_paths(_read_yaml(Path(path)), Path(path))
     for item in overrides or []:
         _apply_override(tree, item)
     try:
-        return ServiceConfig.model_validate(hold_paths(tree, None))
+        return ServiceConfig.model_validate(resolve_paths(tree, None))
     except ValidationError as error:
         raise InputError(f"{path}: {explain(error, keys_below(ServiceConfig))}") from None
 
 
 def dump_recipe(recipe: Recipe | ServiceConfig, path: Path) -> None:
-    """Write the resolved recipe, every default spelled out, so that it can be loaded again.
+    """Write the resolved recipe, with every default, so that it can be loaded again.
 
-    Its paths are absolute, `output_dir` too, so that the file means the same in any directory.
+    All paths in the file, including `output_dir`, are absolute, so the file can be loaded from any
+    directory.
     """
-    tree = hold_paths(recipe.model_dump(mode="json"), None)
+    tree = resolve_paths(recipe.model_dump(mode="json"), None)
     tree["output_dir"] = os.path.abspath(recipe.output_dir)
-    # Whole, as other ranks may be reading the file.
+    # Atomically, because other ranks may be reading the file.
     write_whole(path, yaml.safe_dump(tree, sort_keys=False), durable=True)
 
 
 def _refuse_renamed(keys: Iterable[str], source: str) -> None:
-    """Raise InputError, naming every new key, where any of the dotted `keys` has an old name."""
+    """Raise InputError, with the new names, if any of the dotted `keys` has a former name."""
     found: dict[str, str] = {}
     for key in keys:
         for old, new in RENAMED.items():
@@ -155,7 +160,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _spread_short_forms(tree: dict[str, Any]) -> None:
-    """Make `logging: [NAME, ...]` a branch, so that overrides can change its other keys."""
+    """Turn `logging: [NAME, ...]` into a mapping in place, so that overrides can set the other keys
+    of `logging`."""
     if isinstance(tree.get("logging"), list):
         tree["logging"] = {"trackers": tree["logging"]}
 

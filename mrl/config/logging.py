@@ -1,4 +1,4 @@
-"""Configures which trackers get the metrics of a run."""
+"""Configuration of the trackers that receive the metrics of a run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from mrl.config.branch import Branch
 
 class LoggingConfig(Branch):
     trackers: tuple[str, ...] = ("jsonl",)
-    """What gets the metrics beside metrics.jsonl, which is always written: tensorboard, wandb, mlflow,
-    or your own as `file.py:Class`. `logging: [jsonl, wandb]` is short for `logging.trackers`."""
+    """Trackers that receive the metrics in addition to metrics.jsonl, which is always written:
+    tensorboard, wandb, mlflow, or your own as `file.py:Class`. `logging: [jsonl, wandb]` is short
+    for `logging.trackers`."""
     project: str = Field(default="mrl", min_length=1)
     """The project in Weights & Biases, and the experiment in MLflow."""
     name: str | None = Field(default=None, min_length=1)
     """The name of the run; null takes the name of the run folder."""
     samples_per_step: int = Field(default=4, ge=0)
-    """Samples of a step that trackers get as a table; 0 sends none."""
+    """Number of samples of a step that trackers receive as a table; 0 sends no tables."""
     samples_every: int = Field(default=1, ge=1)
-    """Steps between such tables."""
+    """Steps between the tables of samples."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """Whether Weights & Biases sends or only writes files; null takes WANDB_MODE, or `online`."""
+    """Whether Weights & Biases uploads or only writes files; null takes WANDB_MODE, or `online`."""
     wandb_entity: str | None = None
     """The user or team that the project belongs to; null takes the default of the account."""
     mlflow_tracking_uri: str | None = None
@@ -37,5 +38,5 @@ class LoggingConfig(Branch):
     def _no_tracker_twice(self) -> LoggingConfig:
         twice = sorted({name for name in self.trackers if self.trackers.count(name) > 1})
         if twice:
-            raise ValueError(f"trackers: {twice} more than once; name each once")
+            raise ValueError(f"trackers: got {twice} more than once, expected each once")
         return self

@@ -1,8 +1,8 @@
-"""Makes the paths of a recipe hold from any directory.
+"""Resolves the paths in a recipe, so that the recipe works from any directory.
 
-A relative path of a recipe is looked for in the current directory, then in the folder of the recipe,
-then in the folders above that one. The first that exists is taken, as an absolute path. A path that is
-nowhere stays as it was given, so that the message about it shows what the user wrote.
+A relative path is looked up in the current directory, then in the recipe's folder, then in the
+parents of that folder. The first match is used, as an absolute path. A path that does not exist is
+left unchanged, so that the error message shows what the user wrote.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from pathlib import Path
 from typing import Any
 
 NOT_OURS = ("server_args", "megatron", "arguments")
-"""Branches whose keys belong to SGLang, Megatron and the user's environment."""
+"""Sections whose keys belong to SGLang, Megatron and the user's environment. Paths in them are not
+resolved."""
 REWARD_MODEL = "reward_model:"
 FORMS = ("trl:", "verl:", "slime:")
-"""What may stand before a reward that is a file."""
+"""Prefixes of a reward (`trl:file.py`) that name the framework for which it was written."""
 
 
-def hold_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
-    """Return the tree of a recipe with every path that exists made absolute.
+def resolve_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
+    """Return the tree of a recipe with every existing path made absolute.
 
-    Paths are the values of `path`, of keys that end with `_path` and of `load_rollouts`, and everywhere
-    plug-ins that are files (`file.py`, `file.py:NAME`) and reward models (`reward_model:FOLDER`).
-    `recipe` is the file that the tree is from; None looks in the current directory only.
+    A value is a path if its key is `path` or `load_rollouts`, or ends with `_path` (except
+    `model_path`). Under any key, plug-ins that are files (`file.py`, `file.py:NAME`) and reward
+    models (`reward_model:FOLDER`) are paths, too. `recipe` is the file that the tree comes from;
+    with None only the current directory is searched.
     """
     return _branch(tree, _folders(recipe))
 
 
 def _folders(recipe: Path | None) -> list[Path]:
-    """Return where relative paths are looked for, in order; never the root of the file system."""
+    """Return the folders to search for relative paths, in order. The root of the file system is not
+    among them."""
     here = Path.cwd()
     if recipe is None:
         return [here]
@@ -40,7 +43,7 @@ def _folders(recipe: Path | None) -> list[Path]:
 
 def _branch(tree: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
     return {
-        key: value if key in NOT_OURS else _held(value, folders, is_path=_is_path(key))
+        key: value if key in NOT_OURS else _resolved(value, folders, is_path=_is_path(key))
         for key, value in tree.items()
     }
 
@@ -51,11 +54,11 @@ def _is_path(key: Any) -> bool:
     )
 
 
-def _held(value: Any, folders: Sequence[Path], *, is_path: bool) -> Any:
+def _resolved(value: Any, folders: Sequence[Path], *, is_path: bool) -> Any:
     if isinstance(value, dict):
         return _branch(value, folders)
     if isinstance(value, list):
-        return [_held(each, folders, is_path=is_path) for each in value]
+        return [_resolved(each, folders, is_path=is_path) for each in value]
     if not isinstance(value, str):
         return value
     if value.startswith(REWARD_MODEL):
@@ -69,8 +72,8 @@ def _held(value: Any, folders: Sequence[Path], *, is_path: bool) -> Any:
 
 
 def _find(path: str, folders: Iterable[Path]) -> str:
-    """Return the first `folder / path` that exists, or that is a pattern of files that exist; `path`
-    where there is none."""
+    """Return the first `folder / path` that exists or, as a glob pattern, matches files; `path`
+    itself if no folder has a match."""
     if not path:
         return path
     wanted = os.path.expanduser(path)

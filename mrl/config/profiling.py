@@ -1,4 +1,4 @@
-"""Configures which steps are profiled."""
+"""Configuration of which steps are profiled."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class ProfileConfig(Branch):
     ranks: tuple[Number, ...] = (0,)
     """Trainer ranks that write a trace with torch.profiler."""
     engine: bool = True
-    """Also ask the rollout engines for traces of their own."""
+    """Also request traces from the rollout engines."""
     with_stack: bool = False
-    """Record the lines of Python code, in traces of trainer ranks and engines: larger and slower."""
+    """Record Python source lines in the traces of trainer ranks and engines. Traces become larger
+    and slower to record."""

@@ -1,4 +1,4 @@
-"""Joins the branches to the whole recipe."""
+"""The complete recipe, composed of its sections."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from mrl.config.watch import WatchConfig
 
 class DebugConfig(Branch):
     save_rollouts: bool = False
-    """Write rollouts/step_*.safetensors with all tensors, for load_rollouts."""
+    """Write rollouts/step_*.safetensors with all tensors, from which `load_rollouts` can train."""
     load_rollouts: str | None = None
     """Train from the `rollouts` folder of another run, without an engine."""
     rollout_only: bool = False
-    """Generate and score, never train."""
+    """Generate and score samples, but do not train."""
 
 
 class Recipe(Branch):
-    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a word of Python
+    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a Python keyword
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
-    """Train low-rank updates of the model in the place of its weights; see docs/lora.md."""
+    """Train low-rank updates of the model instead of its weights; see docs/lora.md."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by
-    their own names, for policy and critic; see docs/megatron.md."""
+    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig,
+    under their own names, for policy and critic; see docs/megatron.md."""
     rollout: RolloutConfig
     asynchronous: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -61,14 +61,15 @@ class Recipe(Branch):
     guards: GuardConfig = GuardConfig()
     watch: WatchConfig = WatchConfig()
     reward: Rewards | None = None
-    """A file of mrl/rewards/, `file.py:func`, `package.module:func`, the address of a reward server
-    (`http://host:port`) or a reward model (`reward_model:folder`); or a list of these with weights,
-    whose weighted sum is the reward; see docs/rewards.md."""
+    """The reward for the samples: a file of mrl/rewards/, `file.py:func`, `package.module:func`,
+    the address of a reward server (`http://host:port`) or a reward model (`reward_model:folder`).
+    It may also be a list of these with weights; the reward is then their weighted sum. See
+    docs/rewards.md."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds for one call of the reward function. A call that takes longer is killed, and its samples
-    are masked."""
+    """Time limit for one call of the reward function, in seconds. A call that takes longer is
+    killed, and its samples are masked."""
     environment: EnvironmentConfig | None = None
-    """The environment that the policy talks with in several turns; it takes the place of `reward`."""
+    """The environment that the policy interacts with over several turns, instead of `reward`."""
     data: DataConfig
     sft: SftConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -77,18 +78,19 @@ class Recipe(Branch):
     profile: ProfileConfig = ProfileConfig()
     debug: DebugConfig = DebugConfig()
     output_dir: str = Field(min_length=1)
-    """The run folder; a run that is there already is resumed."""
+    """The run folder. If it contains a run, that run is resumed."""
     seed: int = 0
-    """Decides the order of the prompts, the sampling, and all other random numbers."""
+    """Determines the order of the prompts, the sampling, and all other random numbers."""
 
     @property
     def longest_wait_s(self) -> float:
-        """The time that a rank may wait for another, which waits for its engine: for a step, and for
-        the evaluation sets one after the other."""
+        """Timeout in seconds for a rank that waits for another rank: 10 minutes, plus the time
+        limit for the start of an engine or, if that is longer, the time limits for the rollouts of
+        a step and of all evaluation sets."""
         num_calls = 3 + len(self.eval.sets)
         return 600 + max(self.rollout.start_timeout_s, num_calls * self.rollout.request_timeout_s)
 
     @property
     def captures_routes(self) -> bool:
-        """Whether the engine is asked for the experts that it chose."""
+        """Whether the engine returns the experts that it chose."""
         return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes

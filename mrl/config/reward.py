@@ -1,4 +1,4 @@
-"""Configures what scores the samples."""
+"""Configuration of the rewards that score the samples."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 class RewardConfig(Branch):
-    """One of several rewards: the reward of a sample is their weighted sum."""
+    """One of several rewards. The reward of a sample is their weighted sum."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
-    """Its name in `rewards/NAME/mean`; empty takes that of the function or file."""
+    """Name of the reward in the metric `rewards/NAME/mean`; empty takes the name of the function or
+    file."""
     path: str = ""
-    """What scores, as `reward` names it where it is a string; empty takes the file of mrl/rewards/ that
-    is called `name`."""
+    """The reward, written like a single reward in the recipe's key `reward` (`file.py:func`). Empty
+    takes the file of mrl/rewards/ that is called `name`."""
     weight: float = 1.0
-    """What it counts in the sum; 0 reports it only."""
+    """Weight of the reward in the sum; with 0 it is only reported."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, value: Any) -> Any:
-        """Fill `name` and `path` from each other; a string alone is a path."""
+        """Fill in a missing `name` from `path`, or a missing `path` from `name`. A plain string is
+        taken as the path. Raises ValueError if both are missing."""
         if isinstance(value, str):
             value = {"path": value}
         if not isinstance(value, dict):
@@ -44,7 +46,8 @@ class RewardConfig(Branch):
 
 
 def _name_of(path: str) -> str:
-    """Return the function's name of `file.py:func`, the file's of `file.py`, else the path."""
+    """Return a name for a reward: the function of `file.py:func`, the file name of `file.py`, or
+    else the path, with `_` for characters that a name may not have."""
     file, _, function = path.rpartition(":")
     short = function if file.endswith(".py") or "/" not in function else path
     short = short.rstrip("/").rpartition("/")[2].removesuffix(".py") or path
@@ -57,24 +60,24 @@ def _check_names(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
     if not names:
         raise ValueError("the list is empty; give at least one reward")
     if twice:
-        raise ValueError(f"the name {twice[0]} stands twice; give each a `name` of its own")
+        raise ValueError(f"the name {twice[0]} occurs twice; give each its own `name`")
     return rewards
 
 
 TAGS = ("reward name", "reward list")
-"""What pydantic adds to the location of a problem in a `Rewards`."""
+"""Parts that pydantic adds to the location of a problem in `Rewards`."""
 Rewards = Annotated[
     Annotated[str, Tag(TAGS[0])]
     | Annotated[tuple[RewardConfig, ...], AfterValidator(_check_names), Tag(TAGS[1])],
     Discriminator(lambda value: TAGS[isinstance(value, (list, tuple))]),
 ]
-"""One reward by its name, or several with weights."""
+"""One reward as a string, or a list of rewards with weights."""
 
 
 def describe_rewards(rewards: str | tuple[RewardConfig, ...]) -> str:
-    """Return rewards in one line, which differs from that of any other rewards.
+    """Return a line that identifies these rewards: different rewards have different lines.
 
-    A single reward by its name is that name.
+    If `rewards` is a single string, the line is that string.
     """
     if isinstance(rewards, str):
         return rewards

@@ -1,7 +1,8 @@
-"""Configures a service: one base model, one layout and one engine for the adapters of many tenants.
+"""Configuration of a service: one base model, one layout and one engine for the adapters of many
+tenants.
 
-A tenant is a recipe with a `lora` branch. The keys that a service and a recipe both have mean the same
-in both and belong to the service; `mrl.tenants.agreement` compares them.
+A tenant is a recipe with a `lora` section. Keys that occur in both a service and a recipe have the
+same meaning, and the service sets them; `mrl.service.agreement` compares the values.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from mrl.config.watch import WatchConfig
 
 class ServiceTrainConfig(Branch):
     recompute: bool = False
-    """Full activation recompute: less memory, one more forward."""
+    """Recompute all activations in the backward pass, which saves memory and costs one more forward
+    pass."""
     logprob_chunk_tokens: int = Field(default=1024, ge=0)
-    """Loss tokens whose logits are held at a time, as in a recipe; 0 holds those of a whole
-    micro-batch."""
+    """Number of loss tokens whose logits are in memory at a time, as in a recipe; 0 keeps the
+    logits of a complete micro-batch."""
 
 
 class ServiceMoeConfig(Branch):
     capture_routes: bool = True
-    """Ask the engine for the experts that it chose. Tenants with `moe.routing_replay: r3` or
+    """Request the experts that the engine chose. Tenants with `moe.routing_replay: r3` or
     `diagnosis.capture_routes` need it."""
     replay: Literal["ids", "ids_order", "ids_weights", "ids_order_weights"] = "ids"
-    """What is replayed of a route, as in a recipe."""
+    """Which parts of a route are replayed, as in a recipe."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """How the load of the experts is evened out, as in a recipe."""
+    """How the load of the experts is balanced, as in a recipe."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss, as in a recipe."""
     z_loss_coeff: float = Field(default=0.0, ge=0)
@@ -41,18 +43,20 @@ class ServiceMoeConfig(Branch):
 
 
 class LoraLimits(Branch):
-    """What the adapters of tenants may be: the engine reserves memory for the largest."""
+    """The adapters that tenants may have. The engine reserves memory for the largest adapter
+    allowed."""
 
     max_rank: int = Field(default=32, ge=1)
-    """The largest `lora.rank`."""
+    """Maximum of `lora.rank`."""
     targets: Literal["attention"] | tuple[str, ...] = "attention"
-    """Modules outside the experts that an adapter may have: `attention`, or Hugging Face's names."""
+    """Modules outside the experts that an adapter may update: `attention` for every attention
+    projection, or a list of Hugging Face module names."""
     experts: tuple[Experts, ...] = ("none",)
-    """Values that `lora.experts` may have beside `none`, which always fits. Any but `none` makes the
-    engine reserve room for adapters of the experts in every slot."""
+    """Allowed values of `lora.experts` besides `none`, which is always allowed. With any other
+    value the engine reserves memory for expert adapters in every slot."""
     slots: int = Field(default=4, ge=1)
-    """Adapters that the engine computes with at a time. The others wait in the host's memory, and their
-    requests wait for a slot."""
+    """Number of adapters that the engine computes with at a time. The other adapters stay in host
+    memory, and their requests wait for a slot."""
 
     @field_validator("experts", mode="before")
     @classmethod
@@ -61,55 +65,57 @@ class LoraLimits(Branch):
 
 
 class TenantLimits(Branch):
-    """What each tenant may use. One that goes beyond it is refused, or paused with the reason."""
+    """Limits for each tenant. A tenant that exceeds a limit is refused, or paused with the reason."""
 
     max_number: int = Field(default=16, ge=1)
-    """Tenants that are queued, running or paused."""
+    """Maximum number of tenants that are queued, running or paused."""
     max_tokens_in_flight: int | None = Field(default=None, ge=1)
-    """Tokens of prompts and answers that the engine works on for one tenant at a time; null sets no
-    limit."""
+    """Maximum tokens of prompts and responses that the engine processes for one tenant at a time;
+    null sets no limit."""
     max_micro_batch_tokens: int | None = Field(default=None, ge=1)
-    """The largest `train.micro_batch_tokens`: its activations lie in the memory that all share. Null
-    sets no limit."""
+    """Maximum of `train.micro_batch_tokens`, whose activations take memory that all tenants share.
+    Null sets no limit."""
     max_adapter_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of an adapter's A and B in the dtype of the model; null sets no limit."""
+    """Maximum size in bytes of an adapter's `A` and `B` matrices, in the dtype of the model; null
+    sets no limit."""
     max_reward_s: float = Field(default=600.0, gt=0)
-    """Wall seconds that the rewards and environments of a tenant may take in a step; also the largest
-    `reward_timeout_s` and `environment.time_limit_s`."""
+    """Wall-clock seconds that the rewards and environments of a tenant may take in a step; also the
+    maximum of `reward_timeout_s` and `environment.time_limit_s`."""
     reward_user: str | None = Field(default=None, min_length=1)
-    """The user that rewards and environments run as, such as `nobody`; only root can give another than
-    its own. The files that they need have to be readable for that user. Null is the user of the
-    service."""
+    """The user that runs rewards and environments, such as `nobody`; null is the user of the
+    service. Only a service that runs as root can choose another user. That user must be able to
+    read the files that rewards and environments need."""
     max_disk_bytes: int | None = Field(default=None, ge=1)
-    """Bytes in a tenant's output_dir; null sets no limit."""
+    """Maximum size in bytes of a tenant's output_dir; null sets no limit."""
 
 
 class ScheduleConfig(Branch):
     max_wait_s: float = Field(default=1800.0, gt=0)
-    """The longest wait of a tenant that has its samples, in seconds. It is kept where the load of all
-    tenants allows that."""
+    """Longest time in seconds that a tenant whose samples are ready should wait to be trained. The
+    service keeps to this time if the load of all tenants permits."""
 
 
 class ServiceCheckpointConfig(Branch):
     stop_limit_s: float = Field(default=25.0, gt=0)
-    """Seconds that SIGTERM and SIGHUP leave to end the round and save all tenants. After them the
-    process ends, and every tenant goes back to its newest checkpoint. SIGUSR1 has no limit."""
+    """Seconds after SIGTERM or SIGHUP within which the service must finish the steps in progress
+    and save all tenants. Otherwise the process ends, and every tenant returns to its newest
+    checkpoint. After SIGUSR1 the service does the same without a time limit."""
 
 
 class ControlConfig(Branch):
     tcp: int | None = Field(default=None, ge=1, le=65535)
-    """A port on loopback where the control socket is reached too, with the token of
-    `OUTPUT_DIR/token`; null opens none."""
+    """A loopback port on which the control socket is also reachable, with the token in
+    `OUTPUT_DIR/token`; null opens no port."""
 
 
 class ServiceConfig(Branch):
-    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a word of Python
+    model_config = ConfigDict(serialize_by_alias=True)  # `async` is a Python keyword
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig by
-    their own names, for all tenants; see docs/megatron.md."""
+    """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig,
+    under their own names, for all tenants; see docs/megatron.md."""
     train: ServiceTrainConfig = ServiceTrainConfig()
     rollout: EngineConfig = EngineConfig()
     asynchronous: WorkerConfig = Field(default=WorkerConfig(), alias="async")
@@ -121,7 +127,7 @@ class ServiceConfig(Branch):
     checkpoint: ServiceCheckpointConfig = ServiceCheckpointConfig()
     control: ControlConfig = ControlConfig()
     output_dir: str = Field(min_length=1)
-    """The service folder. A service that was there already continues with its tenants."""
+    """The service folder. If it contains a service, that service continues with its tenants."""
 
     @field_validator("model")
     @classmethod
@@ -135,17 +141,19 @@ class ServiceConfig(Branch):
 
     @property
     def longest_wait_s(self) -> float:
-        """The time that a rank may wait for another: one engine may serve tenants that the other one
-        does not have, with requests that wait for each other. The watchdog finds what hangs earlier."""
+        """Seconds that a rank may wait for another rank. The limit is generous, because engines may
+        serve different tenants, whose requests wait for each other; the watchdog detects a hang
+        earlier."""
         return 600 + max(self.rollout.start_timeout_s, 8 * self.rollout.request_timeout_s)
 
     def rollout_config(self) -> RolloutConfig:
-        """Return what an engine is made with. What a tenant decides has its default there; each request
-        brings its own."""
+        """Return the engine's rollout configuration. Keys that tenants decide have default values.
+        No request uses these defaults, because each request carries its tenant's values."""
         return RolloutConfig(**self.rollout.model_dump(), max_response_len=1)
 
     def moe_config(self) -> MoeConfig:
-        """Return the `moe` branch of the base model."""
+        """Return the `moe` section of the base model; its `routing_replay` is r3 if routes are
+        captured, otherwise off."""
         return MoeConfig(
             **self.moe.model_dump(exclude={"capture_routes"}),
             routing_replay="r3" if self.moe.capture_routes else "off",

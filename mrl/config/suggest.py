@@ -1,4 +1,4 @@
-"""Suggests a key of the recipe for one that it does not know."""
+"""Suggestions for unknown keys of a recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mrl.config.foreign import FOREIGN
 from mrl.config.recipe import Recipe
 
 MAX_KEYS = 6
-"""The keys of an unknown branch that the message explains."""
+"""Maximum number of keys of an unknown section that the message explains."""
 
 
 def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
-    """Return the end of a message about the unknown dotted `key`; empty where nothing is near.
+    """Return the end of the message about the unknown dotted `key`; empty if no key is similar.
 
-    The keys of an unknown branch are looked up one by one: `value` is what the recipe gives it. `known`
-    are the keys that there are; by default those of a recipe.
+    `value` is the key's value in the recipe. If it is a mapping, the keys in it are looked up one
+    by one. `known` are the valid keys; by default the keys of a recipe.
     """
     if known and key in all_keys():
-        return "; it is a key of each tenant's recipe, and not of a service"
+        return "; it is a key of a tenant's recipe, not of a service"
     known = known or all_keys()
     inner = list(_leaves(value, f"{key}.")) if isinstance(value, dict) else []
     is_near = difflib.get_close_matches(key, [own.partition(".")[0] for own in known], n=1)
@@ -36,11 +36,12 @@ def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
 
 
 def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
-    """Return the quoted key of `known` for `key`, with what differs; empty where there is none.
+    """Return the key of `known` that `key` probably means, quoted and with a note on what differs;
+    empty if no key fits.
 
-    In order: another framework's name, the same name in another branch, the nearest name in the same
-    branch, the nearest anywhere, a mistyped name of another framework. Without `is_own` only exact
-    names count.
+    It looks, in this order, for another framework's name, the same name in another section, the
+    nearest name in the same section, the nearest name anywhere, and a mistyped name of another
+    framework. If `is_own` is false, it stops after the first two, which need an exact name.
     """
     if (foreign := _foreign(key)) is not None and foreign[0] in known:
         return _quoted(*foreign)
@@ -57,9 +58,9 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
     return _quoted(*FOREIGN[names[0]]) if names and FOREIGN[names[0]][0] in known else ""
 
 
-def pointed_to(key: str) -> str | None:
-    """Return the recipe's key for an exact name of another framework, or for a key given without or
-    with another section; None if there is none."""
+def recipe_key_for(key: str) -> str | None:
+    """Return the recipe's key for an exact name of another framework, or for a key whose section is
+    wrong or missing; None if no key matches."""
     if (foreign := _foreign(key)) is not None:
         return foreign[0]
     leaf = key.rpartition(".")[2]
@@ -71,7 +72,8 @@ def _quoted(key: str, note: str = "") -> str:
 
 
 def _foreign(key: str) -> tuple[str, str] | None:
-    """Return the entry of FOREIGN for the longest end of a dotted key."""
+    """Return the entry of FOREIGN for the longest matching end of a dotted key; None if no end
+    matches."""
     parts = key.replace("-", "_").split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((FOREIGN[end] for end in ends if end in FOREIGN), None)
@@ -87,12 +89,12 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Return the dotted keys of a recipe; those of the elements of a list without its index."""
+    """Return the dotted keys of a recipe; keys of list elements have no index."""
     return keys_below(Recipe)
 
 
 def keys_below(branch: type[BaseModel]) -> tuple[str, ...]:
-    """Return the dotted keys of a branch, as `all_keys` does."""
+    """Return the dotted keys of a `Branch` class, in the form that `all_keys` returns."""
     return tuple(_keys(branch, ""))
 
 

@@ -1,4 +1,4 @@
-"""Configures the watchdog, which ends a run that hangs."""
+"""Configuration of the watchdog, which ends a run that hangs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Phase = Literal[
 
 class WatchConfig(Branch):
     enabled: bool = True
-    """Watch the ranks from a process of its own, and end the run with exit code 72 where one hangs; see
+    """Watch the ranks from a separate process, and end the run with exit code 72 if one hangs; see
     docs/faults.md."""
     limits: dict[Phase, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Seconds without progress after which a phase hangs, by its name: start, load, sync, rollout,
-    score, logprobs, train, save, evaluate, or log. A phase that is not named has the largest of 60 s,
-    five times its longest time without progress so far, and what the recipe's own limits allow it."""
+    """Seconds without progress after which a phase is considered hung, by the name of the phase:
+    start, load, sync, rollout, score, logprobs, train, save, evaluate, or log. For a phase that is
+    not listed, the limit is the largest of 60 s, five times its longest time without progress so
+    far, and the time that the recipe's own limits allow for it."""
     first_limit_s: float = Field(default=1800.0, gt=0)
-    """The limit of a phase in seconds until every rank has been through it once."""
+    """The limit of a phase, in seconds, until every rank has completed it once."""

@@ -1,4 +1,4 @@
-"""Reads prompts from files of many forms, with a resumable cursor over one source or a mixture."""
+"""Reads prompts from many file formats, with a resumable cursor over one source or a mixture."""
 
 from mrl.data.cursor import PromptCursor
 from mrl.data.reader import (

@@ -1,6 +1,6 @@
-"""Reads parquet files and data set folders through pyarrow, and data sets of the hub by `datasets`.
+"""Reads parquet files and data set folders with pyarrow, and data sets of the hub with `datasets`.
 
-Both come with `pip install 'mrl[data]'`. Rows are made from NUM_ROWS rows of the file at a time.
+`pip install 'mrl[data]'` installs both. Rows are converted NUM_ROWS at a time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from mrl.errors import InputError
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
 NUM_ROWS = 256
-"""Rows that are in memory as Arrow and as Python objects at the same time."""
+"""Number of rows that are converted at a time from Arrow to Python objects."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")
 
 
 def read_parquet(path: Path) -> Rows:
-    """Yield the rows of a parquet file. Raises InputError where it is none."""
+    """Yield `(source, row)` for every row of a parquet file. Raises InputError if the file is not
+    parquet."""
     pyarrow = _pyarrow(path)
     from pyarrow import parquet
 
@@ -34,14 +35,15 @@ def read_parquet(path: Path) -> Rows:
             file = parquet.ParquetFile(opened)
             batches = file.iter_batches(batch_size=NUM_ROWS)
             yield from _rows(batches, str(path))
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # of a column's name
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # such as a column's name
             raise InputError(f"{path}: not readable as parquet: {_line(error)}") from None
 
 
 def read_folder(folder: Path, split: str) -> Rows:
-    """Yield the rows of a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
+    """Yield `(source, row)` for every row of a folder written by `save_to_disk` of a `Dataset` or
+    `DatasetDict`.
 
-    Raises InputError where it is none, or has no such split.
+    Raises InputError if the folder was not written that way, or does not have the split.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
@@ -70,14 +72,16 @@ def read_folder(folder: Path, split: str) -> Rows:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return whether a path that does not exist may be a data set of the hub, `owner/name`."""
+    """Return whether `path`, which does not exist here, has the form of a hub id (`owner/name`) and
+    not the suffix of a data file."""
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(_FILE_SUFFIXES)
 
 
 def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
-    """Yield the rows of a data set of the Hugging Face hub: downloaded, or taken from its cache.
+    """Yield `(source, row)` for every row of a data set on the Hugging Face hub, downloaded or from
+    the local cache.
 
-    Raises InputError where that fails, in one line.
+    Raises InputError, in one line, if the data set cannot be loaded.
     """
     what = f"{hub_id}: no such file or folder here, and as a data set of the Hugging Face hub it"
     try:
@@ -88,7 +92,7 @@ def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
         ) from None
     try:
         table = datasets.load_dataset(hub_id, subset, split=split).with_format("arrow")
-    except Exception as error:  # of the network, the hub and the builder
+    except Exception as error:  # from the network, the hub or the builder
         raise InputError(
             f"{what} cannot be loaded ({type(error).__name__}: {_line(error)}); without a network, "
             "download it elsewhere and give a folder written by save_to_disk, or a file"
@@ -100,9 +104,10 @@ def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
 
 
 def _rows(batches: Any, place: str, first: int = 1) -> Rows:
-    """Yield the rows of Arrow record batches; `first` is the number of the first row.
+    """Yield `(source, row)` for every row of Arrow record batches. `source` is `PLACE row N`, where
+    N counts from `first`.
 
-    Raises InputError for duplicate columns.
+    Raises InputError for duplicate column names, and for values that have no JSON form.
     """
     for batch in batches:
         _check_names(batch.schema, place)
@@ -113,14 +118,15 @@ def _rows(batches: Any, place: str, first: int = 1) -> Rows:
                 {
                     name: _plain(value, name, source)
                     for name, value in row.items()
-                    if not name.startswith("__index_level_")  # which pandas adds
+                    if not name.startswith("__index_level_")  # added by pandas
                 },
             )
             first += 1
 
 
 def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
-    """Raise InputError if a schema, or an object in it, has a duplicate name; Python keeps the last."""
+    """Raise InputError if a schema, or an object in it, has duplicate names. A Python dict would
+    keep only the last value of such a name."""
     names = [field.name for field in fields]
     if len(set(names)) < len(names):
         raise InputError(f"{place}: got {within} {', '.join(names)}, expected each once")
@@ -130,7 +136,8 @@ def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
 
 
 def _plain(value: Any, column: str, source: str) -> Any:
-    """Return the value as JSON can hold it: dates as ISO text, decimals as text, bytes as base64."""
+    """Convert a value to JSON types: dates to ISO strings, decimals to strings, bytes to base64.
+    Raises InputError for a type that has no JSON form."""
     if isinstance(value, dict):
         return {key: _plain(inner, column, source) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -144,8 +151,8 @@ def _plain(value: Any, column: str, source: str) -> Any:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise InputError(
-        f"{source}: column {column!r} holds {type(value).__name__}, which JSON cannot hold; write it "
-        "as text or a number"
+        f"{source}: column {column!r} holds {type(value).__name__}, which JSON cannot represent; write "
+        "it as text or a number"
     )
 
 

@@ -1,9 +1,11 @@
-"""Makes the tokens between turns: what an environment says, in the form that the policy reads.
+"""The tokens between the policy's turns: the environment's observations in the form of the chat
+template.
 
-Generated tokens are never tokenized again. The chat template is rendered for a short conversation that
-stands in for the real one, and only the text after its assistant's turn is used: the end of that turn,
-the new messages, and the beginning of the next turn. So a template that would print earlier turns
-otherwise, as those do that leave out earlier thinking, does not change what was generated.
+Generated tokens are never tokenized again. The chat template is rendered for a short stand-in
+conversation, and only the text after its assistant's turn is used: the end of that turn, the new
+messages, and the beginning of the next turn. Some templates render earlier turns differently, for
+example without the thinking. Because the text of earlier turns is not used, such templates cannot
+change generated tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from mrl.types import Prompt
 Messages = list[dict[str, Any]]
 
 _TURN = "a turn of the policy 7f3a"
-"""Stands in for what was generated; a template that repeats or loses it cannot be used."""
+"""Stand-in for the generated text. A template that repeats or drops it cannot be used."""
 _TALK: Messages = [
     {"role": "user", "content": "a question"},
     {"role": "assistant", "content": _TURN},
@@ -32,20 +34,21 @@ _TALK: Messages = [
 class ChatTurns:
     """Renders the turns of a conversation with one tokenizer and its chat template.
 
-    A prompt that is a list of messages makes a chat; one that is a string is plain text, to which
-    observations are added as they are.
+    If the prompt is a list of messages, the conversation is a chat. If the prompt is a string, the
+    conversation is plain text, to which observations are appended unchanged.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` are arguments of the template, as `data.chat_template_kwargs`."""
+        """`template_kwargs` are arguments of the template, like `data.chat_template_kwargs`."""
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
 
     def check(self) -> None:
-        """Raises InputError where the template cannot be continued turn by turn.
+        """Raise InputError if the template cannot be continued turn by turn.
 
-        So it is where an assistant's turn does not end with a token that generation stops at: the
-        policy would end its turns otherwise than the template, which then ended them once more.
+        One example is a template that does not end an assistant's turn with a token that stops
+        generation. The policy would then end its turns with another token, and the template would
+        end them a second time.
         """
         try:
             after = self._text_after_turn([{"role": "user", "content": "an answer"}])
@@ -62,11 +65,11 @@ class ChatTurns:
             ) from None
 
     def start(self, prompt: Prompt, observation: str | Messages | None) -> list[int]:
-        """Return the token ids of the prompt and of what reset() added. Raises ValueError as
-        between() does.
+        """Return the token ids of the prompt and of the observation that the environment's reset()
+        returned, if any.
 
-        The prompt's column `tools` goes into the template here, and only here: what comes between turns
-        does not repeat it.
+        The prompt's column `tools` is passed to the template here only; the tokens between turns do
+        not repeat it. Raises ValueError like `between`.
         """
         if observation is None:
             return prompt.token_ids.tolist()
@@ -77,13 +80,15 @@ class ChatTurns:
         return self._encode(self._render(messages, ask=True, tools=tools))
 
     def between(self, prompt: Prompt, last_id: int, observation: str | Messages) -> list[int]:
-        """Return the token ids from the end of the policy's turn, whose last token is `last_id`, to
-        its next.
+        """Return the token ids between the policy's turn, whose last token is `last_id`, and its
+        next turn.
 
-        The template's token that ends a turn, see check(), is left out where the policy itself wrote
-        it; it follows another token that the generation stopped at. A turn that was cut
-        short is ended for it: these tokens are the environment's, and not trained. Raises ValueError
-        where the prompt is plain text and the observation is not, or the template refuses it.
+        The template's token that ends a turn (see `check`) is left out if the policy generated it.
+        If the generation stopped at another token, or was cut short, the end token is added. The
+        returned tokens count as the environment's and are not trained on.
+
+        Raises ValueError if the prompt is plain text and the observation is not, or if the template
+        refuses the observation.
         """
         if isinstance(prompt.content, str):
             return self._encode(_plain(observation))
@@ -92,15 +97,16 @@ class ChatTurns:
 
     @functools.cached_property
     def _end(self) -> str:
-        """Return what ends the assistant's turn when nothing follows."""
+        """The text that the template puts after the last turn of a conversation, if that turn is
+        the assistant's."""
         return _after_turn(self._render(_TALK))
 
     def _text_after_turn(self, added: Messages) -> str:
         after = _after_turn(self._render([*_TALK, *added], ask=True))
         if not after.startswith(self._end):
             raise ValueError(
-                f"an assistant's turn ends with {self._end!r} when it is the last, but goes on with "
-                f"{after[: len(self._end) + 20]!r} when there is more"
+                f"an assistant's turn ends with {self._end!r} if it is the last, but continues with "
+                f"{after[: len(self._end) + 20]!r} if more turns follow"
             )
         return after
 
@@ -123,10 +129,11 @@ class ChatTurns:
 
 
 def stop_ids(tokenizer: Any) -> set[int]:
-    """Return the tokens that a generation stops at, as in SGLang: the tokenizer's and the model's.
+    """Return the ids of the tokens that stop a generation, as in SGLang: the end-of-sequence tokens
+    of the tokenizer and of the model.
 
-    The model's `eos_token_id`, a number or several, is in config.json and generation_config.json of the
-    folder that the tokenizer was read from.
+    The model's `eos_token_id`, one number or several, is in config.json and generation_config.json
+    in the folder from which the tokenizer was loaded.
     """
     found = {tokenizer.eos_token_id}
     folder = Path(tokenizer.name_or_path or "no folder")

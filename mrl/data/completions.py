@@ -1,4 +1,4 @@
-"""Decodes what was generated."""
+"""Decoding of generated tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from mrl.types import Sample, SampleGroup
 
 
 def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:
-    """Return the text of every sample's response, without special tokens, by group.
+    """Return the text of every sample's response, without special tokens, as one list per group.
+    The texts are kept in `SampleGroup.texts`, and later calls take them from there.
 
-    Of a conversation it is all that comes after the prompt, with the tokens that say whose turn it is.
+    The text of a conversation is everything after the prompt, including the special tokens that
+    mark turns.
     """
     for group in groups:
         if group.texts is None:

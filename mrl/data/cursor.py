@@ -1,5 +1,5 @@
-"""A seeded position in one data set or a mixture, which can be saved and resumed without loss or
-repetition."""
+"""A seeded position in a data set or a mixture. The position can be saved and resumed without
+losing or repeating rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from mrl.types import Prompt
 
 
 class PromptCursor:
-    """Deals prompts in a fresh permutation per epoch; a batch may straddle epochs.
+    """Returns prompts in batches, in a new permutation for each epoch, or always in data order
+    without `shuffle`. A batch may span two epochs.
 
-    Its whole state is (seed, shuffle, epoch, offset) and the identity of the data: the
-    permutation of an epoch is computed from (seed, epoch) alone. Where sources have weights, each has
-    an epoch and an offset of its own, and `credit`, which decides whose turn it is.
+    The complete state is (seed, shuffle, epoch, offset) and the identity of the data, because the
+    permutation of an epoch depends only on (seed, epoch). If sources have weights, each source has
+    its own epoch and offset, and a `credit` that decides which source is next.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt] | Sequence[Source], *, seed: int, shuffle: bool = True
     ) -> None:
-        """`prompts`: one data set, or its sources: those without weights are one data set too."""
+        """`prompts` are the prompts of one data set, or the sources of the training data. Sources
+        without weights form one data set."""
         sources = [each for each in prompts if isinstance(each, Source)]
         whole = [each for each in prompts if isinstance(each, Prompt)]
         self._sources = sources if len(sources) > 1 else []
@@ -38,13 +40,13 @@ class PromptCursor:
             self._dealers = [Dealer(whole, "", 1.0)]
         for dealer in self._dealers:
             dealer.place(seed, shuffle=shuffle)
-        # A mixture, and several files that are one data set, tell which of them has changed.
+        # If one of several sources has changed, the error message can name it.
         self._digests = [digest_of(source.prompts) for source in self._sources]
         self._digest = "" if self._is_mixture else digest_of(self._dealers[0].prompts)
 
     @property
     def epoch(self) -> int:
-        """The number of whole passes over the data set so far; in a mixture over the slowest source."""
+        """The number of complete passes over the data set; in a mixture, over the slowest source."""
         return min(dealer.epoch for dealer in self._dealers)
 
     def next(self, n: int) -> list[Prompt]:
@@ -52,20 +54,24 @@ class PromptCursor:
         return [self._dealer().deal() for _ in range(n)]
 
     def _dealer(self) -> Dealer:
-        """Return whose turn it is: after every draw each source is within one prompt of its share, as
-        smooth weighted round-robin has it. The state is the credits alone, so no random number is
-        needed, and every step has the shares of the weights."""
+        """Choose the source (`Dealer`) of the next prompt, by smooth weighted round-robin, and
+        update the credits.
+
+        After every prompt each source is within one prompt of its share, so every step mixes the
+        sources according to their weights. No random numbers are needed; the credits are the only
+        state.
+        """
         if len(self._dealers) == 1:
             return self._dealers[0]
         total = sum(dealer.weight for dealer in self._dealers)
         for dealer in self._dealers:
             dealer.credit += dealer.weight / total
-        chosen = max(self._dealers, key=lambda dealer: dealer.credit)  # the first of equals
+        chosen = max(self._dealers, key=lambda dealer: dealer.credit)  # on a tie, the first
         chosen.credit -= 1.0
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON-able state; `load_state_dict` of it continues with exactly the next prompt."""
+        """Return the state in JSON types. `load_state_dict` continues from it with the next prompt."""
         state = {"seed": self._seed, "shuffle": self._shuffle}
         identity = [
             {"name": source.name, "num_prompts": len(source.prompts), "sha256": digest}
@@ -91,7 +97,8 @@ class PromptCursor:
         }
 
     def why_other(self, state: dict[str, Any]) -> str:
-        """Return how the rows, or their order, differ from those of `state`; empty if they do not."""
+        """Return a text that says how the rows or their order differ from the data of `state`;
+        empty if they are the same."""
         try:
             self._places_in(state)
         except InputError as error:
@@ -101,10 +108,10 @@ class PromptCursor:
         return ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; the order's seed comes from the state.
+        """Continue at the position of `state`, with the seed and the `shuffle` of the state.
 
-        Sources are identified by their rows, whatever their names are now. Raises InputError, which
-        names the source, if the state belongs to other data.
+        Sources are identified by their rows, even if their names have changed. Raises InputError,
+        which names the source, if the state belongs to other data.
         """
         places = self._places_in(state)
         self._seed, self._shuffle = state["seed"], state["shuffle"]
@@ -116,7 +123,8 @@ class PromptCursor:
             dealer.place(self._seed, shuffle=self._shuffle)
 
     def _places_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the place of each dealer. Raises InputError as `load_state_dict` does."""
+        """Return the saved position (epoch, offset and credit) of each dealer. Raises InputError
+        like `load_state_dict`."""
         was_mixture = "mixture" in state
         if was_mixture != self._is_mixture:
             kinds = ("one data set", "a mixture with weights")
@@ -151,7 +159,8 @@ class PromptCursor:
             )
 
     def _check_sources(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the saved sources in today's order. Raises InputError where one is another."""
+        """Return the saved sources in the current order. Raises InputError if the rows of a source
+        differ."""
         left, found = list(saved), {}
         for has_name in (True, False):  # among sources with equal rows, prefer the same name
             for source, digest in zip(self._sources, self._digests, strict=True):
@@ -169,7 +178,9 @@ class PromptCursor:
         self._refuse_sources(saved)
 
     def _refuse_sources(self, saved: list[dict[str, Any]]) -> NoReturn:
-        """Raise InputError that names the source whose rows differ, or all names if those differ."""
+        """Raise InputError. The message names the first source whose rows differ from the rows
+        saved under the same name. If there is no such source, it lists the saved and the current
+        sources."""
         by_name = {one["name"]: one for one in saved}
         for source, digest in zip(self._sources, self._digests, strict=True):
             one = by_name.get(source.name)
@@ -188,10 +199,12 @@ class PromptCursor:
 
 
 class Dealer:
-    """A `Dealer` gives out the prompts of one data set, in the order of an epoch."""
+    """Returns the prompts of one data set, one at a time, in a new order for each epoch, or always
+    in data order without shuffling."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
-        """`salt` gives each source of a mixture its own order; it is the source's first name."""
+        """`salt` makes the order of each source of a mixture different; it is `/` plus the source's
+        original name, or empty for a single data set. Raises InputError if there are no prompts."""
         if not prompts:
             raise InputError("the data set has no prompts")
         self.prompts, self.weight = prompts, weight
@@ -201,7 +214,8 @@ class Dealer:
         self._order: list[int] = []
 
     def place(self, seed: int, *, shuffle: bool) -> None:
-        """Make the order of the present epoch."""
+        """Compute the order of the current epoch from `seed`; if `shuffle` is false, keep the order
+        of the prompts."""
         self._seed, self._shuffle = seed, shuffle
         self._order = list(range(len(self.prompts)))
         if shuffle:
@@ -209,7 +223,7 @@ class Dealer:
             random.Random(f"{seed}{self.salt}/{self.epoch}").shuffle(self._order)
 
     def deal(self) -> Prompt:
-        """Return the next prompt."""
+        """Return the next prompt and advance the position."""
         prompt = self.prompts[self._order[self.offset]]
         self.offset += 1
         if self.offset == len(self.prompts):
@@ -219,7 +233,8 @@ class Dealer:
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256 of what the policy and the reward see, without the file's name and path."""
+    """Return the SHA-256, in hex, of the token ids, contents and columns of the prompts, which are
+    all that the policy and the reward see of them."""
     sha = hashlib.sha256()
     for prompt in prompts:
         row = [prompt.token_ids.tolist(), prompt.content, prompt.columns]

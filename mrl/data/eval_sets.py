@@ -1,4 +1,4 @@
-"""Reads the evaluation sets of a recipe: each is a recipe of its own, with its prompts."""
+"""Reads the evaluation sets of a recipe. Each set gets a list of prompts and a recipe of its own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from mrl.types import Prompt
 
 @dataclass(frozen=True)
 class EvalSet:
-    """An `EvalSet` is one evaluation set, ready to be generated."""
+    """One evaluation set, ready for generation."""
 
     config: EvalSetConfig
     recipe: Recipe
-    """The run's recipe with the set's reward, sampling and sizes; all prompts are one step."""
+    """The run's recipe with the set's reward, sampling and sizes; all prompts form one step."""
     prompts: list[Prompt]
 
 
 def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[EvalSet]:
-    """Raises InputError where a set cannot be read, and where there is no engine for them."""
+    """Read all evaluation sets. Raises InputError if a set cannot be read or does not fit the
+    context, or if the run would start no engine to evaluate with."""
     config = recipe.eval
     names = [each.name for each in config.sets]
     if len(set(names)) < len(names):
@@ -72,7 +73,7 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
             for name in ("top_k", "stop", "stop_token_ids")
         },
     }
-    # The rewards of the sources of the training are not those of the set.
+    # Rewards of the training sources do not apply to the set.
     changes: dict[str, Any] = {"rollout": rollout.model_copy(update=sampling), "data": data}
     if config.reward is not None:
         changes |= {"reward": config.reward, "environment": None}

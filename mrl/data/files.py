@@ -1,7 +1,7 @@
 """Reads rows from files: JSON lines, JSON arrays, CSV, parquet, data set folders and the hub.
 
-A row is a dict of what JSON can hold, and comes with its source, `file:line` or `file row N`, for
-messages. Files are read piece by piece, so no file is in memory as a whole but a JSON array.
+A row is a dict of JSON types. It comes with a string that names its source in messages, `file:line`
+or `file row N`. Files are read in pieces; only a JSON array is loaded into memory completely.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from mrl.system.json_text import each_key_once, unpaired_surrogate
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
 MAX_CELL_CHARS = 1 << 28
-"""Characters in a cell of a CSV file; Python's own limit is 131,072."""
+"""Maximum characters in a cell of a CSV file; Python's own limit is 131,072."""
 
 
 def read_all_rows(
     paths: Iterable[str | Path], *, split: str = "train", subset: str | None = None
 ) -> Rows:
-    """Yield `(source, row)` of every row of the paths, in order; a glob's files by name.
+    """Yield `(source, row)` for every row of the paths, in order. The files of a glob are sorted by
+    name.
 
-    Raises InputError where a path names nothing, is no data, or has no rows.
+    Raises InputError if a path does not exist, is not data, or has no rows.
     """
     for path in paths:
         text = str(path)
@@ -51,19 +52,21 @@ def read_all_rows(
         elif arrow.is_hub_id(text):
             yield from _some(arrow.read_hub(text, subset, split), text)
         else:
-            yield from read_rows(Path(text))  # which says what is wrong
+            yield from read_rows(Path(text))  # raises InputError with the reason
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield `(source, row)` of every row of one file, by its suffix; any other holds JSON lines.
+    """Yield `(source, row)` for every row of one file. The suffix decides the format; the default
+    is JSON lines.
 
-    Raises InputError as `source: reason`, also where there are no rows.
+    Raises InputError if the file cannot be read, has a bad row, or has no rows. The message starts
+    with the file or the row.
     """
     suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.exists() and not path.is_file():  # reading a FIFO would wait for its writer
         raise InputError(
-            f"{path}: got {_special(path.stat().st_mode)}, expected a file, as data is read more than "
-            "once; give the path of a data file"
+            f"{path}: got {_special(path.stat().st_mode)}, expected a file, because data is read more "
+            "than once; give the path of a data file"
         )
     if suffix == ".parquet":
         rows = arrow.read_parquet(path)
@@ -75,7 +78,7 @@ def read_rows(path: Path) -> Rows:
 
 
 def _special(mode: int) -> str:
-    """Return the kind of a path that is neither a file nor a folder."""
+    """Return the kind of a path that is not a regular file, such as `a FIFO`, from its mode."""
     kinds = (
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
@@ -94,7 +97,7 @@ def _some(rows: Rows, path: str | Path) -> Rows:
 
 
 def _guarded(rows: Rows, path: str | Path) -> Rows:
-    """Yield the rows. Raises InputError where the system or a compressed file fails."""
+    """Yield the rows, and turn errors of the file system and of compressed files into InputError."""
     try:
         yield from rows
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -117,14 +120,14 @@ def _read_json(path: Path, *, may_be_array: bool) -> Rows:
             if start == b"[":
                 yield from _read_array(file, path)
                 return
-        for number, line in enumerate(file, start=1):  # bytes: JSON may hold U+2028 and friends
+        for number, line in enumerate(file, start=1):  # bytes, because JSON text may contain U+2028
             if line.strip():
                 yield f"{path}:{number}", _parse_row(line, f"{path}:{number}")
 
 
 def _read_array(file: BinaryIO, path: Path) -> Rows:
     text = file.read()
-    rows, is_odd = _parse(text, str(path)), _HALF_PAIR.search(text)
+    rows, is_odd = _parse(text, str(path)), _SURROGATE.search(text)
     for number, row in enumerate(rows, start=1):
         source = f"{path} row {number}"
         if is_odd:
@@ -162,21 +165,21 @@ def _read_csv(path: Path, delimiter: str) -> Rows:
 
 def _parse_row(line: bytes, source: str) -> dict[str, Any]:
     row = _parse(line, source)
-    if _HALF_PAIR.search(line):
+    if _SURROGATE.search(line):
         _check_text(row, source)
     return _object(row, source)
 
 
-_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-"""What a surrogate looks like in JSON: half of a pair, or one of the two."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Matches an escaped surrogate in JSON, paired or not."""
 
 
 def _check_text(row: Any, source: str) -> None:
-    """Raise InputError where a string holds a surrogate alone, which is no character."""
+    """Raise InputError if a string contains an unpaired surrogate, which is not a character."""
     if half := unpaired_surrogate(row):
         raise InputError(
-            f"{source}: a string holds {half}, half of a surrogate pair and no character; write "
-            "the character itself, or remove it"
+            f"{source}: a string contains {half}, half of a surrogate pair and not a character; "
+            "write the character itself, or remove it"
         )
 
 
@@ -188,7 +191,7 @@ def _object(row: Any, source: str) -> dict[str, Any]:
 
 def _parse(text: bytes, source: str) -> Any:
     try:
-        # json.loads would let the bytes of a surrogate pass
+        # Given bytes, json.loads would accept encoded surrogates.
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=each_key_once)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
@@ -199,6 +202,6 @@ def _parse(text: bytes, source: str) -> Any:
 
 
 def kind(value: Any) -> str:
-    """Return what a value is, in JSON's words."""
+    """Return the JSON name of a value's type, with its article: `an object`."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")

@@ -1,6 +1,7 @@
 """Writes prompts of the toy task: `python -m mrl.data.first_char --num 512 --seed 0 --out FILE`.
 
-A prompt is 16 letters whose first is one of a, b, c, d; the reward wants that letter repeated.
+A prompt has 16 letters, of which the first is a, b, c or d. The reward asks for a completion that
+repeats this letter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 def first_char_rows(num: int, seed: int, num_letters: int = 16) -> list[dict[str, str]]:
     """Return `num` distinct prompts of `num_letters` letters, each first letter equally often."""
     rng = random.Random(seed)
-    prompts: dict[str, None] = {}  # a dict, not a set: keeps the order
+    prompts: dict[str, None] = {}  # a dict keeps the order, unlike a set
     while len(prompts) < num:
         tail = "".join(rng.choices(string.ascii_lowercase, k=num_letters - 1))
         prompts["abcd"[len(prompts) % 4] + tail] = None

@@ -1,7 +1,8 @@
-"""Brings the rows of other frameworks into one form: a prompt, perhaps a completion, and columns.
+"""Converts the rows of other frameworks to one form: a prompt, optionally a completion, and
+columns.
 
-Forms, by the first of these columns that a row has: `prompt` (a string or messages; verl's rows are
-among them), `messages` (TRL), `conversations` (ShareGPT, with `from` and `value`).
+The prompt is taken from the first of these columns that a row has: `prompt` (a string or messages,
+as in verl), `messages` (TRL), `conversations` (ShareGPT, with `from` and `value`).
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is one row of a file in the form that all others are brought into."""
+    """A row of a file in the common form."""
 
     source: str
     prompt: Any
     """A string or a list of messages with `role` and `content`."""
     completion: str | None
-    """What the row wants as an answer: its `completion`, or the last assistant's turn of a
-    conversation."""
+    """The expected answer: the row's `completion`, or the last message of a conversation if it is
+    the assistant's. None if the row has neither."""
     columns: dict[str, Any]
-    """What is left of the row, for the reward."""
+    """The other columns of the row, for the reward."""
     form: str
-    """What was found, for the terminal."""
+    """The recognised form in words, for the terminal."""
 
 
 def read_form(source: str, values: dict[str, Any], prompt_key: str | None, columns: Columns) -> Row:
-    """Return the row `values`, which is emptied, in the one form.
+    """Convert the row `values`, which is modified, to the common form.
 
-    `columns` gives new names, as `data.columns` does. Raises InputError that names the columns that
-    were there.
+    `columns` gives new names, like `data.columns`. Raises InputError if the row has no usable
+    prompt; if the column is missing, the message lists the columns that the row has.
     """
     present = ", ".join(values) or "no columns"
     _rename(values, columns, source, present)
@@ -53,8 +54,8 @@ def read_form(source: str, values: dict[str, Any], prompt_key: str | None, colum
     if key is None or key not in values:
         if {"chosen", "rejected"} <= values.keys():
             raise InputError(
-                f"{source}: no `{key or 'prompt'}`; this row has {present}: pairs of preferences, on "
-                "which mrl does not train; RL needs a prompt, and a reward for what is sampled"
+                f"{source}: no `{key or 'prompt'}`; this row has {present}: preference pairs, which "
+                "mrl cannot train on; RL needs a prompt, and a reward for what is sampled"
             )
         raise InputError(
             f"{source}: no `{key or 'prompt'}`; this row has {present}; name the column of the prompt "
@@ -80,9 +81,10 @@ def read_form(source: str, values: dict[str, Any], prompt_key: str | None, colum
 
 
 def tools_of(columns: Mapping[str, Any], source: str) -> list[Any] | None:
-    """Return the column `tools`, a list or its JSON text, as chat templates want it; None without one.
+    """Return the column `tools`, a list or its JSON text, for chat templates; None if the column is
+    missing or empty.
 
-    Raises InputError where it is neither.
+    Raises InputError if the column holds anything else.
     """
     tools = columns.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -98,7 +100,8 @@ def tools_of(columns: Mapping[str, Any], source: str) -> list[Any] | None:
 
 
 def _rename(values: dict[str, Any], columns: Columns, source: str, present: str) -> None:
-    """Give columns their new names: a whole column loses the old one, a value within one keeps it."""
+    """Rename columns of `values` in place. A renamed column loses its old name. If a new column is
+    a value inside an object (`reward_model.ground_truth`), the object stays."""
     taken = {}
     for new, old in columns.items():
         if old is None:
@@ -129,10 +132,11 @@ def _form_name(key: str, content: Any, values: dict[str, Any]) -> str:
 
 
 def _message(message: Any, index: int, source: str, key: str) -> dict[str, Any]:
-    """Return a message with role and content; ShareGPT's has `from` and `value`."""
+    """Return a message with `role` and `content`, also from ShareGPT's `from` and `value`. Raises
+    InputError if `role` or `content` is missing; a message with `tool_calls` may lack `content`."""
     if not isinstance(message, dict):
         raise InputError(f"{source}: message {index} must be an object, got {kind(message)}")
-    # Parquet gives all messages of a file the same keys, and null to those that had none.
+    # In parquet all messages of a file have the same keys, with null for missing values.
     plain = {name: value for name, value in message.items() if value is not None}
     if "from" in plain and "role" not in plain:
         role = SHAREGPT_ROLES.get(plain["from"]) if isinstance(plain["from"], str) else None
@@ -165,7 +169,8 @@ def _check_content(content: Any, source: str, key: str) -> None:
 
 
 def _completion(completion: str | list[Any], source: str) -> str | None:
-    """Return the text of `completion`: a string, or TRL's list of one assistant's message."""
+    """Return the text of `completion`, which is a string or TRL's list with a single assistant
+    message; None for any other list."""
     if isinstance(completion, str):
         return completion
     message = completion[0] if len(completion) == 1 else None

@@ -1,5 +1,5 @@
-"""Reads prompts and SFT examples. Every bad row is found at load, named by its source, and stops the
-run.
+"""Reads prompts and SFT examples. A bad row stops the run while the data is read, and the message
+names the row's source.
 
 Dimensions: P prompt tokens, T all tokens of an SFT example.
 """
@@ -31,7 +31,7 @@ _NOT_IN_KEYS = re.compile(r"[^\w.\-]")
 
 @dataclass(frozen=True)
 class SftExample:
-    """An `SftExample` is one row of the SFT data, tokenized."""
+    """One tokenized row of the SFT data."""
 
     token_ids: Tensor
     """i64[T]: prompt, completion, end-of-sequence token."""
@@ -42,22 +42,22 @@ class SftExample:
 
 @dataclass(frozen=True)
 class Source:
-    """A `Source` is one source of the training data, read and tokenized."""
+    """One source of the training data, read and tokenized."""
 
     name: str
     prompts: list[Prompt]
     weight: float | None
     forms: tuple[str, ...]
-    """The forms of its rows, the most frequent first."""
+    """The forms of the source's rows (`Row.form`), the most frequent first."""
     num_filtered: int = 0
-    """Rows that were left out because they are too long (`data.overlong: filter`)."""
+    """Number of rows that were left out because they are too long (`data.overlong: filter`)."""
     num_truncated: int = 0
-    """Prompts that were cut at their beginning (`data.overlong: truncate_left`)."""
+    """Number of prompts whose beginning was cut off (`data.overlong: truncate_left`)."""
     num_with_tools: int = 0
-    """Prompts whose column `tools` went into the chat template."""
+    """Number of prompts whose column `tools` was passed to the chat template."""
 
     def describe(self) -> str:
-        """Return the numbers in words, for the terminal."""
+        """Return the counts in words, for the terminal."""
         parts = [f"{len(self.prompts)} prompts from {' and '.join(self.forms)}"]
         if self.num_filtered:
             parts.append(f"{self.num_filtered} too long and left out")
@@ -79,9 +79,10 @@ def read_sources(
 ) -> list[Source]:
     """Read and tokenize every row of the training data, source by source.
 
-    `max_prompt_len` is the context less `max_response_len`, in tokens; the latter only explains
-    the limit in the error, as `is_evaluation` does. `min_rows` is the number of prompts of one step.
-    Raises InputError, as `file:line: reason` where one row is to blame.
+    `max_prompt_len` is the context minus `max_response_len`, in tokens; `max_response_len` and
+    `is_evaluation` only affect error messages. `min_rows` is the number of prompts in a step.
+    Raises InputError if the data is not valid; if a single row is the cause, the message is
+    `file:line: reason`.
     """
     encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
     found: list[Source] = []
@@ -103,7 +104,7 @@ def read_sources(
         if not prompts:
             raise InputError(
                 f"{', '.join(paths_of(each.path))}: all {reading.num_filtered} prompts are longer than "
-                f"{max_prompt_len} tokens and left out (data.overlong: filter)"
+                f"{max_prompt_len} tokens and were left out (data.overlong: filter)"
             )
         forms = tuple(form for form, _ in reading.forms.most_common())
         found.append(
@@ -124,22 +125,25 @@ def read_sources(
 
 
 def metric_key(name: str) -> str:
-    """Return what stands for a source in `source/NAME/...`: `_` for characters that trackers refuse."""
+    """Return a source's name for the metrics `source/NAME/...`: `name`, with `_` in place of
+    characters that trackers refuse."""
     return _NOT_IN_KEYS.sub("_", name)
 
 
 def _refuse_same_key(name: str, names: dict[str, str]) -> None:
-    """Add a source to the names by their metric keys. Raises InputError where another has its key."""
+    """Add the source `name` to `names`, a dict from metric keys to source names. Raises InputError
+    if another source has the same metric key."""
     other = names.setdefault(metric_key(name), name)
     if other != name:
         raise InputError(
             f"data.sources: the sources {other!r} and {name!r} would share the metrics "
-            f"source/{metric_key(name)}/..., as _ stands for other characters; give one a `name`"
+            f"source/{metric_key(name)}/..., because _ replaces other characters; give one a `name`"
         )
 
 
 def source_name(source: SourceConfig) -> str:
-    """Return what messages and checkpoints call a source: its name, or that of its first file."""
+    """Return the name of a source in messages and checkpoints: its `name`, or else the name of its
+    first file."""
     return source.name or Path(paths_of(source.path)[0]).name
 
 
@@ -152,7 +156,8 @@ def read_prompts(
     min_rows: int = 1,
     is_evaluation: bool = False,
 ) -> list[Prompt]:
-    """Read and tokenize every row of a file, or of a DataConfig, as one list; see read_sources()."""
+    """Read and tokenize every row of a file, or of a DataConfig, as one list. Arguments and errors
+    are those of `read_sources`."""
     config = path if isinstance(path, DataConfig) else DataConfig(path=str(path))
     sources = read_sources(
         config,
@@ -166,7 +171,7 @@ def read_prompts(
 
 
 class _Reading:
-    """Counts while the rows of a source are read."""
+    """Reads the rows of a source and counts them."""
 
     def __init__(
         self,
@@ -177,7 +182,7 @@ class _Reading:
         num_rows: int,
         is_evaluation: bool,
     ) -> None:
-        """`num_rows` were read before, from other sources."""
+        """`num_rows` is the number of rows already read from other sources."""
         self._is_evaluation = is_evaluation
         self._encoder, self._overlong = encoder, overlong
         self._max_len, self._response_len = max_prompt_len, max_response_len
@@ -186,7 +191,7 @@ class _Reading:
         self.forms: Counter[str] = Counter()
 
     def prompts(self, config: SourceConfig, name: str | None) -> list[Prompt]:
-        """Read the prompts of a source; `name` is that of one of several."""
+        """Read the prompts of a source; `name` is None if there is only one source."""
         prompts = []
         reward = None if config.reward is None else describe_rewards(config.reward)
         for row in _read_forms(config):
@@ -215,7 +220,7 @@ class _Reading:
     def _too_long(self, source: str, num_tokens: int) -> str:
         limit, response = self._max_len, self._response_len
         todo = "set data.overlong to filter or truncate_left, or set a smaller rollout.max_response_len"
-        if self._is_evaluation:  # all of its rows count, so that its numbers can be compared
+        if self._is_evaluation:  # filtering would change the set and its metrics
             todo = "leave out the row, or set a smaller max_response_len of the evaluation set"
         return (
             f"{source}: prompt has {num_tokens} tokens, at most {limit} fit (context "
@@ -227,9 +232,12 @@ class _Reading:
 def read_sft_examples(
     path: str | Path | DataConfig, tokenizer: Any, *, max_len: int | None = None
 ) -> list[SftExample]:
-    """Read rows with a completion as token ids that end with the end-of-sequence token.
+    """Read rows that have a completion, and tokenize each row as prompt, completion and
+    end-of-sequence token.
 
-    `max_len` is the context in tokens. Raises InputError, as `file:line: reason`.
+    `max_len` is the context in tokens; None sets no limit. Raises InputError if the tokenizer has
+    no end-of-sequence token, or if a row is not valid, has no completion or is longer than
+    `max_len`.
     """
     config = path if isinstance(path, DataConfig) else DataConfig(path=str(path))
     if tokenizer.eos_token_id is None:
@@ -256,7 +264,7 @@ def read_sft_examples(
 
 
 def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(source, row)` of the rows of a file, in the form with `prompt` and other columns."""
+    """Yield `(source, row)` for the rows of a file, converted to `prompt` and other columns."""
     for row in _read_forms(SourceConfig(path=str(path))):
         yield row.source, {"prompt": row.prompt, **row.columns}
 

@@ -1,4 +1,4 @@
-"""Writes prompt files of reasoning-gym's tasks, which `mrl/rewards/reasoning_gym.py` scores.
+"""Writes prompt files for reasoning-gym's tasks, which `mrl/rewards/reasoning_gym.py` scores.
 
 python -m mrl.data.reasoning_gym chain_sum --num 1000 --seed 1 --out train.jsonl --param max_terms=2
 """
@@ -20,9 +20,11 @@ from mrl.errors import InputError
 def task_rows(
     task: str, num: int, seed: int, params: dict[str, Any], *, demonstrations: bool = False
 ) -> list[dict[str, Any]]:
-    """Return `num` rows of prompt, answer and info (for the verifier), or of prompt and completion.
+    """Return `num` rows with prompt, answer and info (for the verifier); with `demonstrations`,
+    rows with prompt and completion.
 
-    Raises InputError on an unknown task or parameter.
+    Raises InputError for an unknown task or parameter, and for demonstrations of a task whose
+    answers are not strings.
     """
     rows = []
     for entry in _dataset(task, num, seed, params):
@@ -52,7 +54,7 @@ def _dataset(task: str, num: int, seed: int, params: dict[str, Any]) -> Any:
 
 
 def parse_param(item: str) -> tuple[str, Any]:
-    """Read `key=value`, the value as YAML. Raises InputError."""
+    """Parse `key=value`, with the value as YAML. Raises InputError if `item` has no key or no `=`."""
     key, equals, value = item.partition("=")
     if not equals or not key:
         raise InputError(f"--param {item!r}: expected key=value, e.g. max_terms=2")

@@ -1,8 +1,8 @@
-"""A task whose answers have a long tail of lengths: `python -m mrl.data.repeat --out FILE`.
+"""Writes a task with long-tailed response lengths: `python -m mrl.data.repeat --out FILE`.
 
-`b*034=` asks for 34 times the letter b. The numbers are log-normal: half are below 12, one in twenty
-is above 60. Demonstrations show the form and no skill: their lengths scatter around the number, and
-more than half of their letters are wrong.
+`b*034=` asks for the letter b 34 times. The numbers are log-normal: half are below 12, and one in
+twenty is above 60. Demonstrations show the format but not the skill: their lengths scatter around
+the number, and more than half of their letters are wrong.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 LETTERS = "abcd"
 SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 12, 128, 1.0
 SPREAD = 0.4
-"""Sigma of the logarithm of a demonstration's length, around the number asked for."""
+"""Standard deviation of `log(length of a demonstration / requested number)`."""
 RIGHT = 0.25
-"""Share of a demonstration's letters that are right; the rest are drawn."""
+"""Share of a demonstration's letters that are set to the right letter; the others are random."""
 
 
 def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:
-    """Return `num` rows of a prompt, or of prompt and completion."""
+    """Return `num` rows with a prompt and, with `demonstrations`, a completion."""
     rng = random.Random(f"repeat/{seed}")
     rows: list[dict[str, str]] = []
     for i in range(num):

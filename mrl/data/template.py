@@ -1,4 +1,4 @@
-"""Turns a prompt into tokens: a string as it is, a chat through the tokenizer's template.
+"""Tokenization of prompts: a string unchanged, a chat through the tokenizer's template.
 
 Dimensions: P prompt tokens.
 """
@@ -23,35 +23,37 @@ def render_chat(
     ask: bool,
     tools: list[Any] | None,
 ) -> str:
-    """Return the messages in the tokenizer's chat template; `ask` adds the beginning of the answer.
+    """Render messages with the tokenizer's chat template as text; with `ask`, append the start of
+    the answer.
 
-    Raises ValueError, with the template's reason, where it refuses them.
+    Raises ValueError, with the template's reason, if the template refuses the messages.
     """
     more = {} if tools is None else {"tools": tools}
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=ask, **more, **template_kwargs
         )
-    except Exception as error:  # templates raise what they like: jinja2 errors, TypeError ...
+    except Exception as error:  # a template may raise anything: jinja2 errors, TypeError ...
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """A `PromptEncoder` holds a tokenizer and the arguments of its chat template."""
+    """A tokenizer with the arguments of its chat template."""
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The same as `data.chat_template_kwargs`."""
+    """Arguments of the chat template, like `data.chat_template_kwargs`."""
 
     def text(self, text: str) -> list[int]:
-        """Return the token ids of plain text, without special tokens of the tokenizer's own."""
+        """Return the token ids of plain text, without adding special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, content: Any, tools: list[Any] | None, source: str) -> list[int]:
-        """Return the P token ids of a string, or of messages with the beginning of the answer.
+        """Return the P token ids of a string, or of messages followed by the beginning of the
+        answer.
 
-        Raises InputError where there are none, or the template refuses the messages.
+        Raises InputError if the prompt has no tokens, or if the template refuses the messages.
         """
         ids = self.text(content if isinstance(content, str) else self._chat(content, tools, source))
         if not ids:
@@ -61,12 +63,12 @@ class PromptEncoder:
     def shortened(
         self, content: Any, ids: list[int], max_len: int, tools: list[Any] | None, source: str
     ) -> tuple[Any, list[int]]:
-        """Return a prompt of more than `max_len` tokens cut at its beginning, and its at most max_len
-        token ids.
+        """Truncate a prompt at its beginning. Return the shorter prompt and its token ids, at most
+        `max_len`.
 
-        A string keeps its last tokens. A chat keeps its leading system messages and loses its oldest
-        turns, up to a user's message each, so that what is left is a whole chat. Raises InputError
-        where the last of the user's messages alone does not fit.
+        A string keeps its last tokens. A chat keeps its leading system messages and loses as many
+        of its oldest turns as necessary, so that the rest starts with a user's message. Raises
+        InputError if the last user message alone does not fit.
         """
         if isinstance(content, str):
             kept = ids[-max_len:]
@@ -102,8 +104,10 @@ class PromptEncoder:
             ) from None
 
     def _check_roles(self, messages: list[Any], source: str) -> None:
-        """Raise InputError for a role that is neither common nor named in the template: a template may
-        omit such a message, or write its misspelled role."""
+        """Raise InputError for a role that is neither in ROLES nor named in the template.
+
+        A template may drop a message with such a role, or print the misspelled role.
+        """
         for index, message in enumerate(messages):
             role = message["role"]
             if role not in ROLES and f"'{role}'" not in self._template_text:
@@ -114,5 +118,6 @@ class PromptEncoder:
 
     @property
     def _template_text(self) -> str:
-        """The text of the template, or of all its variants, with only one kind of quotes."""
+        """The text of the template, or of all its variants, with double quotes replaced by single
+        quotes."""
         return str(self.tokenizer.chat_template).replace('"', "'")

@@ -1,1 +1,1 @@
-"""What trainer and engine make of the same tokens is measured every step, kept on file, explained."""
+"""Measure, record and explain the mismatch of the log-probs that trainer and engine give each token."""

@@ -1,7 +1,7 @@
-"""What a run measures and writes between the pass before the update and the update.
+"""Write the token record of a step, and the decomposition of its mismatch.
 
-OUTPUT_DIR/tokens/step_*.safetensors and OUTPUT_DIR/diagnosis/step_*.json: on file before the step that
-they describe can fail.
+The files OUTPUT_DIR/tokens/step_*.safetensors and OUTPUT_DIR/diagnosis/step_*.json are written
+before the update, so they exist even if the update fails.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from mrl.diagnosis.tokens import TokenRecord, save_tokens
 from mrl.run.folder import RunFolder
 from mrl.system.files import write_whole
 from mrl.types import MicroBatch, Sample
-from parallel.forward import Observe, PassOutput
 from parallel.hf_config import HfModel
 from parallel.mesh import Mesh
+from parallel.pass_output import Observe, PassOutput
 from parallel.policy import Policy
 
 
 @dataclass
 class Diagnosis:
-    """This is the diagnosis of a run on one rank. `before_update` is a collective."""
+    """Writes the token records and the mismatch decompositions of a run.
+
+    Every rank has an instance, because `before_update` and `token_record` are collectives. Rank 0
+    writes the files.
+    """
 
     recipe: Recipe
     model: HfModel
@@ -39,10 +43,14 @@ class Diagnosis:
     _pieces: dict[int, str] = field(default_factory=dict)
 
     def observe(self, step: int) -> Observe | None:
-        """What the pass before the update has to keep of the routers."""
+        """Return what the forward pass before the update must record about the routers.
+
+        The result is `rows` (the route of every row) if the step gets a token record, otherwise
+        `counts` (only statistics), and None if the recipe captures no routes.
+        """
         if not self.recipe.captures_routes:
             return None
-        return "rows" if self._saves_tokens(step) else "counts"
+        return "rows" if self.saves_tokens(step) else "counts"
 
     def before_update(
         self,
@@ -51,30 +59,46 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> dict[str, float]:
-        """Write what is due -> `decompose/*` on the steps that decompose. Lets the rows of `old` go.
+        """Write the token record and the decomposition of a step, each only if it is due. A collective.
 
-        `samples` of all ranks; `batches` of this one, with the log-probs of the pass `old`.
+        Returns the metrics `decompose/*`, or {} if no decomposition is due.
+
+        The arguments are those of `save_tokens`.
         """
-        if self._saves_tokens(step):
-            record = self.token_record(step, samples, batches, old)
-            if record is not None:
-                self.folder.tokens.mkdir(exist_ok=True)
-                save_tokens(self.folder.token_file(step), record)
-            old.observed.clear()
-        if not self._decomposes(step):
+        self.save_tokens(step, samples, batches, old)
+        if not self.decomposes(step):
             return {}
         every = self.recipe.diagnosis.decompose_every
         return self._decompose(step, batches[(step // every) % len(batches)])
 
-    def is_due(self, step: int) -> bool:
-        """Whether `before_update` has anything to do."""
-        return self._saves_tokens(step) or self._decomposes(step)
+    def save_tokens(
+        self,
+        step: int,
+        samples: Sequence[Sample],
+        batches: Sequence[MicroBatch],
+        old: PassOutput,
+    ) -> None:
+        """Write the token record of a step, if one is due. A collective.
 
-    def _saves_tokens(self, step: int) -> bool:
+        samples: the samples of the step, on all ranks. batches: the micro-batches of this rank.
+        old: the output of a forward pass over `batches` with the weights before the update. After
+        the record has been made, `old.observed` is cleared.
+        """
+        if not self.saves_tokens(step):
+            return
+        record = self.token_record(step, samples, batches, old)
+        if record is not None:
+            self.folder.tokens.mkdir(exist_ok=True)
+            save_tokens(self.folder.token_file(step), record)
+        old.observed.clear()
+
+    def saves_tokens(self, step: int) -> bool:
+        """Return whether the step gets a token record."""
         every = self.recipe.diagnosis.save_tokens_every
         return bool(every) and step % every == 0
 
-    def _decomposes(self, step: int) -> bool:
+    def decomposes(self, step: int) -> bool:
+        """Return whether the mismatch of the step is decomposed."""
         every = self.recipe.diagnosis.decompose_every
         return bool(every) and step % every == 0
 
@@ -85,7 +109,7 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> TokenRecord | None:
-        """Make the token record on rank 0. A collective."""
+        """Return the token record on rank 0, and None on the other ranks. A collective."""
         recipe, model = self.recipe, self.model
         layers = model.moe_layer_numbers
         limit = recipe.diagnosis.max_tokens
@@ -110,13 +134,18 @@ class Diagnosis:
         )
 
     def _texts(self, token_ids: list[int]) -> dict[int, str]:
+        """Return the decoded text of each token id."""
         new = [i for i in token_ids if i not in self._pieces]
-        if new:  # of an empty list, transformers gives one empty text
+        if new:  # transformers decodes an empty list to one empty string
             texts = self.tokenizer.batch_decode([[i] for i in new])
             self._pieces |= dict(zip(new, texts, strict=True))
         return {i: self._pieces[i] for i in token_ids}
 
     def _decompose(self, step: int, batch: MicroBatch) -> dict[str, float]:
+        """Decompose the mismatch of one micro-batch, and write the result on rank 0. A collective.
+
+        Returns the metrics `decompose/*`.
+        """
         config = self.recipe.diagnosis
         (captured,) = self.policy.runner.captured([batch])
         layers = self.model.moe_layer_numbers
@@ -124,6 +153,6 @@ class Diagnosis:
         if self.mesh.rank == 0:
             self.folder.diagnosis.mkdir(exist_ok=True)
             text = json.dumps({"step": step, **found.as_json()}, allow_nan=False)
-            # Whole, as `mrl why` and `mrl view` may be reading.
+            # The write is atomic, because `mrl why` and `mrl view` may read the file at any time.
             write_whole(self.folder.diagnosis_file(step), text + "\n")
         return found.metrics()

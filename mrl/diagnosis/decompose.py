@@ -1,11 +1,16 @@
-"""Finds the cause of the gap between trainer and engine: runs one micro-batch repeatedly.
+"""Find the routes and layers that cause the mismatch between trainer and engine.
 
-By what is replayed: nothing, the engine's expert ids, its gate weights too. By layer: with its ids
-replayed in all MoE layers but one, and in those up to one; and how far the hidden states after each
-layer lie apart between the native and the replayed pass. Nothing but the routes differs between these
-two, so the first layer whose states differ is the first where a router decided otherwise.
+The same micro-batch runs several times, and each pass replays a different part of the engine's
+routes. One pass replays nothing, one replays the expert ids of all MoE layers, and one replays the
+expert ids and gate weights of all MoE layers. For each examined layer, one pass replays the ids in
+all MoE layers except that layer, and one replays the ids in all MoE layers up to and including that
+layer.
 
-Every data-parallel rank takes a micro-batch of its own; all ranks run the same passes.
+The hidden states after each layer are compared between the pass without replay (the native pass)
+and the pass with all ids. These two passes differ only in their routes, so the first layer after
+which the states differ is the first layer whose router did not choose the engine's experts.
+
+Each data-parallel rank uses a micro-batch of its own, and all ranks run the same passes.
 """
 
 from __future__ import annotations
@@ -24,40 +29,55 @@ from moe.routes import GatedRoute, Replay, Route, ids_of
 from mrl.diagnosis.mismatch import gap_statistics
 from mrl.run.json_lines import finite_or_null
 from mrl.types import Max, MicroBatch, Statistics, Sum
-from parallel.layer_outputs import LayerOutputs
+from parallel.layer_hooks import LayerOutputs
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
 
 MEASURES = ("logprob_abs_mean", "k3", "extreme_share")
 NOISE = 1e-6
-"""Relative differences of hidden states up to this are no divergence."""
+"""The hidden states after a layer count as divergent if `LayerGap.hidden_rel_diff` is larger
+than this."""
 
 
 @dataclass(frozen=True)
 class LayerGap:
+    """The part of the mismatch that is due to one MoE layer."""
+
     layer: int
-    """Megatron's number."""
+    """Megatron's 1-based number of the layer."""
     gap_without: float | None
-    """Mean |log-prob - rollout's| with the ids replayed in all MoE layers but this one; None where the
-    layer was left out to save passes."""
+    """The mean `|log-prob - rollout log-prob|` over loss tokens, with expert ids replayed in all
+    MoE layers except this layer. None if the layer was not examined, which saves passes."""
     gap_first: float | None
-    """The same with the ids replayed up to and with this layer, and not after it."""
+    """The same mean, but with expert ids replayed only in the MoE layers up to and including
+    this layer. None if the layer was not examined."""
     hidden_rel_diff: float
-    """|native - replayed| over |replayed|, of the hidden states after the layer (Frobenius)."""
+    """`|native - replayed| / |replayed|` (Frobenius norms) of the hidden states after the layer.
+    `native` are the states without replay, `replayed` those with the expert ids of all MoE
+    layers replayed."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
+    """The result of `decompose`: the mismatch that is left if parts of the routes are replayed."""
+
     num_tokens: int
-    """Tokens of the loss, in the micro-batches of all data-parallel ranks."""
+    """The number of loss tokens in the micro-batches of all data-parallel ranks."""
     levels: dict[str, dict[str, float]]
-    """`none`, `ids` and `weights`, as far as there were routes, to MEASURES."""
+    """The MEASURES at each level of replay, such as `levels["ids"]["k3"]`. The level `none` is
+    always present, `ids` if the engine reported expert ids, and `weights` if the engine also
+    reported gate weights."""
     layers: list[LayerGap]
-    """Numbers of the MoE layers; empty without routes."""
+    """One entry per MoE layer; empty if the engine reported no routes."""
     first_divergent_layer: int | None
+    """Megatron's 1-based number of the first MoE layer after which the hidden states diverge;
+    None if they diverge after no layer, or if the engine reported no routes."""
 
     def metrics(self) -> dict[str, float]:
-        """`decompose/*`; the layer is NaN where none diverges."""
+        """Return the metrics `decompose/*`.
+
+        `decompose/first_divergent_layer` is NaN if `first_divergent_layer` is None.
+        """
         found = {
             f"decompose/{level}/{name}": value
             for level, values in self.levels.items()
@@ -68,7 +88,7 @@ class Decomposition:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers that are not finite become None."""
+        """Return the fields as JSON-able values, with None in place of numbers that are not finite."""
         return finite_or_null(dataclasses.asdict(self))
 
 
@@ -79,33 +99,39 @@ def decompose(
     layer_numbers: Sequence[int],
     max_layers: int,
 ) -> Decomposition:
-    """A collective of 2 + 2 min(L, max_layers) forward passes of one micro-batch, less where there are
-    no routes.
+    """Decompose the mismatch of one micro-batch. A collective.
 
-    captured: the engine's routes of this rank's rows and layers (`PipelineRunner.captured`), with its
-    gate weights where they are known; layer_numbers: all L MoE layers of the model.
+    This takes one forward pass if the engine reported no routes, otherwise about `2 + 2 * min(L,
+    max_layers)` passes.
+
+    captured: the engine's routes by layer number, for this rank's rows and layers, as
+    `PipelineRunner.captured` returns them. layer_numbers: the numbers of all L MoE layers of the
+    model. max_layers: the largest number of layers to examine one by one.
     """
     runs = _Runs(policy, batch)
-    have = reduce_statistics(_kinds(captured))
+    available = reduce_statistics(_available_routes(captured))
     native = runs.run("none", None, keep_states=True)
-    looked_at: list[int] = []
-    if have["ids"]:
+    examined: list[int] = []
+    if available["ids"]:
         ids = {n: ids_of(route) for n, route in captured.items()}
         replayed = runs.run("ids", ids, keep_states=True)
         runs.stats |= _state_differences(native, replayed, runs.counted)
-        looked_at = spread(layer_numbers, max_layers)
-        for layer in looked_at:
+        examined = spread(layer_numbers, max_layers)
+        for layer in examined:
             runs.run(f"without/{layer}", _only(ids, set(layer_numbers) - {layer}))
-            if layer != layer_numbers[-1]:  # that is `ids`
+            if layer != layer_numbers[-1]:  # replay up to the last layer is the pass `ids`
                 runs.run(f"first/{layer}", _only(ids, {n for n in layer_numbers if n <= layer}))
-    if have["weights"]:
+    if available["weights"]:
         with policy.runner.replaying_gates(True):
             runs.run("weights", captured)
-    return summarize(reduce_statistics(runs.stats), layer_numbers, looked_at)
+    return summarize(reduce_statistics(runs.stats), layer_numbers, examined)
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """Choose at most `most` of them, evenly spaced, the first and the last included."""
+    """Return at most `most` of the numbers, evenly spaced, including the first number.
+
+    The last number is included if `most` is at least 2.
+    """
     if len(numbers) <= most:
         return list(numbers)
     steps = max(most - 1, 1)
@@ -113,12 +139,13 @@ def spread(numbers: Sequence[int], most: int) -> list[int]:
 
 
 class _Runs:
-    """Passes over one micro-batch and what they measured on this rank."""
+    """Runs forward passes over one micro-batch, and collects statistics of the passes on this rank."""
 
     def __init__(self, policy: Policy, batch: MicroBatch) -> None:
         self.policy, self.batch = policy, batch
         dims = policy.mesh.dims
-        self.repeats = dims.pp if dims.vpp > 1 else 1  # Megatron's interleaving wants a multiple
+        # Megatron's interleaved schedule requires a multiple of pp micro-batches.
+        self.repeats = dims.pp if dims.vpp > 1 else 1
         self.counted = router_rows(batch, policy.runner.row_places(batch)).counted
         mask = batch.loss_mask if policy.mesh.reports_loss else batch.loss_mask[:0]
         self.stats: Statistics = {"num_tokens": Sum(mask.sum())}
@@ -126,7 +153,13 @@ class _Runs:
     def run(
         self, name: str, routes: Mapping[int, Route] | None, keep_states: bool = False
     ) -> dict[int, Tensor]:
-        """A pass that replays `routes` and nothing else; the states by layer where they are kept."""
+        """Run a pass that replays only `routes`, and record the MEASURES as statistics `NAME/MEASURE`.
+
+        routes: the routes to replay, by layer number; None to replay nothing.
+
+        Returns the hidden states after each of this rank's layers, by layer number, or {} without
+        `keep_states`.
+        """
         replay = Replay.off if routes is None else Replay.recorded([routes] * self.repeats)
         outputs = LayerOutputs(self.policy.chunks if keep_states else [])
         with outputs:
@@ -138,8 +171,11 @@ class _Runs:
         return outputs.states
 
 
-def _kinds(captured: Mapping[int, Route]) -> Statistics:
-    """What there is to replay on any rank: they must all run the same passes."""
+def _available_routes(captured: Mapping[int, Route]) -> Statistics:
+    """Return two statistics: `ids` is 1 if this rank has expert ids, `weights` if it has gate weights.
+
+    Their maxima over all ranks decide which passes run, so that all ranks run the same passes.
+    """
     gated = any(isinstance(route, GatedRoute) for route in captured.values())
     return {
         "ids": Max(torch.tensor(float(bool(captured)))),
@@ -154,7 +190,11 @@ def _only(routes: Mapping[int, Tensor], layers: Collection[int]) -> dict[int, Ro
 def _state_differences(
     native: Mapping[int, Tensor], replayed: Mapping[int, Tensor], counted: Tensor
 ) -> Statistics:
-    """Sums of squares over this rank's rows, which are tokens of samples: bool[n]."""
+    """Return two sums of squares for each layer, over the rows where `counted`, bool[n], is true.
+
+    `size/LAYER` sums over the replayed states, and `difference/LAYER` over the native states minus
+    the replayed states.
+    """
     stats: Statistics = {}
     for layer, states in replayed.items():
         base = states[counted].double()
@@ -164,9 +204,12 @@ def _state_differences(
 
 
 def summarize(
-    found: Mapping[str, float], layer_numbers: Sequence[int], looked_at: Sequence[int]
+    found: Mapping[str, float], layer_numbers: Sequence[int], examined: Sequence[int]
 ) -> Decomposition:
-    """`found`: the sums and means of all ranks, by the names that `decompose` gives them."""
+    """Build the `Decomposition` from the reduced statistics of all passes, `found`.
+
+    layer_numbers: the numbers of all MoE layers. examined: the numbers of the examined layers.
+    """
     levels = {
         level: {key: found[f"{level}/{key}"] for key in MEASURES}
         for level in ("none", "ids", "weights")
@@ -181,7 +224,7 @@ def summarize(
             LayerGap(
                 layer=layer,
                 gap_without=found.get(f"without/{layer}/logprob_abs_mean"),
-                gap_first=found.get(f"{first}/logprob_abs_mean") if layer in looked_at else None,
+                gap_first=found.get(f"{first}/logprob_abs_mean") if layer in examined else None,
                 hidden_rel_diff=math.sqrt(difference / size) if size else 0.0,
             )
         )

@@ -1,4 +1,4 @@
-"""Reads diagnosis/step_*.json, the output of `decompose.py` for a step, without torch or Megatron."""
+"""Read diagnosis/step_*.json, the decomposition of a step, without torch and Megatron."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ LAYER_KINDS = {
 
 
 def read_decomposition(file: Path) -> dict[str, Any]:
-    """Return the content of a file. Raises InputError that names the file if it is damaged."""
+    """Return the JSON object in a file diagnosis/step_*.json.
+
+    Raises InputError if the file cannot be read or is damaged.
+    """
     try:
         found = parse_row(file.read_bytes())
         check_kinds(found, KINDS, ("levels", "layers"))

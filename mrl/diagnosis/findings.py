@@ -1,7 +1,8 @@
-"""What is wrong between engine and trainer in one step: findings, the diagnosis first.
+"""Explain the mismatch between engine and trainer in one step by a list of findings.
 
-Causes come before descriptions, and each kind by severity. Where nothing is named, the last word says
-whether the mismatch is one to worry about.
+The first finding is the diagnosis. Causes come before descriptions, and within each of these groups the
+most severe finding comes first. If no detector finds a cause, one more finding says whether the
+mismatch matters. That finding comes first if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from mrl.system.json_text import is_number
 __all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "Usual", "find", "usual_mismatch"]
 
 NEGLIGIBLE = 1e-5
-"""Mean |old - rollout| of two float32 engines that do everything right: nothing to explain."""
+"""The mean `|old - rollout|` of two correct float32 implementations. A mismatch up to this is
+negligible."""
 JUMP = 10.0
-"""Times the usual mismatch, and it is not the noise that it was."""
+"""A mismatch of more than this many times the usual mismatch of the run is not noise."""
 NOISE_SHARE = 0.3
-"""A description goes before `noise` where it explains more of the mismatch than this."""
+"""The finding `noise` is ranked as if it explained this share of the mismatch. A description that
+explains a larger share is listed before it."""
 DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
     not_finite.detect,
     shifted_routes.detect,
@@ -46,17 +49,19 @@ DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
 
 @dataclass(frozen=True)
 class Usual:
-    """The usual mismatch is |old - rollout| in the other steps of a run."""
+    """The usual mismatch `|old - rollout|` of a run, for comparison with one step."""
 
     mean: float
-    """Median over the steps of the mean over tokens."""
+    """The median, over steps, of each step's mean over tokens."""
     median: float
-    """The median over steps of the median over tokens."""
+    """The median, over steps, of each step's median over tokens."""
 
 
 def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None:
-    """Read it from the rows of metrics.jsonl but that of `step`; None where no other has the
-    numbers."""
+    """Compute the usual mismatch from all rows of metrics.jsonl except the row of `step`.
+
+    Returns None if no other row has `mismatch/logprob_abs_mean`, or none has `mismatch/p50`.
+    """
     others = [row for row in rows if row["step"] != step]
     found = []
     for key in ("mismatch/logprob_abs_mean", "mismatch/p50"):
@@ -68,7 +73,10 @@ def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None
 
 
 def find(record: TokenRecord, usual: Usual | None = None) -> list[Finding]:
-    """All findings, never none; the first is the diagnosis. `usual`: of the run, where it is known."""
+    """Return all findings for a record. There is at least one, and the first is the diagnosis.
+
+    usual: the usual mismatch of the run; None if unknown.
+    """
     tokens = LossTokens(record)
     if not len(tokens.d):
         nothing = Finding("no_tokens", 0.0, "the record holds no loss token")
@@ -82,15 +90,18 @@ def find(record: TokenRecord, usual: Usual | None = None) -> list[Finding]:
 
 
 def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Finding:
-    """What is left to say where no cause stands out; `spread`: no single sample is behind it."""
+    """Judge a mismatch for which no detector finds a cause.
+
+    spread: whether the mismatch is not concentrated in a single sample.
+    """
     mean, median = tokens.mean_abs, float(tokens.d.abs().median())
     numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"
     if mean <= NEGLIGIBLE:
         return Finding("nothing_wrong", 0.0, f"{numbers}: two float32 engines that agree")
-    # Other weights move every token; a few wild ones, as other routes make them, only the mean.
+    # Other weights change every token and thus the median; a few extreme tokens change only the mean.
     jumped = usual is not None and mean > JUMP * usual.mean and median > JUMP * usual.median
     if usual is not None and jumped and spread:
-        # Kernels, dtype and model have been the same all along.
+        # Kernels, dtype and model are the same in all steps of a run.
         times = f"{mean / usual.mean:.0f} times" if usual.mean else "far above"
         return Finding(
             "stale_weights",

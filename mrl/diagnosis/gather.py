@@ -1,12 +1,13 @@
-"""The tokens of a step are gathered from all ranks on rank 0, up to a bound.
+"""Gather the tokens of a step, up to a maximum number, from all ranks on rank 0.
 
-Who holds what: the last pipeline stage the log-probs (one rank of each data-parallel replica reports
-them), every stage its MoE layers, and of those each tensor- and context-parallel rank some rows. All
-ranks know all samples, so all of them know where each token lies in the record, and rank 0 only has to
-put in place what arrives.
+The last pipeline stage has the log-probs, and one rank of each data-parallel replica reports the
+log-probs. Every stage has the routes of its own MoE layers, and each tensor- and context-parallel
+rank has some of the rows. All ranks know the lengths of all samples, and thus the index of each
+token in the record. So each rank sends its values together with their indices, and rank 0 only
+copies the values.
 
-N packed tokens of a micro-batch, n rows of this rank's routers, R tokens of the record, L MoE layers,
-K experts per token.
+N packed tokens of a micro-batch, n rows of this rank's routers, S samples of the record, R tokens
+of the record, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -21,33 +22,37 @@ from torch import Tensor
 
 from mrl.algorithms.corrections import token_advantages
 from mrl.types import NATIVE_ROUTE, UNKNOWN_VERSION, MicroBatch, Sample
-from parallel.forward import PassOutput
 from parallel.mesh import Mesh
+from parallel.pass_output import PassOutput
 from parallel.policy import Policy
 
 Parts = list[tuple[str, Tensor, Tensor]]
-"""(field of the record, indices i64[m] in it, values [m, ...])."""
-
+"""Values of record fields from one rank, as tuples (name of the field, indices i64[m] of tokens
+in the record, values [m, ...] of these tokens)."""
 
 OBSERVED = {"expert_ids": "captured", "native_ids": "native", "margins": "margins"}
-"""Field of the record to field of `ObservedRoutes`."""
+"""For each route field of the record, the attribute of `ObservedRoutes` that has its values."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The samples of a record, and where each lies."""
+    """The samples that were chosen for a record, in ascending order of their indices."""
 
     ids: list[int]
-    """Ascending."""
+    """The indices of the chosen samples within the step, ascending."""
     lengths: list[int]
+    """The number of tokens of each sample."""
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """i64[S+1]."""
+        """i64[S+1]: the index of each sample's first token in the record; the last entry is R."""
         return torch.tensor([0, *self.lengths], dtype=torch.int64).cumsum(0)
 
     def indices(self, batch: MicroBatch) -> Tensor:
-        """i64[N]: where in the record each packed token is; -1 where it is not, as padding never is."""
+        """Return i64[N]: the index in the record of each packed token of `batch`.
+
+        The index is -1 for a token that is not in the record.
+        """
         assert batch.sample_ids is not None
         starts = dict(zip(self.ids, self.cu_seqlens.tolist(), strict=False))
         lengths = dict(zip(self.ids, self.lengths, strict=True))
@@ -62,9 +67,15 @@ class Chosen:
 
 
 def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens: int) -> list[int]:
-    """All samples where their tokens fit `max_tokens`; else half of that for the largest `gaps` (by
-    sample; the largest of all may take more), and what is left for samples spread evenly over the
-    step. Ascending."""
+    """Choose samples for a record of at most `max_tokens` tokens; return their numbers, ascending.
+
+    lengths: the number of tokens of each sample. gaps: the largest `|old - rollout|` of each
+    sample, by sample number.
+
+    All samples are chosen if they fit. Otherwise half of `max_tokens` goes to the samples with the
+    largest gaps, and the rest to samples spread evenly over the step. The sample with the largest
+    gap may take more than half, and is left out only if it is longer than `max_tokens`.
+    """
     if sum(lengths) <= max_tokens:
         return list(range(len(lengths)))
     by_gap = sorted(gaps, key=lambda i: (-gaps[i], i))
@@ -79,6 +90,11 @@ def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens
 
 
 def _while_they_fit(numbers: Sequence[int], lengths: Sequence[int], budget: int) -> set[int]:
+    """Choose samples in the order of `numbers` until the token budget is used up.
+
+    A sample that is longer than the budget that is left is skipped. Returns the numbers of the
+    chosen samples.
+    """
     chosen: set[int] = set()
     for i in numbers:
         if lengths[i] <= budget:
@@ -95,10 +111,13 @@ def gather_tokens(
     layer_numbers: Sequence[int],
     max_tokens: int,
 ) -> tuple[Chosen, dict[str, Tensor]] | None:
-    """Gather the samples of the record and its tensors per token on rank 0. A collective.
+    """Gather the record's samples and per-token tensors on rank 0. A collective.
 
-    `samples` of all ranks; `batches` of this one, and what the pass `old` over them gave, with its
-    `observed` rows where routes are to be recorded; layer_numbers: all L MoE layers of the model.
+    Returns None on the other ranks.
+
+    samples: the samples of the step, on all ranks. batches: the micro-batches of this rank. old:
+    the output of a pass over `batches`; if routes are recorded, the pass must have observed `rows`.
+    layer_numbers: the numbers of all L MoE layers of the model.
     """
     mesh = policy.mesh
     chosen = choose(samples, batches, old, mesh, max_tokens)
@@ -116,8 +135,10 @@ def choose(
     mesh: Mesh,
     max_tokens: int,
 ) -> Chosen:
-    """Choose the samples of the record, the same on every rank. A collective where not all of
-    them fit."""
+    """Choose the samples of the record. All ranks choose the same samples.
+
+    A collective, unless all samples fit into `max_tokens`.
+    """
     lengths = [len(sample.token_ids) for sample in samples]
     gaps: dict[int, float] = {}
     if sum(lengths) > max_tokens:
@@ -129,8 +150,10 @@ def choose(
 
 
 def _gaps(batches: Sequence[MicroBatch], old: PassOutput) -> dict[int, float]:
-    """Return, by sample of this rank, the largest |old - rollout| of its loss tokens; infinite
-    for a NaN."""
+    """Return the largest `|old - rollout|` over the loss tokens of each sample, by sample number.
+
+    The result holds only the samples of this rank. A NaN counts as infinite.
+    """
     gaps: dict[int, float] = {}
     for batch, logprobs in zip(batches, old.logprobs, strict=True):
         d = torch.where(batch.loss_mask, logprobs.cpu() - batch.rollout_logprobs, 0.0).abs()
@@ -143,7 +166,10 @@ def _gaps(batches: Sequence[MicroBatch], old: PassOutput) -> dict[int, float]:
 
 
 def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) -> Parts:
-    """What the rank that reports the loss gives."""
+    """Return this rank's values of all record fields except the routes.
+
+    Only a rank that reports the loss may call this.
+    """
     parts: Parts = []
     for batch, logprobs, entropy in zip(batches, old.logprobs, old.entropies, strict=True):
         everywhere = chosen.indices(batch)
@@ -166,7 +192,10 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
 def route_parts(
     policy: Policy, batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen
 ) -> tuple[tuple[int, ...], Parts]:
-    """What any rank gives of its layers: their numbers, and rows [m, l, ...] of l layers."""
+    """Return the numbers of this rank's l MoE layers, and its values of the route fields.
+
+    The values are [m, l, ...], in the order of the layer numbers.
+    """
     layers, parts = tuple(sorted(policy.moe_layers)), []
     for batch, observed in zip(batches, old.observed, strict=True):
         if not observed:
@@ -180,7 +209,11 @@ def route_parts(
 
 
 def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any] | None:
-    """Gather the parts of all ranks on rank 0; None elsewhere. A collective."""
+    """Gather the `parts` of all ranks on rank 0; return them in the order of ranks. A collective.
+
+    parts: the results of `token_parts` and `route_parts` on this rank. Returns None on the other
+    ranks.
+    """
     tokens, layers, routes = parts
     message = (_joined(tokens), layers, _joined(routes))
     if mesh.dims.world == 1:
@@ -191,7 +224,7 @@ def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any]
 
 
 def _joined(parts: Parts) -> Parts:
-    """One part a field: a message of few tensors."""
+    """Concatenate the values of each field, so that a message has few tensors."""
     fields = dict.fromkeys(name for name, _, _ in parts)
     return [
         (
@@ -206,7 +239,11 @@ def _joined(parts: Parts) -> Parts:
 def fill(
     everyone: Sequence[Any], num_tokens: int, layer_numbers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """What arrived -> the tensors of the record, [R, ...]; L are `layer_numbers`."""
+    """Return the tensors of the record, [R, ...], by field name.
+
+    everyone: the result of `gather`. num_tokens: R. layer_numbers: the numbers of all L MoE layers
+    of the model.
+    """
     filled: dict[str, Tensor] = {}
     for tokens, layers, routes in everyone:
         for name, indices, values in tokens:

@@ -1,8 +1,9 @@
-"""How far the trainer is from the engine before the update, on the tokens of the loss.
+"""Measure the mismatch between trainer and engine on the loss tokens before the update.
 
-d = old_logprobs - rollout_logprobs of a token: log p/q with p the trainer's distribution and q the one
-that the engine says it sampled from. All estimates are means over the rollout's own tokens, which came
-from q. Every statistic is a sum, a largest value or a histogram: no micro-batch waits for the device.
+For each token, `d = old_logprobs - rollout_logprobs`. This is `log(p / q)`, where p is the
+trainer's distribution and q the distribution that the engine reports. All estimates are means over
+the rollout's tokens, which were sampled from q. Every statistic is a sum, a maximum or a histogram
+that stays on the device, so no micro-batch makes the host wait.
 
 N packed tokens of a micro-batch.
 """
@@ -17,20 +18,21 @@ from torch import Tensor
 
 from mrl.system.histogram import log_histogram
 from mrl.types import Max, Mean, MicroBatch, Quantiles, Statistics
-from parallel.forward import PassOutput
+from parallel.pass_output import PassOutput
 from parallel.reduce import merge
 
 EXTREME = 2.0
-"""A token is extreme where p/q is above this or below its inverse."""
+"""A token is extreme if `p / q` is above EXTREME or below 1 / EXTREME."""
 PERCENTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999))
 
 
 def mismatch_statistics(
     batches: Sequence[MicroBatch], output: PassOutput, version: int
 ) -> Statistics:
-    """Measure `mismatch/*`, `entropy` and `staleness/*` of this rank in the pass before the update.
+    """Return this rank's statistics `mismatch/*`, `entropy` and `staleness/*`.
 
-    `version`: of the trainer's weights. Empty where this rank holds no log-probs.
+    output: the output of the forward pass over `batches` before the update. version: the version of
+    the trainer's weights. The result is empty if this rank has no log-probs.
     """
     parts: list[Statistics] = []
     for batch, old, entropy in zip(batches, output.logprobs, output.entropies, strict=False):
@@ -46,11 +48,14 @@ def mismatch_statistics(
 
 
 def gap_statistics(old: Tensor, rollout: Tensor, mask: Tensor) -> Statistics:
-    """Log-probs f32[N] of trainer and engine, bool[N] -> `mismatch/*`.
+    """Return the statistics `mismatch/*` over the tokens for which `mask` is true.
 
-    k1 = -d and k3 = exp(d) - 1 - d estimate KL(q || p) (Schulman 2020, "Approximating KL divergence"):
-    k1 may be negative, k3 never is and has less variance. chi2 = (exp(d) - 1)^2 estimates the
-    chi-square divergence of p from q, which large ratios rule. Percentiles are of |d|, right to 2%.
+    old, rollout: f32[N], the log-probs of trainer and engine. mask: bool[N].
+
+    `k1 = -d` and `k3 = exp(d) - 1 - d` estimate KL(q || p) (Schulman 2020, "Approximating KL
+    divergence"). k1 may be negative; k3 is never negative, and has less variance. `chi2 = (exp(d) -
+    1)^2` estimates the chi-square divergence of p from q, which is dominated by large ratios. The
+    percentiles of `|d|` are accurate to about 2%.
     """
     d = torch.where(mask, old.double() - rollout.double(), 0.0)
     size, count = d.abs(), mask.sum()
@@ -68,8 +73,11 @@ def gap_statistics(old: Tensor, rollout: Tensor, mask: Tensor) -> Statistics:
 
 
 def effective_share(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return `mismatch/ess` of the reduced `mismatch/*`; nothing where there are none. Its weights are
-    w = exp(d) = p/q."""
+    """Compute the metric `mismatch/ess` from the reduced metrics `mismatch/*`.
+
+    The metric is `effective_size` of the weights `w = exp(d) = p / q`. Returns {} if `metrics` has
+    no `mismatch/chi2`.
+    """
     if "mismatch/chi2" not in metrics:
         return {}
     mean = 1 + metrics["mismatch/k3"] - metrics["mismatch/k1"]
@@ -78,21 +86,29 @@ def effective_share(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def effective_size(mean: float, mean_square: float) -> float:
-    """Return mean(w)^2 / mean(w^2): the effective sample size of weights (Kish 1965) over their number.
+    """Return `mean(w)^2 / mean(w^2)`, the effective sample size divided by the sample size (Kish 1965).
 
-    It is 1 where all weights are equal, and near 0 where a few tokens carry all of the weight, which
-    precedes a collapse (VCPO, arXiv 2602.17616).
+    The result is 1 if all weights w are equal, and near 0 if a few tokens carry almost all of the
+    weight. Such a low value precedes a collapse of the training (VCPO, arXiv 2602.17616). The
+    result is 0 if all weights are 0.
     """
     return mean * mean / mean_square if mean_square else 0.0
 
 
 def is_extreme(d: Tensor) -> Tensor:
-    """bool, as d: the ratio exp(d) is outside [1 / EXTREME, EXTREME]."""
+    """Return, for each element of d, whether the ratio exp(d) is outside [1 / EXTREME, EXTREME]."""
     return d.abs() > math.log(EXTREME)
 
 
 def _staleness(batch: MicroBatch, version: int) -> Statistics:
-    """Versions that lie between the weights that sampled a loss token and those that learn from it."""
+    """Return the statistics `staleness/*` of a micro-batch.
+
+    The staleness of a token is `version` minus the version of the weights that sampled the token.
+    The statistics are the mean and the maximum over the loss tokens of known version. Returns {} if
+    the batch has no versions.
+
+    version: the version of the trainer's weights.
+    """
     versions = batch.weight_versions
     if versions is None:
         return {}

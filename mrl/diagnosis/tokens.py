@@ -1,9 +1,9 @@
-"""The token record of a step holds what trainer and engine made of each token before the update.
+"""Save and load token records: the values that trainer and engine computed for the tokens of a step.
 
-OUTPUT_DIR/tokens/step_000012.safetensors: the tensors below under their names, and the rest as JSON in
-the header. No pickle.
+OUTPUT_DIR/tokens/step_000012.safetensors contains the tensors of a record under their field names, and
+the other fields as JSON in the header. Nothing is pickled.
 
-S samples, N all their tokens end to end (prompts included), L MoE layers, K experts a token.
+S samples, N tokens (all samples end to end, prompts included), L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -29,64 +29,67 @@ FORMAT = "mrl-tokens-1"
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Index t of a per-token field describes token t; log-probs are 0 off the loss tokens."""
+    """Tokens of a step, with the values that trainer and engine computed for them before the update.
+
+    Index t of a per-token field describes token t. Log-probs are 0 outside of the loss tokens.
+    """
 
     step: int
     version: int
     """The version of the trainer's weights."""
     temperature: float
-    """That both sides' log-probs are meant to be at."""
+    """The sampling temperature, at which trainer and engine should both compute their log-probs."""
     routing_replay: str
-    """`off`, `r2` or `r3`: the recipe's."""
+    """`off`, `r2` or `r3`, from the recipe."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers; empty without routes."""
     num_experts: int
-    """Experts of a MoE layer; 0 without routes."""
+    """The number of experts of a MoE layer; 0 without routes."""
     num_samples_of_step: int
-    """All of the step, also where the record holds fewer."""
+    """The number of samples of the step, of which the record may hold only some."""
     sample_ids: Tensor
-    """i64[S], ascending: the line of each sample in rollouts/step_*.jsonl, from 0."""
+    """i64[S], ascending: the line of each sample in rollouts/step_*.jsonl, counted from 0."""
     cu_seqlens: Tensor
-    """i64[S+1]: where each sample begins; the last is N."""
+    """i64[S+1]: the index of each sample's first token; the last entry is N."""
     token_ids: Tensor
-    """i64[N]."""
+    """i64[N]: the token ids."""
     loss_mask: Tensor
-    """bool[N]: tokens that the update learned from."""
+    """bool[N]: true for the loss tokens."""
     rollout_logprobs: Tensor
-    """f32[N]: the engine's."""
+    """f32[N]: the engine's log-probs."""
     old_logprobs: Tensor
-    """f32[N]: the trainer's, before the update."""
+    """f32[N]: the trainer's log-probs before the update."""
     entropy: Tensor
-    """f32[N]: of the trainer's distribution, in nats."""
+    """f32[N]: the entropy of the trainer's distribution, in nats."""
     advantages: Tensor
-    """f32[N]."""
+    """f32[N]: the advantage of each token; 0 outside of the loss tokens."""
     weight_versions: Tensor
-    """i32[N]: the weights that sampled the token; -1 where the policy did not choose it."""
+    """i32[N]: the version of the weights that sampled the token; -1 if the policy did not sample it."""
     ref_logprobs: Tensor | None = None
-    """f32[N]: the frozen reference's; None without one."""
+    """f32[N]: the log-probs of the frozen reference model; None without a reference."""
     expert_ids: Tensor | None = None
-    """i16[N, L, K]: the engine's routes, -1 where none was captured. None, as the two below, where
-    no routes were captured at all."""
+    """i16[N, L, K]: the experts that the engine chose; -1 if no route was captured for the token. This
+    field and the next two are None if no routes were captured at all."""
     native_ids: Tensor | None = None
-    """i16[N, L, K]: what the trainer's router would choose."""
+    """i16[N, L, K]: the experts that the trainer's router would choose."""
     margins: Tensor | None = None
-    """f32[N, L]: K-th minus (K+1)-th of the trainer's own router scores, as the router selects by them
-    (logits, or probabilities with their bias)."""
+    """f32[N, L]: the K-th highest minus the (K+1)-th highest score. The scores are those by
+    which the trainer's router selects experts: logits, or probabilities plus the expert bias."""
     pieces: Mapping[int, str] = field(default_factory=dict)
-    """The text of each token id that occurs."""
+    """The text of each token id in the record."""
 
     @property
     def num_samples(self) -> int:
-        """S."""
+        """The number S of samples."""
         return len(self.sample_ids)
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """The number N of tokens."""
         return len(self.token_ids)
 
     def sample(self, i: int) -> slice:
-        """Return the tokens of the i-th sample of the record (not of the step: see `sample_ids`)."""
+        """Return the slice of the per-token fields that belongs to the i-th sample of the record."""
         return slice(int(self.cu_seqlens[i]), int(self.cu_seqlens[i + 1]))
 
 
@@ -97,7 +100,7 @@ _PLAIN = ("step", "version", "temperature", "routing_replay", "layer_numbers", "
 
 
 def save_tokens(path: Path, record: TokenRecord) -> None:
-    """Write `record` to `path`, whole or not at all; tensors must be on the CPU."""
+    """Write `record` to `path` atomically. Its tensors must be on the CPU."""
     values = {name: getattr(record, name) for name in _TENSORS}
     tensors = {name: v.contiguous() for name, v in values.items() if v is not None}
     plain = {name: getattr(record, name) for name in _PLAIN}
@@ -107,7 +110,7 @@ def save_tokens(path: Path, record: TokenRecord) -> None:
 
 
 def load_tokens(path: Path) -> TokenRecord:
-    """Load what `save_tokens` wrote. Raises InputError for anything else."""
+    """Load a record that `save_tokens` wrote. Raises InputError if the file is anything else."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -128,10 +131,12 @@ def load_tokens(path: Path) -> TokenRecord:
         raise InputError(f"token record {path}: its header is damaged: {error}") from None
     missing = sorted(({*_TENSORS, *_PLAIN} - {*_OPTIONAL}) - (tensors.keys() | plain.keys()))
     if missing:
-        raise InputError(f"token record {path}: lacks {', '.join(missing)}; it is not whole")
+        raise InputError(f"token record {path}: lacks {', '.join(missing)}; it is incomplete")
     unknown = sorted((tensors.keys() - {*_TENSORS}) | (plain.keys() - {*_PLAIN}))
     if unknown:
-        raise InputError(f"token record {path}: has {', '.join(unknown)}; another mrl wrote it")
+        raise InputError(
+            f"token record {path}: has {', '.join(unknown)}, which this version of mrl does not know"
+        )
     try:
         plain["layer_numbers"] = tuple(map(operator.index, plain["layer_numbers"]))
         plain["pieces"] = {int(k): str(text) for k, text in plain["pieces"].items()}
@@ -155,11 +160,11 @@ _DTYPES = {
     **dict.fromkeys(("expert_ids", "native_ids"), torch.int16),
     **{"loss_mask": torch.bool, "weight_versions": torch.int32},
 }
-"""Those of the other tensors are float32."""
+"""The dtypes of the tensors that are not float32."""
 
 
 def _check(record: TokenRecord) -> None:
-    """Raise ValueError if fields are inconsistent, as readers of a record rely on them."""
+    """Raise ValueError if a field has the wrong dtype, shape or range, or is missing."""
     routed = [record.expert_ids, record.native_ids, record.margins]
     if len({tensor is None for tensor in routed}) > 1:
         raise ValueError("some of its fields of routes are missing")

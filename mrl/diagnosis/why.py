@@ -1,6 +1,7 @@
-"""One step of a run explained: its numbers against the other steps, the findings, and what is behind.
+"""Explain one step of a run by its findings, and by comparing its metrics with the other steps.
 
-Read from metrics.jsonl, tokens/step_*.safetensors, diagnosis/step_*.json and rollouts/step_*.jsonl.
+The explanation is computed from metrics.jsonl, tokens/step_*.safetensors, diagnosis/step_*.json and
+rollouts/step_*.jsonl.
 """
 
 from __future__ import annotations
@@ -26,83 +27,99 @@ from mrl.system.json_text import is_number
 
 PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_any_layer",
             "routing/margin", "ratio/", "staleness/", "guard/", "moe/load_max")  # fmt: skip
-ALONE = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
+KEYS = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
+"""The metrics that are shown in addition to those with one of the PREFIXES."""
 SPIKE = 3.0
-"""Times the median of the other steps, from where a number is marked."""
+"""A metric is marked as a spike if it is at least this multiple of its median over the other steps."""
 NOISE = 1e-5
-"""A smaller number does not count as a spike, whatever its ratio: sums of float32 in another order
-differ by as much."""
+"""A value smaller than this is never a spike, because float32 rounding alone may change a value
+by this much."""
 
 NEXT = {
-    "not_finite": "the update was refused, so the weights are those of the steps before: read their "
+    "not_finite": "the update did not happen, so the weights are those of the steps before: read their "
     "grad_norm, ratio/max and entropy (mrl view), and the samples above; an infinite log-prob of the "
-    "engine is a token that it calls impossible",
+    "engine means that it gave the token probability 0",
     "shifted_routes": "the engine's rows and the trainer's are not aligned: compare moe/trace.py with "
-    "what this SGLang version returns; until then moe.routing_replay=r2 needs no captured routes",
-    "temperature": "compare rollout.temperature with what the engine samples and reports at "
-    "(rollout.server_args, a custom engine)",
-    "stale_expert": "the engine holds other weights for this expert: turn the canaries on "
-    "(rollout.canary_prompts=4) and look at the export of that layer (mrl export, a custom engine)",
-    "stale_weights": "tokens of older versions: rollout.partial_rollouts=drop, or algorithm.importance "
-    "corrects them; of the right version: turn the canaries on (rollout.canary_prompts=4)",
+    "what this SGLang version returns; until then use moe.routing_replay=r2, which needs no captured "
+    "routes",
+    "temperature": "compare rollout.temperature with the temperature at which the engine samples and "
+    "reports log-probs (rollout.server_args, a custom engine)",
+    "stale_expert": "the engine has other weights for this expert: turn the canaries on "
+    "(rollout.canary_prompts=4) and check the export of that layer (mrl export, a custom engine)",
+    "stale_weights": "if the tokens are of older versions, set rollout.partial_rollouts=drop or "
+    "correct them with algorithm.importance; if they are of the right version, turn the canaries on "
+    "(rollout.canary_prompts=4)",
     "router_disagreement": "replay the rollout's routes: moe.routing_replay=r3",
-    "extreme_tokens": "read the tokens below; a correction bounds their weight: algorithm.importance",
-    "extreme_sample": "read the sample below; its routes or its cache may be another request's",
+    "extreme_tokens": "read the tokens below; algorithm.importance bounds their weight",
+    "extreme_sample": "read the sample below; its routes or its cache may belong to another request",
     "unexplained": "mrl check shows the versions of both sides; rollout.canary_prompts=4 compares the "
     "models after every sync",
-    "noise": "nothing to mend; routing replay (moe.routing_replay=r3) and algorithm.importance "
-    "bound it",
-    "nothing_wrong": "look elsewhere: rewards, advantages, the learning rate",
-    "no_tokens": "no token of the step takes part in the loss: look at the rewards; where all samples "
-    "are longer than diagnosis.max_tokens, raise it",
+    "noise": "there is nothing to fix; routing replay (moe.routing_replay=r3) and algorithm.importance "
+    "bound the noise",
+    "nothing_wrong": "engine and trainer agree: look at rewards, advantages and the learning rate",
+    "no_tokens": "no token of the record is in the loss: look at the rewards; if all samples are "
+    "longer than diagnosis.max_tokens, raise it",
 }
-REPLAYED = {
-    "router_disagreement": "the routes are replayed (moe.routing_replay=r3), so this is what replay "
-    "bounds; what is left of the gap is in decompose/ids",
-    "noise": "nothing to mend; routes are replayed already, algorithm.importance bounds the rest",
+"""The advice for each finding, by the name of the finding."""
+NEXT_REPLAYED = {
+    "router_disagreement": "the routes are replayed already (moe.routing_replay=r3), which bounds the "
+    "effect of this disagreement; decompose/ids has the mismatch that is left",
+    "noise": "there is nothing to fix; routes are replayed already, and algorithm.importance bounds "
+    "what is left",
 }
-"""The step that takes the place of NEXT where the routes were the rollout's."""
+"""The advice that replaces the entries of NEXT if the rollout's routes were replayed."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number is one metric of the step."""
+    """A metric of the step, with its median over the other steps of the run."""
 
     key: str
     value: float
     median: float | None
-    """Its median over the other steps that have it; None without one."""
+    """The median over the other steps that have the metric; None if no other step has it."""
 
     @property
     def ratio(self) -> float | None:
+        """The value divided by the median; inf if only the median is 0.
+
+        None if the median is None, or if the value and the median are both 0.
+        """
         if self.median is None or self.median == self.value == 0:
             return None
         return self.value / self.median if self.median else math.inf
 
     @property
     def is_spike(self) -> bool:
+        """Whether `|ratio|` is at least SPIKE and `|value|` is at least NOISE."""
         is_large = self.ratio is not None and abs(self.ratio) >= SPIKE
         return is_large and abs(self.value) >= NOISE
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """The explanation of a step, as `mrl why` prints it."""
+
     step: int
     numbers: list[Number]
-    """Empty of a step that did not end."""
+    """The metrics of the step that are shown; empty if the step failed before its metrics were
+    written."""
     findings: list[Finding]
-    """The first is the diagnosis; empty without a token record."""
+    """All findings, of which the first is the diagnosis; empty without a token record."""
     samples: list[dict[str, Any]]
-    """Worst first, with prompt, completion and reward where they are on file."""
+    """One entry for each of the samples with the largest mismatch, worst first. An entry has the
+    sample's prompt, completion and reward if rollouts/ has the step."""
     tokens: list[dict[str, Any]]
+    """One entry for each of the tokens with the largest mismatch, worst first."""
     layers: list[dict[str, Any]]
+    """One entry per MoE layer; empty without captured routes."""
     decomposition: dict[str, Any] | None
-    """diagnosis/step_*.json, if the step has one."""
+    """The content of diagnosis/step_*.json; None if the step was not decomposed."""
     next: str
-    """What to do about the diagnosis."""
+    """Advice on what to do about the diagnosis, or on how to make a missing token record."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON with null for non-finite numbers, and `ratio` and `is_spike` beside `numbers`."""
+        """Return the fields as JSON-able values, with None in place of numbers that are not finite."""
         numbers = [
             {**dataclasses.asdict(n), "ratio": n.ratio, "is_spike": n.is_spike}
             for n in self.numbers
@@ -111,9 +128,10 @@ class Explanation:
 
 
 def explain(run: RunFolder, step: int) -> Explanation:
-    """A step that died has no line in metrics.jsonl, but a token record.
+    """Explain a step. A failed step has no line in metrics.jsonl, but may have a token record.
 
-    Raises InputError where the run has no such step, or its record cannot be read.
+    Raises InputError if the run has neither a line nor a token record of the step, or if a file of
+    the step cannot be read.
     """
     rows, path = run.read_metrics(), run.token_file(step)
     row = next((row for row in rows if row["step"] == step), {})
@@ -147,15 +165,19 @@ def explain(run: RunFolder, step: int) -> Explanation:
 
 
 def _next(diagnosis: Finding, record: TokenRecord) -> str:
-    replayed = record.routing_replay == "r3"
-    return (REPLAYED if replayed else {}).get(diagnosis.name) or NEXT[diagnosis.name]
+    if record.routing_replay == "r3" and diagnosis.name in NEXT_REPLAYED:
+        return NEXT_REPLAYED[diagnosis.name]
+    return NEXT[diagnosis.name]
 
 
 def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[Number]:
-    """Return the metrics of mismatch, routing and update, beside their median over `others`."""
+    """Return the metrics of `row` that are in KEYS or begin with one of the PREFIXES.
+
+    others: the rows of the other steps; each metric is returned with its median over these rows.
+    """
     numbers = []
     for key, value in row.items():
-        if not (key.startswith(PREFIXES) or key in ALONE) or not is_number(value):
+        if not (key.startswith(PREFIXES) or key in KEYS) or not is_number(value):
             continue
         known = [r[key] for r in others if is_number(r.get(key))]
         numbers.append(Number(key, value, statistics.median(known) if known else None))
@@ -165,8 +187,11 @@ def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
 def _layers(
     record: TokenRecord, tokens: LossTokens, decomposition: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Report, by MoE layer, router disagreement, margins, and the expert whose tokens differ
-    most from others of about the same log-prob."""
+    """Return one entry per MoE layer, with its disagreement, margins and most suspect expert.
+
+    The most suspect expert is the one whose tokens differ most from other tokens of about the same
+    log-prob. If the step was decomposed, the entry also has the layer's part of the decomposition.
+    """
     gaps, z = expert_gaps(tokens), expert_z(tokens)
     parts = {part["layer"]: part for part in (decomposition or {}).get("layers", ())}
     layers = []
@@ -183,6 +208,7 @@ def _layers(
 
 
 def _with_texts(samples: list[dict[str, Any]], run: RunFolder, step: int) -> list[dict[str, Any]]:
+    """Add prompt, completion and reward to the entries of `samples`, if rollouts/ has the step."""
     if not run.rollout_file(step).is_file():
         return samples
     rows = run.read_rollouts(step)

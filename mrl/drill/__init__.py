@@ -1,4 +1,4 @@
-"""A drill provokes faults in a recipe on the machine that will run it: `mrl drill RECIPE`."""
+"""Fault drills: `mrl drill RECIPE` provokes faults in a recipe on the machine that will run it."""
 
 from mrl.drill.chain import FEWEST_LEFT, NUM_STEPS, Drill
 from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row, never

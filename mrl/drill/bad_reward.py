@@ -1,4 +1,4 @@
-"""This module holds reward functions that misbehave, for `mrl drill`."""
+"""Reward functions that misbehave, for `mrl drill`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""A drill is one run that faults interrupt, beside the same run without a fault.
+"""The two runs of a drill: one that faults interrupt, and the reference, which has no faults.
 
-DRILL_FOLDER/recipe.yaml     the recipe with a checkpoint a step, few steps and no trackers
-DRILL_FOLDER/reference/      the run without a fault
-DRILL_FOLDER/run/            the run that every fault strikes, one after the other
-DRILL_FOLDER/broken_NAME/    that run, where it could not continue after the fault NAME
-DRILL_FOLDER/logs/           what each start printed
+DRILL_FOLDER/recipe.yaml     the recipe with a checkpoint per step, few steps and no trackers
+DRILL_FOLDER/reference/      the run without faults
+DRILL_FOLDER/run/            the run in which the faults are provoked, one after the other
+DRILL_FOLDER/broken_NAME/    a run that could not continue after the fault NAME
+DRILL_FOLDER/logs/           one file per job, with the output of the job
 
-After a fault the run is started again by the command that its report names. It has recovered once it
-has done the next step and all steps so far have the metrics, samples and weights of the reference.
+After a fault, the run is started again with the command that RUN/failure.json names. The run has
+recovered when it has completed the next step, and the metrics, samples and weights of all its steps
+equal those of the reference.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ OF_THE_FAULT = (
     *(*MACHINE, "rollout/engine_restarts", "rollout/canary", "checkpoint/"),
     "rollout/sync_bytes",  # the first sync of a start sends more if engines are ahead
 )
-"""Prefixes of metrics that a fault may change."""
+"""Prefixes of metrics that a fault may change, and that are therefore not compared."""
 NUM_STEPS = 16
-"""Steps of the run without a fault."""
+"""The default number of steps of the reference."""
 FEWEST_LEFT = 6
-"""Steps that a run must have left when a fault strikes it."""
+"""The smallest number of steps that the run must have left when a fault is provoked in it."""
 SIGNS = ("Traceback (most recent call last)", "Segmentation fault")
-"""What no start may print that a fault ends."""
+"""Strings that the output of a job must not contain when a fault has ended the job."""
 
 
 class Drill:
-    """Holds the run that faults strike, and the reference beside it."""
+    """Drives a drill: starts the reference, and then the run in which faults are provoked."""
 
     def __init__(
         self, recipe: Recipe, ranks: int, folder: Path, num_steps: int = NUM_STEPS
     ) -> None:
-        """Prepare `folder`, for runs of `num_steps`.
+        """Prepare `folder` for runs of `num_steps` steps on `ranks` ranks.
 
-        Raises InputError where the folder holds anything.
+        Raises InputError if the folder is not empty.
         """
         if folder.exists() and any(folder.iterdir()):
             raise InputError(
-                f"{folder} is there already; remove it, or choose another with --folder"
+                f"{folder} is not empty; remove it, or choose another folder with --folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.ranks, self.num_steps = folder, ranks, num_steps
@@ -67,18 +68,19 @@ class Drill:
         self.run, self.reference = folder / "run", folder / "reference"
         self.job: Job | None = None
         self.judges_bits = not recipe.asynchronous.is_free
-        """Whether the recipe gives the same bits twice without a fault."""
+        """Whether the run is compared with the reference. This requires a deterministic recipe,
+        whose metrics, samples and weights have the same bits in every run without faults."""
         self._digests: dict[int, dict[str, str]] = {}
         self._starts = itertools.count()
 
     @cached_property
     def scratch(self) -> Path:
-        """The temporary directory of all starts, made at the first: what is left there is theirs."""
+        """The temporary directory of all jobs, created on first use. Only jobs leave files in it."""
         return Path(tempfile.mkdtemp(prefix="mrl-drill-"))
 
     @property
     def first_rollout(self) -> int:
-        """The first rank that leads engines only; the number of ranks where there is none."""
+        """The first rank that only leads engines; the number of ranks if no rank does."""
         return self.ranks - (self.recipe.rollout.num_ranks or 0)
 
     @property
@@ -88,16 +90,19 @@ class Drill:
 
     @property
     def engine_leader(self) -> int:
-        """The rank below which the first engine is."""
+        """The rank that leads the first engine."""
         return self.first_rollout if self.first_rollout < self.ranks else 0
 
     @property
     def limit_s(self) -> float:
-        """Seconds in which a start and a step must be done."""
+        """The longest time in seconds that a job may take to start and do one step."""
         return self.recipe.longest_wait_s
 
     def train_without_fault(self) -> Job:
-        """Train the reference, all steps in one start; return its job. Raises Unexpected."""
+        """Train all steps of the reference in one job, and return the job.
+
+        Raises Unexpected if the exit code is not 0.
+        """
         job = self.start(*self.words(f"output_dir={self.reference}"), run=self.reference)
         for number in itertools.count():
             if job.process.poll() is not None:
@@ -111,19 +116,23 @@ class Drill:
         return job
 
     def words(self, *overrides: str) -> list[str]:
-        """Return the command that trains the recipe of the drill."""
+        """Return the command that trains the drill's recipe with these overrides."""
         launch = ["-m", "mrl.launch", "--standalone", "--nproc-per-node", str(self.ranks)]
         return [sys.executable, *launch, "-m", "mrl", "train", str(self.file), *overrides]
 
     def start(self, *words: str, run: Path | None = None) -> Job:
-        """Start a command, by default the one that trains the run."""
+        """Start a command, by default the one that trains the run; return its `Job`.
+
+        run: the folder of the run that the command trains; None for the run of the drill.
+        """
         log = self.folder / "logs" / f"start_{next(self._starts):02d}.log"
         return Job(words or self.words(), run or self.run, log, self.scratch, self.limit_s)
 
     def running(self) -> Job:
-        """Return the job of the run, which has done a step since its start and has more to do.
+        """Return a running job that has done at least one step and has at least FEWEST_LEFT steps left.
 
-        A run that is nearly done is put away, and the next one begins anew.
+        A run with fewer steps left is removed first. If no job is running, a new job starts the run
+        or continues it.
         """
         if num_rows(self.run) > self.num_steps - FEWEST_LEFT:
             self.close()
@@ -135,8 +144,13 @@ class Drill:
         return self.job
 
     def continued(self, done: int, command: str = "") -> list[str]:
-        """Start the run again and wait until it has done more steps than `done`; return what differs
-        from the reference. Raises Unexpected."""
+        """Start the run again, and wait until it has done more than `done` steps.
+
+        command: the command to start the run with; if empty, the command that started it first.
+
+        Returns a phrase for each difference from the reference and for each other problem. Raises
+        Unexpected if the job ends too early or takes too long.
+        """
         self.close()
         words = shlex.split(command)
         if words and Path(words[0]).name.startswith("python"):
@@ -146,38 +160,48 @@ class Drill:
         if kept < done - 1 - self.recipe.checkpoint.async_save:
             found.append(f"{done} steps were done and only {kept} are saved")
         self.job = self.start(*words)
-        return found + self.goes_on(done)
+        return found + self.check_step_after(done)
 
-    def goes_on(self, done: int) -> list[str]:
-        """Wait until the job has done more steps than `done`, or all of them; return what differs."""
+    def check_step_after(self, done: int) -> list[str]:
+        """Wait until the job has done more than `done` steps, or all steps.
+
+        Returns a phrase for each difference from the reference. If the last step was already saved
+        before the job started, the job must end with code 0, and another exit code is returned as a
+        phrase. Raises Unexpected if the job ends too early or takes too long.
+        """
         job = self.job
         assert job is not None
         if saved(self.run) < self.num_steps:
             job.wait_for_rows(min(done + 1, self.num_steps))
-        elif code := job.end():  # the last step was saved before the fault: nothing is left to do
+        elif (
+            code := job.end()
+        ):  # the last step was saved before the fault, so there are no more steps
             return [f"the start of a run that is done ended with code {code}"]
         return self.differences() if self.judges_bits else []
 
     def differences(self) -> list[str]:
-        """Return where the run is not as the reference: metrics, samples, weights; one phrase each."""
+        """Return a phrase for each difference from the reference in metrics, samples and weights."""
         return other_steps(self.run, self.reference) + self._other_weights()
 
     def broken(self, name: str) -> None:
-        """Put the run aside, because it could not continue after a fault; the next one begins anew."""
+        """End a run that could not continue after the fault `name`, and move it to broken_NAME.
+
+        The next job then starts a new run.
+        """
         self.close()
         with suppress(OSError):
             shutil.move(self.run, self.folder / f"broken_{name}")
 
     def close(self) -> None:
-        """Leave no process of the run behind. Harmless when repeated."""
+        """End all processes of the run. May be called again."""
         if self.job is not None:
             self.job.kill()
             self.job = None
 
     def end(self) -> None:
-        """Leave no process and no temporary directory behind."""
+        """End all processes and remove the temporary directory."""
         self.close()
-        if "scratch" in vars(self):  # a start has made it
+        if "scratch" in vars(self):  # made by the first start
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _other_weights(self) -> list[str]:
@@ -197,7 +221,10 @@ class Drill:
 
 
 def other_steps(ours: Path, others: Path) -> list[str]:
-    """Return the steps of a run whose metrics or samples differ from another's; one phrase each."""
+    """Return a phrase for each step of run `ours` whose metrics or samples differ in run `others`.
+
+    One more phrase is returned if the step numbers of `ours` are not 0, 1, 2 and so on.
+    """
     run, reference = RunFolder(ours), RunFolder(others)
     expected = {row["step"]: row for row in reference.read_metrics()}
     rows = run.read_metrics()
@@ -216,28 +243,34 @@ def other_steps(ours: Path, others: Path) -> list[str]:
 
 
 def one_step_again(drill: Drill) -> str:
-    """Do the first step of the run, in a start of its own; return why its bits cannot be judged.
+    """Train the first step of the run, and compare it with the reference.
 
-    Where they are not those of the reference, the recipe gives other bits each time (as an engine on a
-    GPU does without `enable_deterministic_inference`), and no fault is to blame.
+    No fault has happened yet, so a difference means that the recipe is not deterministic, for
+    example because an engine runs on a GPU without `enable_deterministic_inference`. In that case
+    the drill no longer compares the run with the reference. Returns the reason why the two are
+    not compared, or an empty string if they are.
     """
     drill.running()
     if not drill.judges_bits:
-        return "engines that run freely give other bits each time; bits are not compared"
+        return "engines that run freely have other bits in every run; bits are not compared"
     if differ := drill.differences():
         drill.judges_bits = False
-        return f"without a fault a second start differs already: {differ[0]}; bits are not compared"
+        return f"a second start without a fault differs: {differ[0]}; bits are not compared"
     return ""
 
 
 def problems_of_end(job: Job, code: int, codes: Sequence[int]) -> list[str]:
-    """Return what is wrong with the end of a start: its code, its report, what it left behind."""
+    """Return a phrase for each problem with the end of a job.
+
+    The exit code `code` must be one of `codes`. The function also checks the job's report and
+    output, and that no processes, ports or files of the job are left.
+    """
     found = job.left()
     if code not in codes:
         found.append(f"exit code {code}, expected {' or '.join(map(str, codes))}")
     printed = job.printed()
     found += [f"{sign} in {job.log}" for sign in SIGNS if sign in printed]
-    if code in range(70, 80) and code != 75:  # those of a failure
+    if code in range(70, 80) and code != 75:  # the exit codes of failures
         failure = job.failure()
         if failure is None:
             found.append("no RUN/failure.json of this start")
@@ -249,12 +282,12 @@ def problems_of_end(job: Job, code: int, codes: Sequence[int]) -> list[str]:
 
 
 def done_of(job: Job) -> int:
-    """Return the steps that a run has recorded."""
+    """Return the number of steps that the job's run has recorded in metrics.jsonl."""
     return num_rows(job.run)
 
 
 def _for_drill(recipe: Recipe, run: Path, num_steps: int) -> Recipe:
-    """Return the recipe with few steps, a checkpoint each, and nothing that leaves the folder."""
+    """Return the recipe with few steps, a checkpoint per step, and no output outside of `run`."""
     checkpoint = recipe.checkpoint.model_copy(update={"save_every": 1, "keep": 3})
     return recipe.model_copy(
         update={
@@ -269,14 +302,14 @@ def _for_drill(recipe: Recipe, run: Path, num_steps: int) -> Recipe:
 
 
 def _digests(checkpoint: Path) -> tuple[int, dict[str, str]]:
-    """Return (steps, digests of the files that hold tensors) of a checkpoint."""
+    """Return the number of steps of a checkpoint, and the SHA-256 of its tensor files by name."""
     files: Mapping[str, Any] = read_manifest(checkpoint)["files"]
     step = int(checkpoint.name.removeprefix("iter_"))
     return step, {name: f["sha256"] for name, f in files.items() if name.endswith(".distcp")}
 
 
 def _same_samples(one: Path, other: Path) -> bool:
-    """Whether two files of rollouts have the same samples, whichever weights' age they note."""
+    """Return whether two rollout files have the same rows; False if either file cannot be read."""
     rows = []
     for file in (one, other):
         try:

@@ -1,6 +1,7 @@
-"""This module holds the one list of faults that a drill can provoke; `make faults` tries more.
+"""Define faults, and the list FAULTS of the faults that a drill can provoke.
 
-A fault is a function of a `Drill` that provokes it and returns a `Row`.
+Each fault has a function that provokes it in a `Drill` and returns a `Row`. `make faults` tests
+more faults than this list has.
 """
 
 from __future__ import annotations
@@ -19,42 +20,45 @@ Verdict = Literal["recovered", "refused", "not provoked"]
 
 @dataclass(frozen=True)
 class Row:
-    """A `Row` is what came of one fault."""
+    """The result of provoking one fault."""
 
     fault: str
     """The name of the fault."""
     did: str
-    """What was done to the run, in one line."""
+    """What the drill did to the run, in one line."""
     happened: str
-    """What came of it, in one line."""
+    """What happened after that, in one line."""
     seconds: float
-    """Seconds from the fault to the end of all processes, or to the step in which it was overcome."""
+    """Seconds from the fault until all processes had ended, or until the run had done the step
+    in which it recovered."""
     verdict: Verdict
-    """How it ended; `not provoked` where the fault cannot be provoked here."""
+    """`recovered` if the run continued, `refused` if mrl refused to start or to go on, `not
+    provoked` if the fault cannot be provoked here. It means nothing unless the row has `passed`."""
     exit_code: int | None = None
-    """The exit code of the start that the fault ended; None where it ended none."""
+    """The exit code of the job that the fault ended; None if no job ended."""
     problems: tuple[str, ...] = ()
-    """What is not as it should be; empty where the row has passed."""
+    """A phrase for each way in which the result was not as expected."""
 
     @property
     def passed(self) -> bool:
-        """Whether everything was as it should be."""
+        """Whether the result was as expected."""
         return not self.problems
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A `Fault` is one row of the table before it is tried."""
+    """A fault that a drill can provoke."""
 
     name: str
     did: str
     provoke: Callable[[Drill], Row]
     why_not: Callable[[Recipe], str]
-    """Returns why a recipe cannot be drilled for it; empty where it can."""
+    """Returns the reason why the fault cannot be provoked in a recipe, or an empty string if it
+    can."""
 
 
 FAULTS: dict[str, Fault] = {}
-"""Every fault by its name, in the order in which a drill provokes them."""
+"""All faults by name, in the order in which a drill provokes them."""
 NOT_PROVOKED = {
     "network partition": "a drill runs on one node, and does not cut the network of others; make "
     "faults cuts one between two network namespaces",
@@ -62,21 +66,24 @@ NOT_PROVOKED = {
     "a real SLURM",
     "stop of a supervisor": "it only starts workers, so nothing waits for it until its worker is lost; "
     "kill-supervisor ends it",
-    "full disk": "the file system may be others'; each start checks that there is room for two "
+    "full disk": "others may use the file system; each start checks that there is room for two "
     "checkpoints",
 }
-"""Faults that a drill leaves alone, and why."""
+"""The faults that a drill never provokes, by name, with the reason."""
 
 
 def never(recipe: Recipe) -> str:
-    """Return no reason against a fault: it can be provoked in every recipe."""
+    """Return an empty string: the `why_not` of a fault that can be provoked in every recipe."""
     return ""
 
 
 def fault(
     name: str, did: str, why_not: Callable[[Recipe], str] = never
 ) -> Callable[[Callable[[Drill], Row]], Callable[[Drill], Row]]:
-    """Add a function to the list. `did` says in one line what is done to the run."""
+    """Return a decorator that adds a function to FAULTS as the fault `name`.
+
+    `did` describes in one line what the fault does to the run.
+    """
 
     def add(provoke: Callable[[Drill], Row]) -> Callable[[Drill], Row]:
         FAULTS[name] = Fault(name, did, provoke, why_not)

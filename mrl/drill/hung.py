@@ -1,4 +1,4 @@
-"""Faults of processes that stop without an end: SIGSTOP of an engine, and of a rank."""
+"""Faults in which a process hangs: an engine or a rank receives SIGSTOP."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 LONGEST_STALL_S = 300.0
-"""The longest `rollout.stall_timeout_s` that a drill waits for."""
+"""The longest timeout of a hung engine or worker that a drill waits for, in seconds. With a
+longer timeout in the recipe, the fault is not provoked."""
 SHORTEST_LIMIT_S = 20.0
-"""The limit of the watchdog in a drill, or five times the longest step where that is longer."""
+"""The smallest limit that a drill sets for the watchdog, in seconds. The limit is five times the
+longest step if that is longer."""
 WATCHED = ("sync", "rollout", "score", "logprobs", "train", "save", "log")
 GRACE_S = 15.0
-"""Seconds beyond twice the limit in which stacks are written and processes end."""
+"""Seconds that a drill waits beyond twice the watchdog's limit, for writing the stacks and
+ending the processes."""
 
 
 def _no_short_stall(recipe: Recipe) -> str:
@@ -42,14 +45,17 @@ def _unwatched(recipe: Recipe) -> str:
 
 @fault("stop-engine", "SIGSTOP of all processes of an engine in the rollout", _no_short_stall)
 def stop_engine(drill: Drill) -> Row:
-    """An engine hangs: after rollout.stall_timeout_s another one takes its place."""
+    """An engine hangs; after rollout.stall_timeout_s another engine replaces it."""
     job = drill.running()
     job.wait_for_phase("rollout")
     return engine_replaced(drill, "stop-engine", job, psutil.Process.suspend)
 
 
 def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
-    """Stop the last rank that trains in a phase, under limits that fit the steps of the reference."""
+    """Suspend the last rank that trains while the run is in `phase`, and return the row.
+
+    The limits of the watchdog are derived from the longest step of the reference.
+    """
     if drill.job is not None and drill.job.process.poll() is None:
         stop(drill)
     longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
@@ -58,7 +64,7 @@ def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
     done = num_rows(drill.run)
     drill.job = job = drill.start(*drill.words(f"watch.limits={limits}"))
     job.wait_for_rows(done + 1)
-    job.look(closely=True)  # what it holds now must be gone at its end
+    job.look(closely=True)  # remembers the ports and files that must be gone at the end
     job.wait_for_phase(phase)
     last = drill.last_trainer
     found: list[Failure] = []
@@ -83,7 +89,7 @@ def stop_rank_rollout(drill: Drill) -> Row:
 
 @fault("stop-rank-train", "SIGSTOP of the last rank that trains in the training pass", _unwatched)
 def stop_rank_train(drill: Drill) -> Row:
-    """A rank hangs while the others wait for it in a collective."""
+    """A rank hangs while the other ranks wait for it in a collective."""
     return _stop_rank(drill, "stop-rank-train", "train")
 
 
@@ -93,5 +99,5 @@ def stop_rank_train(drill: Drill) -> Row:
     _unwatched,
 )
 def stop_rank_save(drill: Drill) -> Row:
-    """A rank stops while it writes its share of a checkpoint."""
+    """A rank hangs while it writes its share of a checkpoint."""
     return _stop_rank(drill, "stop-rank-save", "save")

@@ -1,4 +1,4 @@
-"""A job is `mrl.launch` with its ranks and engines as child processes, watched from the outside."""
+"""A job of a drill: a process of `mrl.launch` with all of its children, observed from outside."""
 
 from __future__ import annotations
 
@@ -21,35 +21,34 @@ from parallel.checkpoint.manifest import partial_folder
 
 POLL_S = 0.02
 GONE_WITHIN_S = 30.0
-"""Seconds after the end of the launcher within which all that it started must be gone."""
+"""Seconds after the end of the launcher within which all of its processes must have ended."""
 KILLED_WITHIN_S = 30.0
 """Seconds that a process may take to end after SIGKILL."""
 SHARED_MEMORY = Path("/dev/shm")
 ENGINE = "sglang"
-"""What the command line of every process of an engine contains."""
+"""A word that the command line of every engine process contains."""
 
 
 class Unexpected(Exception):
-    """Something did not come as the drill expects it; the message says what, and where the log is."""
+    """The job did not behave as the drill expects. The message has the details and names the log."""
 
 
 class Job:
-    """Runs one start of a run, and remembers every process, port and file of shared memory of it."""
+    """One start of a run, with all of its processes, ports and shared-memory files."""
 
     def __init__(
         self, command: Sequence[str], run: Path, log: Path, scratch: Path, limit_s: float
     ) -> None:
-        """Start `command`, which trains into `run`; what it prints goes to `log`.
+        """Start `command`, which trains the run in the folder `run` and prints to the file `log`.
 
-        `scratch` is its temporary directory.
-
-        `limit_s`: seconds after which something that should come is taken to come never.
+        `scratch` is the temporary directory of the job. `limit_s` is the longest time in seconds
+        that the job's methods wait for an event.
         """
         self.run, self.log, self.limit_s = run, log, limit_s
         self.command = list(command)
         self.scratch, self._there = scratch, set(scratch.iterdir())
         self.before_s = time.time()
-        """The time of the start, in seconds since 1970."""
+        """When the job was started, in seconds since 1970."""
         self.seen: set[psutil.Process] = set()
         self._read: set[psutil.Process] = set()
         self.ports: set[int] = set()
@@ -66,10 +65,10 @@ class Job:
             )
 
     def look(self, *, closely: bool = False) -> list[psutil.Process]:
-        """Return all processes of the job that live now, and remember them.
+        """Find all processes of the job, remember them, and return those that are alive.
 
-        `closely`: remember also what those hold that have not been looked at so before, which takes a
-        second where there are many.
+        `closely`: also remember the ports and shared memory of the processes that have not been
+        inspected yet, which takes a second if there are many.
         """
         with suppress(psutil.Error):
             tree = [self.process, *self.process.children(recursive=True)]
@@ -84,11 +83,11 @@ class Job:
         return self.known()
 
     def known(self) -> list[psutil.Process]:
-        """Return the processes that `look` has seen and that live, at no cost."""
+        """Return the processes that `look` has seen and that are still alive; cheaper than `look`."""
         return [each for each in self.seen if is_alive(each)]
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the ranks of this node, in their order."""
+        """Return the processes of this node's ranks, ordered by local rank."""
         found: dict[int, psutil.Process] = {}
         with suppress(psutil.Error):
             for child in self.process.children():
@@ -97,18 +96,21 @@ class Job:
         return [found[number] for number in sorted(found)]
 
     def engines(self) -> list[psutil.Process]:
-        """Return the processes of all engines that `look` has seen and that live."""
+        """Return the live processes of all engines that `look` has seen."""
         return [each for each in self.known() if ENGINE in _words(each)]
 
     def engine_of(self, rank: psutil.Process) -> list[psutil.Process]:
-        """Return the processes of the engine that a rank leads."""
+        """Return the processes of the engine that a rank leads; an empty list if the rank has ended."""
         with suppress(psutil.Error):
             return [each for each in rank.children(recursive=True) if ENGINE in _words(each)]
         return []
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Return as soon as `condition()` is true. Raises Unexpected where the job ends before, or
-        where that takes longer than the limit."""
+        """Wait until `condition()` is true.
+
+        `what` names the awaited event in error messages. Raises Unexpected if the job ends first,
+        or if `limit_s` seconds pass.
+        """
         deadline = time.monotonic() + self.limit_s
         while not condition():
             code = self.process.poll()
@@ -119,23 +121,27 @@ class Job:
             time.sleep(POLL_S)
 
     def wait_for_rows(self, number: int) -> None:
-        """Wait until so many steps are in metrics.jsonl, which starts are cut back to."""
+        """Wait until metrics.jsonl has `number` rows, at least one of them from this job.
+
+        Raises Unexpected if the job ends first, or if `limit_s` seconds pass.
+        """
         self.wait(
             lambda: self.has_begun() and num_rows(self.run) >= number, f"step {number - 1} was done"
         )
 
     def has_begun(self) -> bool:
-        """Whether the run has recorded a step since this start."""
+        """Return whether the last row of metrics.jsonl is from this job."""
         with suppress(OSError, ValueError, KeyError, IndexError):
             last = (self.run / "metrics.jsonl").read_bytes().splitlines()[-1]
             return json.loads(last)["time/timestamp"] >= self.before_s
         return False
 
     def wait_for_phase(self, phase: str) -> None:
-        """Wait until the run is in a phase of a step, as its files show it.
+        """Wait until the files of the run show that it has reached `phase`.
 
-        `rollout`: a third through the rollout; `train`: the rollouts are on file; `save`: a
-        checkpoint is being written.
+        For `rollout`, this returns about a third of the way through a rollout; for `train`, when
+        the rollouts of a step have been written; for `save`, when a checkpoint is being written.
+        Raises Unexpected if the job ends first, or if `limit_s` seconds pass.
         """
         done = num_rows(self.run)
         if phase == "rollout":
@@ -155,7 +161,10 @@ class Job:
             )
 
     def end(self, limit_s: float | None = None) -> int:
-        """Wait until the launcher is gone; return its exit code. Raises Unexpected."""
+        """Wait until the launcher has ended, and return its exit code.
+
+        Raises Unexpected after `limit_s` seconds, by default the limit of the job.
+        """
         try:
             return self.process.wait(limit_s or self.limit_s)
         except psutil.TimeoutExpired:
@@ -164,7 +173,10 @@ class Job:
             ) from None
 
     def left(self) -> list[str]:
-        """Return what is still there after the end: processes, ports, files, one phrase each."""
+        """Return a phrase for each process, open port and file that the job has left behind.
+
+        Waits up to GONE_WITHIN_S seconds for the processes and ports to disappear.
+        """
         deadline = time.monotonic() + GONE_WITHIN_S
         while (
             self.known() or open_ports(self.ports, self.scratch)
@@ -175,12 +187,12 @@ class Job:
         return found + [f"{file} is left" for file in self.files()]
 
     def files(self) -> list[Path]:
-        """Return the files that are left: shared memory, and what came to the temporary directory."""
+        """Return the files that the job has left in shared memory and in the temporary directory."""
         new = set(self.scratch.iterdir()) - self._there
         return [file for file in sorted(self.shared | new) if file.exists()]
 
     def failure(self) -> Failure | None:
-        """Return what RUN/failure.json says of this start."""
+        """Return the record in RUN/failure.json, or None if this job has not written one."""
         found = read_failure(self.run)
         return found if found is not None and found.time >= self.before_s else None
 
@@ -192,7 +204,7 @@ class Job:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill everything, and remove its shared memory. Harmless when repeated."""
+        """Kill all processes of the job and remove its shared memory. May be called again."""
         for each in self.look():
             with suppress(psutil.Error):
                 each.kill()
@@ -202,22 +214,28 @@ class Job:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Send SIGKILL to processes that may be gone."""
+    """Send SIGKILL to processes; a process that no longer exists is skipped."""
     for each in processes:
         with suppress(psutil.Error):
             each.send_signal(signal.SIGKILL)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs, and its number has not gone to another."""
+    """Return whether a process is still running.
+
+    A zombie counts as ended. So does a process whose pid now belongs to another process.
+    """
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def open_ports(ports: Iterable[int], scratch: Path) -> list[int]:
-    """Return those of the ports at which a process listens whose TMPDIR is `scratch`, which only the
-    processes of one job have; another program may have taken a port since then."""
+    """Return those of `ports` on which a process of the job still listens.
+
+    A process belongs to the job if its TMPDIR is `scratch`. Other processes are ignored, because
+    another program may have taken over a port.
+    """
     answering = set()
     for port in ports:
         with socket.socket() as probe:
@@ -232,19 +250,22 @@ def open_ports(ports: Iterable[int], scratch: Path) -> list[int]:
 
 
 def num_rows(run: Path) -> int:
-    """Return the whole lines of a run's metrics.jsonl."""
+    """Return the number of complete lines in a run's metrics.jsonl; 0 if the file does not exist."""
     with suppress(OSError):
         return (run / "metrics.jsonl").read_bytes().count(b"\n")
     return 0
 
 
 def saved(run: Path) -> int:
-    """Return the steps in the newest checkpoint; 0 without one."""
+    """Return the number of steps in the newest checkpoint; 0 without a checkpoint."""
     return newest_step(run) or 0
 
 
 def is_younger(file: Path, than_s: float) -> bool:
-    """Whether a file was written after a time, in seconds since 1970."""
+    """Return whether a file was last written after `than_s`, a time in seconds since 1970.
+
+    The result is False if the file does not exist.
+    """
     with suppress(OSError):
         return file.stat().st_mtime > than_s
     return False

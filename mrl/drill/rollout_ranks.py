@@ -1,4 +1,4 @@
-"""Faults of ranks that lead engines only: of a worker, and of the supervisor that starts it again."""
+"""Faults of rollout ranks: in the worker that leads an engine, and in the worker's supervisor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mrl.drill.running import ended
 from mrl.errors import ExitCode
 from mrl.run.folder import RunFolder
 
-WORKER = ["-m", "mrl.disaggregated"]
-"""How the command line of a worker ends."""
+WORKER = ["-m", "mrl.engine_pool.remote"]
+"""The last arguments of a worker's command line."""
 LOST = "async/lost_workers"
 
 
@@ -39,19 +39,19 @@ def _no_short_timeout(recipe: Recipe) -> str:
 
 @fault("kill-worker", "kill -9 of the worker of the first rollout rank", _no_rollout_ranks)
 def kill_worker(drill: Drill) -> Row:
-    """The process that leads an engine dies: its supervisor starts another one."""
+    """The worker that leads an engine dies, and its supervisor starts another worker."""
     return _worker_replaced(drill, "kill-worker", psutil.Process.kill)
 
 
 @fault("stop-worker", "SIGSTOP of the worker of the first rollout rank", _no_short_timeout)
 def stop_worker(drill: Drill) -> Row:
-    """It gives no sign any more: after async.worker_timeout_s another one takes its place."""
+    """A worker stops sending messages; after async.worker_timeout_s it is replaced."""
     return _worker_replaced(drill, "stop-worker", psutil.Process.suspend)
 
 
 @fault("kill-supervisor", "kill -9 of the last rollout rank", _no_rollout_ranks)
 def kill_supervisor(drill: Drill) -> Row:
-    """Nobody would start another worker, so the launcher ends the run."""
+    """A supervisor dies. A lost worker would no longer be replaced, so the launcher ends the run."""
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
@@ -60,7 +60,7 @@ def kill_supervisor(drill: Drill) -> Row:
 
 
 def _worker_replaced(drill: Drill, name: str, strike: Callable[[psutil.Process], object]) -> Row:
-    """Strike a worker, wait until two more steps are done, and return the row."""
+    """Call `strike` on the worker of the first engine, wait for two more steps, and return the row."""
     job = drill.running()
     job.wait_for_phase("rollout")
     worker = worker_of(job, drill.engine_leader)
@@ -71,12 +71,12 @@ def _worker_replaced(drill: Drill, name: str, strike: Callable[[psutil.Process],
     seconds, lost = time.monotonic() - began, _lost(job)
     problems = []
     if drill.recipe.asynchronous.max_staleness:
-        # What it had not finished may now come of newer weights: the run has other bits from here on.
-        bits = "went on within the bound"
+        # Unfinished prompts may now be generated with newer weights, so the following bits differ.
+        bits = "continued within the bound"
         drill.close()
         shutil.rmtree(drill.run)
     else:
-        problems = drill.goes_on(done + 1)
+        problems = drill.check_step_after(done + 1)
         bits = "the steps were done"
         bits += ", with the same bits as without the fault" if drill.judges_bits else ""
     if lost <= before:
@@ -88,7 +88,7 @@ def _worker_replaced(drill: Drill, name: str, strike: Callable[[psutil.Process],
 
 
 def worker_of(job: Job, rank: int) -> psutil.Process:
-    """Return the worker that a rank has started. Raises Unexpected where there is none."""
+    """Return the worker that a rank has started. Raises Unexpected if the rank has no worker."""
     for child in job.ranks()[rank].children():
         if child.cmdline()[-2:] == WORKER:
             return child
@@ -96,5 +96,5 @@ def worker_of(job: Job, rank: int) -> psutil.Process:
 
 
 def _lost(job: Job) -> float:
-    """Return how many workers this start has lost so far."""
+    """Return the number of workers that the job has lost so far, according to metrics.jsonl."""
     return RunFolder(job.run).read_metrics()[-1].get(LOST, 0.0)

@@ -1,4 +1,4 @@
-"""Faults that strike a run while it works: kills, signals, a second start."""
+"""Faults during a run: killed processes, signals, and a second start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 SECOND_START_S = 120.0
-"""Seconds within which a second start must be refused; imports alone may take 20 on a cluster."""
+"""Seconds within which a second start must be refused, unless `rollout.start_timeout_s` is
+longer. Imports alone may take 20 s on a cluster."""
 
 
 def ended(
@@ -31,12 +32,16 @@ def ended(
     is_tidy: bool = True,
     found: Callable[[Failure], object] = lambda failure: None,
 ) -> Row:
-    """Strike a job, wait for its end, continue the run, and return the row.
+    """Provoke a fault that ends a job, continue the run in another job, and return the row.
 
-    `found` gets what RUN/failure.json says.
-
-    `is_tidy` is False where nobody was left to remove files; then the next start must have removed
-    them.
+    Args:
+        drill: the drill.
+        name: the name of the fault.
+        job: the job in which the fault is provoked.
+        strike: provokes the fault.
+        codes: the exit codes that the job may have.
+        is_tidy: whether the job itself must remove its files. If not, the next job must remove them.
+        found: called with the record in RUN/failure.json, if the job has written it.
     """
     began = time.monotonic()
     strike()
@@ -54,16 +59,16 @@ def ended(
     problems += drill.continued(done, failure.command if failure else "")
     problems += [f"the next start left {file}" for file in files if file.exists()]
     assert drill.job is not None
-    bits = "the same bits as without the fault" if drill.judges_bits else "went on"
+    bits = "the same bits as without the fault" if drill.judges_bits else "bits not compared"
     text = f"exit code {code}{what}; continued from step {kept} of {done}, {bits}"
     if alive:
-        text = f"{len(alive)} processes outlived the launcher shortly; {text}"
+        text = f"{len(alive)} processes briefly outlived the launcher; {text}"
     return Row(name, FAULTS[name].did, text, seconds, "recovered", code, tuple(problems))
 
 
 @fault("kill-rank-start", "kill -9 of the last rank that trains while it starts")
 def kill_rank_start(drill: Drill) -> Row:
-    """A rank dies before the first step, as a bad GPU lets it."""
+    """A rank dies before the first step, for example because of a faulty GPU."""
     drill.close()
     drill.job = job = drill.start()
     job.wait(lambda: len(job.ranks()) == drill.ranks, "all ranks had started")
@@ -97,19 +102,22 @@ def kill_rank_rollout(drill: Drill) -> Row:
     "kill-rank-train", "kill -9 of the last rank that trains in the log-probs or the training pass"
 )
 def kill_rank_train(drill: Drill) -> Row:
-    """A rank dies while the others wait for it in a collective."""
+    """A rank dies while the other ranks wait for it in a collective."""
     return _kill_rank(drill, "kill-rank-train", "train")
 
 
 @fault("kill-rank-save", "kill -9 of the last rank that trains while a checkpoint is written")
 def kill_rank_save(drill: Drill) -> Row:
-    """A rank dies in a save: the checkpoint before it counts."""
+    """A rank dies during a save; the run continues from the previous checkpoint."""
     return _kill_rank(drill, "kill-rank-save", "save")
 
 
 @fault("kill-launcher", "kill -9 of mrl.launch, as of torchrun")
 def kill_launcher(drill: Drill) -> Row:
-    """The parent of all ranks dies: they must be gone within 30 s, its folder at the next start."""
+    """The parent of all ranks dies.
+
+    The ranks must end within 30 s, and the next start must remove the launcher's folder.
+    """
     job = drill.running()
     job.wait_for_phase("train")
     return ended(
@@ -124,7 +132,7 @@ def kill_launcher(drill: Drill) -> Row:
 
 @fault("kill-tree", "kill -9 of everything at once: mrl.launch, ranks, engines, workers")
 def kill_tree(drill: Drill) -> Row:
-    """Nobody is left to tidy up, as after the memory of a node ran out; the next start does it."""
+    """All processes of the job are killed at once, so only the next start can remove their files."""
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
@@ -138,7 +146,7 @@ def _no_engine(recipe: Recipe) -> str:
 
 @fault("kill-engine", "kill -9 of an engine's processes in the rollout", _no_engine)
 def kill_engine(drill: Drill) -> Row:
-    """An engine dies while it generates: another one takes its place in the same step."""
+    """An engine dies while it generates, and another engine replaces it in the same step."""
     job = drill.running()
     job.wait_for_phase("rollout")
     return engine_replaced(drill, "kill-engine", job, psutil.Process.kill)
@@ -147,8 +155,11 @@ def kill_engine(drill: Drill) -> Row:
 def engine_replaced(
     drill: Drill, name: str, job: Job, strike: Callable[[psutil.Process], object]
 ) -> Row:
-    """Strike every process of the first engine, wait until the step is done all the same, and return
-    the row."""
+    """Call `strike` on every process of the first engine, and return the row.
+
+    The engine must be replaced within the next two steps. If the job ends instead, the run must
+    continue in another job. Raises Unexpected if neither happens in time.
+    """
     job.look()
     engine, done = job.engine_of(job.ranks()[drill.engine_leader]), num_rows(job.run)
     began = time.monotonic()
@@ -160,10 +171,10 @@ def engine_replaced(
         if time.monotonic() > began + drill.limit_s:
             raise Unexpected(f"{drill.limit_s:.0f} s passed without another engine; see {job.log}")
         time.sleep(0.1)
-    if job.process.poll() is not None:  # it hung outside of a rollout
+    if job.process.poll() is not None:  # the engine hung outside of a rollout
         codes = (ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE)
         return ended(drill, name, job, lambda: None, codes)
-    problems = drill.goes_on(there + 1)
+    problems = drill.check_step_after(there + 1)
     seconds = time.monotonic() - began
     rows = RunFolder(job.run).read_metrics()[done:]
     restarts = sum(row.get("rollout/engine_restarts", 0) for row in rows)
@@ -188,8 +199,10 @@ def _signalled(drill: Drill, name: str, numbers: Sequence[int], codes: Sequence[
 
 
 def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
-    """Return the codes that may end a run that has little time to save: `late` is none of them where a
-    step of the reference took less than half of that time."""
+    """Return the exit codes that are allowed for a run that must save within checkpoint.stop_limit_s.
+
+    SAVED is always allowed, and `late` if a step of the reference took at least half of that time.
+    """
     longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
     is_short = longest < drill.recipe.checkpoint.stop_limit_s / 2
     return (ExitCode.SAVED,) if is_short else (ExitCode.SAVED, late)
@@ -197,25 +210,25 @@ def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
 
 @fault("sigusr1", "SIGUSR1 twice, as SLURM gives it before the time limit")
 def sigusr1(drill: Drill) -> Row:
-    """The step is finished and saved; the second signal changes nothing."""
+    """The run finishes the step and saves; a second SIGUSR1 changes nothing."""
     return _signalled(drill, "sigusr1", (signal.SIGUSR1,) * 2, (ExitCode.SAVED,))
 
 
 @fault("sigterm", "SIGTERM, as a scheduler gives it before SIGKILL")
 def sigterm(drill: Drill) -> Row:
-    """The step is finished and saved where checkpoint.stop_limit_s allows."""
+    """The run finishes the step and saves, if checkpoint.stop_limit_s is long enough."""
     return _signalled(drill, "sigterm", (signal.SIGTERM,), _in_time(drill, ExitCode.TERMINATED))
 
 
 @fault("sighup", "SIGHUP, as the end of a terminal gives it")
 def sighup(drill: Drill) -> Row:
-    """The step is finished and saved where checkpoint.stop_limit_s allows."""
+    """The run finishes the step and saves, if checkpoint.stop_limit_s is long enough."""
     return _signalled(drill, "sighup", (signal.SIGHUP,), _in_time(drill, ExitCode.HANGUP))
 
 
 @fault("second-start", "the same command again while the run works")
 def second_start(drill: Drill) -> Row:
-    """Two jobs would write to one folder: the second is refused, and the first takes no harm."""
+    """A second job for the same folder is refused, and the first job is not affected."""
     job = drill.running()
     done = num_rows(job.run)
     began = time.monotonic()
@@ -229,8 +242,8 @@ def second_start(drill: Drill) -> Row:
         second.kill()
     lines = [line for line in second.printed().splitlines() if line.startswith("mrl: ")]
     problems += [] if lines else ["no line of mrl on the terminal"]
-    problems += drill.goes_on(max(done, num_rows(job.run)))
-    text = f"exit code {code}: {lines[0] if lines else ''}; the first start went on"
+    problems += drill.check_step_after(max(done, num_rows(job.run)))
+    text = f"exit code {code}: {lines[0] if lines else ''}; the first start continued"
     return Row(
         "second-start", FAULTS["second-start"].did, text, seconds, "refused", code, tuple(problems)
     )

@@ -1,4 +1,4 @@
-"""Faults in the files of a run that is stopped, and starts that must be refused."""
+"""Faults in the files of a stopped run, and jobs that mrl must refuse or end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAD_REWARD = Path(__file__).with_name("bad_reward.py")
 
 
 def stop(drill: Drill) -> None:
-    """Let the run save and leave. Raises Unexpected."""
+    """Make the run save a checkpoint and stop. Raises Unexpected if its exit code is not SAVED."""
     job = drill.running()
     job.send(signal.SIGUSR1)
     if (code := job.end()) != ExitCode.SAVED:
@@ -27,7 +27,7 @@ def stop(drill: Drill) -> None:
 
 @fault("damaged-checkpoint", "one byte of the newest checkpoint flipped while the run is stopped")
 def damaged_checkpoint(drill: Drill) -> Row:
-    """Every file has a SHA-256: the run continues from the checkpoint before."""
+    """The checkpoint's SHA-256 digests do not match, and the run continues from an older checkpoint."""
     stop(drill)
     checkpoint = candidates(drill.run / "checkpoints")[0]
     file = max((f for f in checkpoint.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
@@ -37,7 +37,7 @@ def damaged_checkpoint(drill: Drill) -> Row:
 
 @fault("cut-metrics", "all but the first line of metrics.jsonl removed while the run is stopped")
 def cut_metrics(drill: Drill) -> Row:
-    """The lines come back from the checkpoint's own copy."""
+    """metrics.jsonl lacks lines, which the next start restores from the copy in the checkpoint."""
     stop(drill)
     done = num_rows(drill.run)
     file = drill.run / "metrics.jsonl"
@@ -47,7 +47,7 @@ def cut_metrics(drill: Drill) -> Row:
 
 @fault("damaged-metrics", "a line of metrics.jsonl cut in half while the run is stopped")
 def damaged_metrics(drill: Drill) -> Row:
-    """The line comes back from the checkpoint's own copy."""
+    """metrics.jsonl has a damaged line, which the next start restores from the checkpoint's copy."""
     stop(drill)
     done = num_rows(drill.run)
     file = drill.run / "metrics.jsonl"
@@ -59,7 +59,10 @@ def damaged_metrics(drill: Drill) -> Row:
 
 @fault("other-recipe", "a start with another learning rate into the folder of the run")
 def other_recipe(drill: Drill) -> Row:
-    """A key that a run keeps has changed: the start is refused and names it."""
+    """A recipe key changes that may not change during a run.
+
+    The start is refused with a message that names the key.
+    """
     if not num_rows(drill.run):
         drill.running()
     if drill.job is not None and drill.job.process.poll() is None:
@@ -70,7 +73,7 @@ def other_recipe(drill: Drill) -> Row:
 
 @fault("typo", "a key of the recipe misspelt")
 def typo(drill: Drill) -> Row:
-    """A key that there is not is refused before anything starts."""
+    """A recipe key that does not exist is refused before anything starts."""
     return _refused(drill, "typo", ["train.num_stepz=3"], "num_steps")
 
 
@@ -84,18 +87,18 @@ def _no_function(recipe: Recipe) -> str:
 
 @fault("reward-raises", "a reward function that raises", _no_function)
 def reward_raises(drill: Drill) -> Row:
-    """No sample has a reward: the run ends, instead of training on zeros."""
+    """No sample gets a reward, and the run ends instead of training on zeros."""
     return _bad_reward(drill, "reward-raises", "raises")
 
 
 @fault("reward-hangs", "a reward function that hangs, with reward_timeout_s=5", _no_function)
 def reward_hangs(drill: Drill) -> Row:
-    """The worker is killed at its time limit, and the run ends."""
+    """The worker that computes rewards is killed at its time limit, and the run ends."""
     return _bad_reward(drill, "reward-hangs", "hangs", "reward_timeout_s=5")
 
 
 def flip(file: Path, place: float = 0.5) -> None:
-    """Change one bit of the byte at a share of a file's length."""
+    """Flip one bit of a file, in the byte at `place`, which is a fraction of the file's length."""
     with file.open("r+b") as stream:
         at = int(place * (file.stat().st_size - 1))
         stream.seek(at)
@@ -105,19 +108,25 @@ def flip(file: Path, place: float = 0.5) -> None:
 
 
 def _continued(drill: Drill, name: str, done: int) -> Row:
-    """Start the run after its files were touched, and return the row."""
+    """Continue the run after its files were changed, and return the row.
+
+    done: the number of steps that the run had done before.
+    """
     began = time.monotonic()
     problems = drill.continued(done)
     assert drill.job is not None
-    said = [line for line in drill.job.printed().splitlines() if "warning" in line.lower()]
-    text = f"continued; {said[0].strip()}" if said else "continued"
+    warnings = [line for line in drill.job.printed().splitlines() if "warning" in line.lower()]
+    text = f"continued; {warnings[0].strip()}" if warnings else "continued"
     bits = ", the same bits as without the fault" if drill.judges_bits else ""
     seconds = time.monotonic() - began
     return Row(name, FAULTS[name].did, text + bits, seconds, "recovered", None, tuple(problems))
 
 
 def _refused(drill: Drill, name: str, overrides: Sequence[str], named: str) -> Row:
-    """Start with overrides that must be refused with a line that contains `named`."""
+    """Start a job with overrides that must be refused, and return the row.
+
+    A line that mrl prints must contain `named`.
+    """
     began = time.monotonic()
     job = drill.start(*drill.words(*overrides))
     try:
@@ -134,9 +143,9 @@ def _refused(drill: Drill, name: str, overrides: Sequence[str], named: str) -> R
 
 
 def _bad_reward(drill: Drill, name: str, function: str, *overrides: str) -> Row:
-    """Start a run of its own whose reward misbehaves on every sample."""
+    """Start another run, whose reward function misbehaves on every sample; return the row."""
     if drill.job is not None and drill.job.process.poll() is None:
-        stop(drill)  # one start at a time has the devices
+        stop(drill)  # only one start at a time can use the devices
     run = drill.folder / name
     began = time.monotonic()
     words = drill.words(f"reward={BAD_REWARD}:{function}", f"output_dir={run}", *overrides)

@@ -1,4 +1,4 @@
-"""Provokes faults one after the other and makes the table of them."""
+"""The rows of a drill's table: faults are provoked one after the other, and each fault yields a row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row
 from mrl.drill.job import Unexpected
 from mrl.errors import ExitCode, InputError
 
-ROOMS = (running, hung, rollout_ranks, stopped)
-"""The modules that add the faults to the list."""
+FAULT_MODULES = (running, hung, rollout_ranks, stopped)
+"""The modules that define the faults. Importing them adds the faults to FAULTS."""
 HEADER = ("fault", "seconds", "verdict", "exit", "what happened")
 
 
 def drill(
     recipe: Recipe, ranks: int, folder: Path, names: Sequence[str], num_steps: int = NUM_STEPS
 ) -> Iterator[Row]:
-    """Train the reference, then provoke each fault of `names`; yield a row for each as it is done.
+    """Train the reference with `num_steps` steps, then provoke the faults `names`; yield their rows.
 
-    The reference has `num_steps`. Nothing outside of `folder` is written. Raises InputError where the
-    folder holds anything.
+    The first row is the row of the reference. If the reference has not passed, no fault is
+    provoked. Outside of `folder`, only temporary files are written. Raises InputError if the folder
+    is not empty.
     """
     faults = [FAULTS[name] for name in names]
     whole = Drill(recipe, ranks, folder, num_steps)
@@ -46,13 +47,13 @@ def drill(
 
 
 def not_provoked() -> Iterator[Row]:
-    """Yield a row for each fault that a drill leaves alone."""
+    """Yield a row for each fault that a drill never provokes."""
     for name, why in NOT_PROVOKED.items():
         yield Row(name, "", why, 0.0, "not provoked")
 
 
 def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the cells of a table with the columns of HEADER."""
+    """Return the cells of a table with the columns of HEADER, one tuple per row."""
     return [
         (
             row.fault,
@@ -82,7 +83,7 @@ def _without_fault(whole: Drill) -> Row:
 
 
 def _tried(each: Fault, whole: Drill) -> Row:
-    """Provoke a fault; where the run does not continue as it should, let the next one begin anew."""
+    """Provoke a fault, and return its row. If the row has not passed, the next fault gets a new run."""
     began = time.monotonic()
     try:
         row = each.provoke(whole)

@@ -1,6 +1,6 @@
-"""Holds the environments of multi-turn rollouts: one file each, found by name. See base.py.
+"""Environments of multi-turn rollouts, one per file, which a recipe selects by name (see base.py).
 
-`mrl.environments.runner` keeps their episodes in killable worker processes.
+`mrl.environments.runner` runs episodes in worker processes that can be killed.
 """
 
 from mrl.environments.base import (
@@ -12,7 +12,7 @@ from mrl.environments.base import (
     resolve_environment,
 )
 
-# Not EnvironmentRunner: user code imports this package, and the workers start faster without.
+# EnvironmentRunner is not here: workers import this package, and start faster without it.
 __all__ = [
     "Environment",
     "Message",

@@ -1,4 +1,4 @@
-"""What an environment is, and how a recipe names one."""
+"""The interface of an environment, and the import of the environment that a recipe names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.system.plugins import Kind, resolve
 _KIND = Kind(
     noun="environment",
     package="mrl.environments",
-    not_plugins=frozenset({"__init__", "base", "beside", "episodes", "runner", "worker"}),
+    not_plugins=frozenset({"__init__", "base", "concurrent", "episodes", "runner", "worker"}),
     attributes=("Environment",),
     form="class",
     example="Class",
@@ -22,43 +22,48 @@ _KIND = Kind(
 RESERVED_COLUMNS = ("prompt", "seed")
 
 Message = dict[str, Any]
-"""`role` and `content`, both strings, and what else the chat template reads."""
+"""A chat message: the strings `role` and `content`, and any other keys that the chat template
+reads."""
 Observation = str | list[Message]
-"""What the policy reads next. A string is one message of role `user`, or, where the prompt is a plain
-string, text that is put after the policy's."""
+"""The string or messages that the policy reads next. A string becomes a message of role `user`.
+If the prompt is also a plain string, the observation is appended to the policy's text instead."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A `StepResult` is what an environment answers to an action."""
+    """An environment's answer to one turn of the policy."""
 
     observation: Observation | None = None
-    """May be None only where the episode is done."""
+    """What the policy reads next. It may be None only if the episode is done."""
     reward: float = 0.0
-    """The reward of this step, finite; an episode's is the sum over its steps."""
+    """The reward of this turn, which must be finite. The reward of an episode is the sum over
+    its turns."""
     done: bool = False
 
 
 class Environment(Protocol):
-    """An environment is made anew for each episode, with `environment.arguments` as keywords.
+    """An environment of multi-turn rollouts.
 
-    Everything must follow from the prompt, the seed and the actions: where one episode costs a worker
-    process, the others that lived there are played again, and are masked if they differ then.
+    Each episode creates an instance, with `environment.arguments` as keyword arguments. The answers
+    of an instance must depend only on the prompt, the seed and the actions. The reason is that an
+    episode may kill its worker process, and the other episodes of the process are then replayed in
+    a new process. An episode that gives other answers when it is replayed has failed and is masked.
 
-    A method close(), which may be `async`, is optional: it is called once when the episode is over.
+    A method close(), which may be `async`, is optional. It is called once when the episode is over.
     """
 
     def reset(self, prompt: Any, seed: int, **columns: Any) -> Observation | None:
-        """Begin; called once.
+        """Begin the episode. This is called once.
 
-        `prompt` is the row's (string or messages), `columns` are the row's others, `answer` and `info`
-        among them. `seed` is the same for all samples of a prompt, so that they can be compared, and
-        another in each step. Returns what comes after the prompt, or None.
+        `prompt` is the row's prompt (string or messages), and `columns` are the row's other
+        columns, such as `answer` and `info`. All samples of a prompt in one step have the same
+        `seed`, so that they can be compared; the seed changes from step to step. Returns an
+        observation that follows the prompt, or None.
         """
         ...
 
     def step(self, action: str) -> StepResult:
-        """Answer the policy's turn, as text without special tokens. May be `async`."""
+        """Answer the policy's turn `action`, a string without special tokens. May be `async`."""
         ...
 
 
@@ -68,9 +73,12 @@ def environment_names() -> list[str]:
 
 
 def resolve_environment(spec: str) -> Callable[..., Environment]:
-    """Import `NAME` of mrl/environments/, `path/file.py:Class` or `package.module:Class`.
+    """Import and return the class of an environment, or a function that creates an environment.
 
-    Raises InputError, one line: not found, does not import, not an environment.
+    `spec` is the NAME of a file in mrl/environments/, `path/file.py:Class` or
+    `package.module:Class`.
+
+    Raises InputError if `spec` is not found, cannot be imported, or is not an environment.
     """
     factory: Any = resolve(_KIND, spec)
     if not callable(factory):
@@ -88,7 +96,8 @@ def resolve_environment(spec: str) -> Callable[..., Environment]:
 def check_reset(spec: str, columns: Collection[str], source: str) -> None:
     """Raise InputError if the environment's reset() cannot be called with the columns of a row.
 
-    `source` names the row in the message. A factory that is not a class is not checked.
+    `source` names the row in the message. An environment that is created by a function instead of a
+    class is not checked.
     """
     factory: Any = resolve_environment(spec)
     reset = inspect.getattr_static(factory, "reset", None) if inspect.isclass(factory) else None
@@ -96,7 +105,7 @@ def check_reset(spec: str, columns: Collection[str], source: str) -> None:
         return
     if (name := unaccepted_column(reset, 2, columns, is_unbound=True)) is not None:
         raise InputError(
-            f"{source}: column {name!r} cannot be given to reset() of the environment {spec!r}: "
+            f"{source}: column {name!r} cannot be passed to reset() of the environment {spec!r}: "
             f"{why_not(reset, 2, (name,), is_unbound=True)}; add **columns to it, rename the column "
             f"(data.columns: {{NEW: {name}}}), or leave it out ({{{name}: null}})"
         )

@@ -1,4 +1,4 @@
-"""What plays episodes, as the rollout of conversations sees it."""
+"""The interface through which a multi-turn rollout runs episodes."""
 
 from __future__ import annotations
 
@@ -13,45 +13,49 @@ from mrl.types import Prompt
 
 @dataclass(frozen=True)
 class EpisodeFailed:
-    """The environment raised, hung, died or answered nonsense; the episode is over."""
+    """The environment raised, hung, died or returned something invalid, so the episode is over."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode begins with: the arguments of reset."""
+    """The prompt and the seed with which an episode begins."""
 
     prompt: Prompt
     seed: int
 
 
 class Episodes(Protocol):
-    """Plays the episodes of a step, or of one group beside others."""
+    """Runs all episodes of a step, or the episodes of one sample group while other groups run.
+
+    Every method refers to an episode by its number.
+    """
 
     config: EnvironmentConfig
 
     def reset(
         self, starts: Mapping[int, Start], *, step_samples: int
     ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin these episodes; earlier ones are forgotten.
+        """Begin the episodes `starts`, and forget earlier episodes.
 
-        `step_samples` counts those of the step over all engines: from now on, RunFailed is raised as
-        soon as more than 5% of them failed.
+        `step_samples` is the number of samples in the step, over all engines. From now on,
+        RunFailed is raised as soon as more than 5% of these samples have failed. Returns the first
+        observation of each episode.
         """
         ...
 
     def step(self, actions: Mapping[int, str]) -> dict[int, StepResult | EpisodeFailed]:
-        """Give these episodes the policy's text."""
+        """Pass the policy's text to each episode in `actions`; return the result of each episode."""
         ...
 
     def end(self, numbers: Collection[int]) -> None:
-        """End these episodes and close their environments, which are not done.
+        """End the unfinished episodes among `numbers`, and close their environments.
 
-        Passes by the ones that were done, or failed.
+        Episodes that are done or have failed are ignored.
         """
         ...
 
     def count_failure(self, reason: str) -> None:
-        """Count one more episode as failed, for a reason that was found elsewhere."""
+        """Count one more episode as failed, for a reason found outside of the environment."""
         ...

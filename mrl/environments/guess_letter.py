@@ -1,7 +1,7 @@
-"""A toy game: the policy guesses a letter, and is told which it was.
+"""A toy game: the policy guesses a letter, and then the right letter is revealed.
 
-A policy that reads what it is told gets everything from its second turn on. `mrl/toy_model.py` writes
-a model that learns this within minutes: launch/recipes/multi_turn.yaml.
+A policy that copies the revealed letter gets the full reward from its second turn on. A toy model
+(`mrl/toy_model.py`) learns this within minutes with the recipe launch/recipes/multi_turn.yaml.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ class Environment:
     def __init__(
         self, turns: int = 3, letters: str = string.ascii_lowercase, repeats: int = 1
     ) -> None:
-        """`turns` guesses are an episode, each worth 1 / turns; one of `letters` is the right one.
+        """Set up an episode of `turns` guesses, each worth at most `1 / turns`.
 
-        It is told `repeats` times over: a small model learns the sooner to repeat it.
+        One of `letters` is the right letter. The environment's answer repeats that letter `repeats`
+        times, which helps a small model to learn to copy it.
         """
         self._turns = turns
         self._letters = letters
@@ -28,12 +29,19 @@ class Environment:
         self._guesses = 0
 
     def reset(self, prompt: Any, seed: int, /, **columns: Any) -> None:
-        """The prompt says what the game is; the seed chooses the letter."""
+        """Choose the right letter by the seed.
+
+        The prompt explains the game, so no observation follows it.
+        """
         self._letter = random.Random(seed).choice(self._letters)
 
     def step(self, action: str) -> StepResult:
-        """A guess is worth the share of its characters that are the letter."""
+        """Reveal the right letter.
+
+        The reward is the share of `action`'s characters that are this letter, divided by the number
+        of turns.
+        """
         self._guesses += 1
         share = action.count(self._letter) / len(action) if action else 0.0
-        told = self._letter * self._repeats
-        return StepResult(told, share / self._turns, done=self._guesses == self._turns)
+        answer = self._letter * self._repeats
+        return StepResult(answer, share / self._turns, done=self._guesses == self._turns)

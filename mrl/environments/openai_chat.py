@@ -1,21 +1,22 @@
-"""Runs environments that speak OpenAI's chat messages: `messages -> (messages, reward, done)`.
+"""Environments that use OpenAI's chat messages: `messages -> (messages, reward, done)`.
 
-`environment.arguments.target` names one, as `file.py:NAME` or `package.module:NAME`: a class, made
-anew for each episode with the other arguments as keywords, or a function. It is called once a turn
-with the whole conversation and the prompt row's other columns:
+`environment.arguments.target` names the user's code, as `file.py:NAME` or `package.module:NAME`.
+NAME is a function, or a class of which each episode creates an instance with the other arguments as
+keywords. The function or instance is called once per turn with the whole conversation and the other
+columns of the prompt's row:
 
     target(messages, **columns) -> (new_messages, reward, done)
 
-`messages` are `{"role", "content"}` objects, the policy's turn the last of them. Where that holds
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the form of Hermes and Qwen), the message
-has `tool_calls` as well: `[{"id", "type": "function", "function": {"name", "arguments"}}]`, arguments
-being JSON text, as OpenAI has it; no id comes twice in a conversation. `new_messages` come after it:
-`{"role": "tool", "content": ...}` for what a tool says, `user` for what a person says. A class may
-also have
+`messages` are `{"role", "content"}` objects; the last is the policy's turn. If that turn contains
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the format of Hermes and Qwen), the
+message also has `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`,
+where `arguments` is a JSON string, as in OpenAI's API. Ids are unique within a conversation.
+`new_messages` follow the policy's turn, for example `{"role": "tool", "content": ...}` for the
+output of a tool, or a message of role `user`. A class may also have
 
     reset(messages, seed, **columns) -> new_messages or None
 
-for what comes after the prompt.
+which returns the messages that follow the prompt.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ _TARGET = Kind(
 
 
 def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, Any]]:
-    """The well-formed tool calls in a turn, in OpenAI's form; what is malformed stays text only.
+    """Return the well-formed tool calls in a turn of the policy, in OpenAI's format.
 
-    Their ids are `call_0`, `call_1` and so on, without those that are `taken`.
+    The ids of the calls are `call_0`, `call_1` and so on, without the ids in `taken`. A malformed
+    tool call is skipped; its text remains in the turn.
     """
     calls = []
     ids = (name for k in itertools.count() if (name := f"call_{k}") not in taken)
@@ -61,13 +63,16 @@ def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, 
 
 
 def _call_ids(messages: list[Message]) -> set[str | None]:
-    """Ids of the tool calls so far, those of the prompt's own turns among them."""
+    """Return the ids of all tool calls so far, including those in the prompt."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     return {call.get("id") for call in calls if isinstance(call, dict)}
 
 
 def check_target(target: str, columns: Collection[str], source: str) -> None:
-    """Raise InputError if the target, or its reset(), cannot be called with the columns of a row."""
+    """Raise InputError if `target` or its reset() cannot be called with the columns of a row.
+
+    `source` names the row in the message.
+    """
     found: Any = resolve(_TARGET, target)
     is_class = inspect.isclass(found)
     calls = [(found.__call__ if is_class else found, 1, "the call")]
@@ -78,7 +83,7 @@ def check_target(target: str, columns: Collection[str], source: str) -> None:
         if name is not None:
             why = why_not(function, num_positional, (name,), is_unbound=is_class)
             raise InputError(
-                f"{source}: column {name!r} cannot be given to {what} of environment.arguments.target "
+                f"{source}: column {name!r} cannot be passed to {what} of environment.arguments.target "
                 f"{target!r}: {why}; rename the column (data.columns: {{NEW: {name}}}), or leave it "
                 f"out ({{{name}: null}})"
             )

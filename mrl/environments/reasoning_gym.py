@@ -1,7 +1,7 @@
-"""reasoning-gym's tasks in several turns: a wrong answer is told so, and another may follow.
+"""reasoning-gym's tasks in several turns: after a wrong answer the policy may try again.
 
-For rows written by `python -m mrl.data.reasoning_gym`; `environment.max_turns` is how many answers
-there may be.
+The data must be written by `python -m mrl.data.reasoning_gym`. `environment.max_turns` limits the
+number of answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ FEEDBACK = "That is not right. Try again."
 
 class Environment:
     def __init__(self, feedback: str = FEEDBACK, retry_factor: float = 1.0) -> None:
-        """An answer is worth `retry_factor` times what it had been worth a turn before."""
+        """Set up an episode.
+
+        `feedback` is the observation after each answer that is not right. The score of an answer is
+        multiplied by `retry_factor` once for each earlier answer of the episode.
+        """
         self._feedback = feedback
         self._retry_factor = retry_factor
         self._factor = 1.0
@@ -24,13 +28,14 @@ class Environment:
         self._row: dict[str, Any] = {}
 
     def reset(self, prompt: Any, seed: int, /, **columns: Any) -> None:
-        """The prompt is the question: nothing follows it."""
+        """Store the row. The prompt is the question, so no observation follows it."""
         self._row = {"prompts": [prompt], **{name: [value] for name, value in columns.items()}}
 
     def step(self, action: str) -> StepResult:
-        """Score this answer in [0, 1] by the verifier. Rewards add up to the best answer's.
+        """Score the answer in [0, 1] with the verifier. The episode is done after a full score.
 
-        The episode is done with a full score.
+        The reward is the amount by which the answer's score, multiplied by `retry_factor`, exceeds
+        the best such score so far. So the rewards of an episode add up to its best score.
         """
         raw = score(completions=[action], **self._row)[0]
         assert raw is not None

@@ -1,9 +1,8 @@
-"""Plays episodes in killable workers, so that the run survives an environment that raises, hangs or
-dies.
+"""Run episodes in worker processes, so that a run survives environments that raise, hang or die.
 
-An episode whose environment fails is over and has no reward. Where a worker process is lost to one
-episode, those that lived there with it begin anew in another process and are given the same actions
-again; one that then answers otherwise than before fails too.
+An episode whose environment fails is over and has no reward. If an episode kills its worker
+process, the other episodes of that process are replayed in a new process, which receives the same
+actions again. An episode that gives other answers when it is replayed fails, too.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from mrl.system.worker_user import WorkerUser
 from mrl.types import Prompt
 
 CLOSE_LIMIT_S = 5.0
-"""Time limit at the end of the run for the close() of all episodes that are left."""
+"""The time limit for the close() calls of all remaining episodes at the end of the run."""
 
 
 @dataclass
 class _Episode:
     process: int
-    """The number of the process that the episode lives in."""
+    """The number of the process that the episode runs in (see `_Worker._number`)."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     replies: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Worker:
-    """Runs a share of the episodes in one process, which is started anew when it is lost."""
+    """Runs some of the episodes in one process, and starts a new process if that process is lost."""
 
     def __init__(self, config: EnvironmentConfig, budget: Budget, user: WorkerUser | None) -> None:
         self._time_limit_s, self._budget = config.time_limit_s, budget
@@ -54,25 +53,30 @@ class _Worker:
             user=user,
         )
         self._number = 0
-        """The number of processes that were lost."""
+        """The number of processes lost so far, which also identifies the current process."""
         self._episodes: dict[int, _Episode] = {}
         self._not_started = ""
-        """Why the process could not be started again in this turn, which tries it only once."""
+        """Why a new process could not be started in this turn; empty otherwise. A start is tried
+        once per turn."""
         self.num_replayed = 0
 
     def start(self) -> None:
         self._process.start()
 
     def play(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Send a request to each of these episodes; return the replies, `{"error"}` where one
-        failed."""
+        """Send each request to its episode, and return the replies.
+
+        Requests and replies are keyed by episode number. The reply of an episode that has failed is
+        `{"error": reason}`.
+        """
         self._not_started = ""
         return {number: self._ask(number, request) for number, request in requests.items()}
 
     def end(self, numbers: Collection[int] | None = None, limit_s: float | None = None) -> None:
-        """Close and forget those of these episodes that live here, or all; at most `limit_s`.
+        """Close and forget the episodes `numbers` (None: all), within `limit_s` seconds.
 
-        By default each has the time of one answer. Where that is not enough the process is killed.
+        Episodes that this worker does not have are ignored. By default, `limit_s` is
+        `config.time_limit_s` for each of these episodes. If the time is up, the process is killed.
         """
         chosen = list(self._episodes) if numbers is None else numbers
         ended = {n: self._episodes.pop(n) for n in chosen if n in self._episodes}
@@ -102,8 +106,10 @@ class _Worker:
         return reply
 
     def _replay(self, number: int, episode: _Episode) -> dict[str, Any]:
-        """Bring an episode of a lost process to where it was; return an error where that is
-        impossible."""
+        """Replay an episode of a lost process up to its last action.
+
+        Returns {}, or `{"error": reason}` if the episode fails or gives other answers than before.
+        """
         self.num_replayed += 1
         episode.process = self._number
         for request, before in zip(episode.requests, episode.replies, strict=True):
@@ -111,13 +117,13 @@ class _Worker:
             if "error" in now:
                 return now
             if now != before:
-                self.end([number])  # the runner is done with it, its process is not
-                return {"error": "its process was lost to another episode, and played again it "
-                        "answered otherwise: an environment must follow its seed"}  # fmt: skip
+                self.end([number])  # its instance still exists in the new process
+                return {"error": "another episode killed its process, and its answers differed when it "
+                        "was replayed: an environment must be determined by its seed"}  # fmt: skip
         return {}
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._not_started:  # once a turn: an import may take long, and there are many episodes
+        if self._not_started:  # tried once per turn, because an import may be slow
             return {"error": self._not_started}
         try:
             with self._budget.spending(self._time_limit_s) as limit_s:
@@ -130,9 +136,9 @@ class _Worker:
 
 
 class EnvironmentRunner(Closing):
-    """Runs episodes in `config.num_workers` processes, each with every `num_workers`-th episode.
+    """Runs episodes in `config.num_workers` processes; episode n runs in process `n % num_workers`.
 
-    It is an `Episodes`. Raises InputError if the environment cannot be loaded.
+    The class implements `Episodes`. Raises InputError if the environment cannot be loaded.
     """
 
     def __init__(
@@ -141,18 +147,21 @@ class EnvironmentRunner(Closing):
         budget: Budget | None = None,
         user: WorkerUser | None = None,
     ) -> None:
-        """An answer may take the config's time limit, and what is left of `budget` if that is less. The
-        workers run as `user`; None is that of this process."""
+        """Start the workers.
+
+        The time limit for an answer is `config.time_limit_s`, or what is left of `budget` if that
+        is less. The workers run as `user`; None stands for the user of this process.
+        """
         self.config, budget = config, budget or Budget()
         self.what = f"environment {config.name!r}"
         """The environment's name, for messages."""
         self._workers = [_Worker(config, budget, user) for _ in range(config.num_workers)]
-        # Threads that live as long as the runner: a worker dies with the thread that started it, so
-        # each worker has one thread of its own.
+        # A worker is killed when the thread that started it ends, so each has a thread that lives as
+        # long as the runner.
         self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]
         self._closed = False
         self.num_failed = 0
-        """The number of episodes since `reset` that failed."""
+        """The number of episodes that have failed since the last `reset` or `reset_counts`."""
         self.first_error = ""
         self._step_samples = 0
         self._replayed_before = 0
@@ -166,26 +175,29 @@ class EnvironmentRunner(Closing):
 
     @property
     def num_replayed(self) -> int:
-        """The number of episodes since `reset` that were played again after their process was lost."""
+        """The number of episodes that were replayed since the last `reset` or `reset_counts`.
+
+        An episode is replayed if its process was lost.
+        """
         return sum(worker.num_replayed for worker in self._workers) - self._replayed_before
 
     def reset(
         self, starts: Mapping[int, Start], *, step_samples: int
     ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin these episodes; earlier ones are forgotten, with their counts. See `Episodes`."""
+        """Begin the episodes `starts`, and forget earlier episodes and their counts. See `Episodes`."""
         self._on_all(_Worker.end)
-        self.begin_counts()
+        self.reset_counts()
         return self.begin(starts, step_samples=step_samples)
 
-    def begin_counts(self) -> None:
-        """Count failures and repetitions from 0 again."""
+    def reset_counts(self) -> None:
+        """Set the numbers of failed and replayed episodes to 0."""
         self.num_failed, self.first_error = 0, ""
         self._replayed_before += self.num_replayed
 
     def begin(
         self, starts: Mapping[int, Start], *, step_samples: int
     ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin these episodes beside those that run. For any thread."""
+        """Begin the episodes `starts` in addition to running episodes. Thread-safe."""
         self._step_samples = step_samples
         requests = {
             number: {
@@ -202,7 +214,7 @@ class EnvironmentRunner(Closing):
         }
 
     def step(self, actions: Mapping[int, str]) -> dict[int, StepResult | EpisodeFailed]:
-        """Give these episodes the policy's text. For any thread."""
+        """Pass the policy's text to each episode in `actions`. Thread-safe. See `Episodes`."""
         replies = self._play({n: {"step": n, "action": text} for n, text in actions.items()})
         return {
             number: reply if isinstance(reply, EpisodeFailed) else StepResult(**reply)
@@ -210,25 +222,25 @@ class EnvironmentRunner(Closing):
         }
 
     def end(self, numbers: Collection[int]) -> None:
-        """End these episodes. See `Episodes`."""
+        """End the episodes `numbers`. See `Episodes`."""
         self._on_all(lambda worker: worker.end(numbers))
 
     def count_failure(self, reason: str) -> None:
-        """Count a failure. See `Episodes`."""
+        """Count one more failed episode. See `Episodes`."""
         with self._counting:
             self.num_failed += 1
             self.first_error = self.first_error or reason
             check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
 
     def new_numbers(self, wanted: Iterable[int]) -> dict[int, int]:
-        """Return a number for each of these that no episode has had since the runner was made."""
+        """Return an episode number that is new to this runner for each number in `wanted`."""
         with self._counting:
             return {number: next(self._free_numbers) for number in wanted}
 
     def close(self) -> None:
-        """Close the remaining environments within CLOSE_LIMIT_S, and leave no process behind.
+        """Close the remaining environments within CLOSE_LIMIT_S, and end all processes.
 
-        Harmless when repeated.
+        May be called more than once.
         """
         if not self._closed:
             self._closed = True
@@ -236,7 +248,7 @@ class EnvironmentRunner(Closing):
             ends = [t.submit(worker.end, limit_s=CLOSE_LIMIT_S) for worker, t in pairs]
             wait(ends, timeout=CLOSE_LIMIT_S)
         for worker, thread in zip(self._workers, self._threads, strict=True):
-            worker.close()  # first: a call that waits ends with it
+            worker.close()  # before the shutdown, because it ends a waiting call
             thread.shutdown(cancel_futures=True)
 
     def _on_all(self, action: Callable[[_Worker], None]) -> None:
@@ -264,10 +276,10 @@ class EnvironmentRunner(Closing):
 
 
 def check_columns(prompt: Prompt) -> None:
-    """Raise InputError where a column of the row has a name that reset() needs."""
+    """Raise InputError if a column of the row has the name of an argument of reset()."""
     clash = [name for name in RESERVED_COLUMNS if name in prompt.columns]
     if clash:
         raise InputError(
-            f"{prompt.source}: column {clash[0]!r} is a name that the environment's reset() needs; "
-            "rename it"
+            f"{prompt.source}: column {clash[0]!r} is the name of an argument of the "
+            "environment's reset(); rename it"
         )

@@ -1,8 +1,11 @@
-"""Runs the user's environments in a process: JSON lines in, JSON lines out, no pickle.
+"""Run the user's environments in a separate process, which exchanges lines of JSON with the runner.
 
-Requests are `{"reset": episode, "prompt", "seed", "columns"}`, `{"step": episode, "action"}` and
-`{"end": [episodes]}`; replies `{"observation"}`, `{"observation", "reward", "done"}` and `{}`, or
-`{"error": text}`, after which the episode is over.
+Request                                               Reply
+{"reset": episode, "prompt", "seed", "columns"}       {"observation"}
+{"step": episode, "action"}                           {"observation", "reward", "done"}
+{"end": [episodes]}                                   {}
+
+A reply may also be `{"error": text}`, after which the episode is over.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ from mrl.system.worker_connection import WorkerConnection, describe
 
 
 def checked_observation(observation: Any) -> Observation:
-    """Raises ValueError for anything but text or messages that have a role and a content, and for text
-    with an unpaired surrogate, which tokenizers cannot encode."""
+    """Return the observation if it is a string, or a list of messages with role and content.
+
+    Raises ValueError otherwise, and also for a string with an unpaired surrogate, which tokenizers
+    cannot encode.
+    """
     if isinstance(observation, (str, list)) and (half := unpaired_surrogate(observation)):
         raise ValueError(
-            f"observation holds {half}, half of a surrogate pair and no character; remove it, as by "
-            "text.encode(errors='replace').decode()"
+            f"observation contains {half}, half of a surrogate pair and not a character; remove it, "
+            "for example with text.encode(errors='replace').decode()"
         )
     if isinstance(observation, str):
         return observation
@@ -44,7 +50,7 @@ def checked_observation(observation: Any) -> Observation:
 
 
 def checked_result(result: Any) -> dict[str, Any]:
-    """Return the reply to a step. Raises ValueError for anything but a StepResult that makes sense."""
+    """Return the reply to a step. Raises ValueError unless `result` is a valid StepResult."""
     if not isinstance(result, StepResult):
         raise ValueError(f"step() returned {type(result).__name__}, expected a StepResult")
     if isinstance(result.reward, (str, bytes)) or not hasattr(result.reward, "__float__"):
@@ -64,20 +70,23 @@ def checked_result(result: Any) -> dict[str, Any]:
 
 
 class Episodes:
-    """Keeps the environments of this process by episode number."""
+    """The environments of this process, one per episode number."""
 
     def __init__(self, factory: Callable[..., Environment], arguments: dict[str, Any]) -> None:
         self._factory = factory
         self._arguments = arguments
         self._live: dict[int, Environment] = {}
-        # One event loop for the whole life: a client that an environment opened stays usable.
+        # One event loop for all calls, so that clients opened by an environment stay usable.
         self._loop = asyncio.Runner()
 
     def make(self) -> Environment:
         return self._factory(**self._arguments)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises whatever the environment raises; its episode is over then."""
+        """Answer a request.
+
+        An exception of the environment ends its episode and is raised again.
+        """
         if "end" in request:
             for number in request["end"]:
                 self._end(number)
@@ -85,7 +94,7 @@ class Episodes:
         number = request["reset"] if "reset" in request else request["step"]
         try:
             reply = self._reset(request) if "reset" in request else self._step(request)
-            json.dumps(reply)  # what cannot be sent fails the episode, here as in the runner
+            json.dumps(reply)  # an answer that is not JSON fails the episode
         except BaseException:
             self._end(number)
             raise
@@ -105,16 +114,17 @@ class Episodes:
         return checked_result(self._finish(environment.step(request["action"])))
 
     def _end(self, number: int) -> None:
-        """Forget an episode; what its environment holds open it may close.
+        """Forget an episode and call close() on its environment.
 
-        A close() that raises is only told: the episode's result, or its error, is there already.
+        If close() raises, the error is only printed, because the episode already has a result or an
+        error.
         """
         environment = self._live.pop(number, None)
         try:
             close = getattr(environment, "close", None)
             if close is not None:
                 self._finish(close())
-        except BaseException as error:  # user code: anything can happen
+        except BaseException as error:  # user code may raise anything
             name = type(environment).__name__
             print(f"environment {name}: close() failed: {describe(error)}", file=sys.stderr)
 
@@ -127,23 +137,28 @@ async def _await(result: Any) -> Any:
 
 
 def serve(spec: str, arguments: str, connection: WorkerConnection) -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the parent process closes the connection.
+
+    If the environment cannot be created, this sends `{"input_error": text}` instead and returns.
+    """
     try:
         episodes = Episodes(resolve_environment(spec), json.loads(arguments))
     except InputError as error:
         connection.send({"input_error": str(error)})
         return
     try:
-        episodes.make()  # arguments that do not fit would fail every episode
+        episodes.make()  # wrong arguments would fail every episode
     except (Exception, SystemExit) as error:
-        line = f"environment {spec!r} cannot be made with arguments {arguments}: {describe(error)}"
+        line = (
+            f"environment {spec!r} cannot be created with arguments {arguments}: {describe(error)}"
+        )
         connection.send({"input_error": line})
         return
     connection.send({"ready": True})
     for request in connection.requests():
         try:
             reply = episodes.answer(request)
-        except (Exception, SystemExit) as error:  # user code: anything can happen
+        except (Exception, SystemExit) as error:  # user code may raise anything
             reply = {"error": describe(error)}
         connection.send(reply)
 

@@ -1,1 +1,2 @@
-"""This room moves samples and their routes from the ranks that roll out to the ranks that train."""
+"""Exchange between ranks: samples and their routes move from the ranks that rolled them out to the
+ranks that train on them."""

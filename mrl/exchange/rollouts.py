@@ -1,12 +1,11 @@
-"""This module brings rollouts from the ranks that generated them to the ranks that train on them: each
-rank gets the tokens of the samples that it trains on, and their routes in the layers that it holds.
+"""Brings rollouts from the ranks that generated them to the ranks that train on them.
 
-All ranks know the outlines of all samples (`mrl.run.rollouts.outline`) and compute alike who trains on
-what, so nobody has to ask; `mrl.exchange.transfers` moves the bytes. Routes travel packed
-(`moe.route_rows`), a token as its id and its log-prob, 8 bytes; one that was drawn from a truncated
-distribution with the number of the kept tokens and their ids as well, 4 bytes each.
-
-R rows of a sample (its tokens but the last), T tokens of a sample, L MoE layers.
+Each rank gets the tokens of the samples that it trains on, and their routes in its own layers. All
+ranks know the outlines of all samples (`mrl.run.rollouts.outline`) and compute the same assignment
+of samples to ranks, so no rank has to ask another rank. `mrl.exchange.transport` moves the bytes.
+Routes are sent as rows of bytes (`moe.route_rows`). A token takes 8 bytes: its id and its log-prob.
+If the sample has a sampling mask, a token also takes 4 bytes for the number of kept tokens, and 4
+bytes for the id of each kept token.
 """
 
 from __future__ import annotations
@@ -18,55 +17,55 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moe.align import pack_joined, pack_traces, places_of, split_rows
+from moe.align import joined_routes, places_of, routes_of_traces, split_rows
 from moe.route_rows import from_rows, row_bytes, to_rows
-from moe.trace import unpack_trace
+from moe.trace import with_routes
 from mrl.exchange.transfers import TOKENS, Selection
 from mrl.exchange.transport import Transport
 from mrl.sampling_mask import SamplingMask
-from mrl.types import PackedRoutes, RoutingTrace, Sample, SampleGroup
+from mrl.types import RoutingTrace, Sample, SampleGroup, TokenRoutes
 from parallel.mesh import Mesh
 
 Traces = Mapping[int, RoutingTrace]
-"""Traces by the index of their sample in the step's list; without ids where another rank holds them."""
+"""Traces by the index of the sample in the step's list. Traces of samples on other ranks have
+shapes but no expert ids."""
 BYTES_PER_NUMBER = 4
-"""Ids and counts are i32, log-probs are f32."""
+"""Size of a token id or count (i32) and of a log-prob (f32)."""
 
 
-class TokenCargo:
-    """Packs tokens and the engine's log-probs: all ids of a sample, then all its log-probs, then its
-    sampling mask where it has one."""
+class TokenPayload:
+    """A `mrl.exchange.transfers.Payload` of tokens. A sample is sent as all of its ids, all of its
+    log-probs, then its sampling mask, if it has a mask."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        return BYTES_PER_NUMBER * sum(self._sizes(sample))
+        return BYTES_PER_NUMBER * sum(map(len, self._tensors(sample)))
 
-    def _sizes(self, sample: int) -> list[int]:
-        """Return how many numbers there are: ids, log-probs, kept tokens, their counts."""
-        mask, num_tokens = self._samples[sample].sampling_mask, len(self._samples[sample].token_ids)
-        sizes = [num_tokens, num_tokens]
-        return sizes if mask is None else [*sizes, len(mask.token_ids), num_tokens]
+    def _tensors(self, sample: int) -> list[Tensor]:
+        """Return the sample's ids, log-probs and, if it has a mask, ids and counts of the kept tokens.
+        If another rank holds the sample, these tensors have shapes but no contents."""
+        tokens, mask = self._samples[sample], self._samples[sample].sampling_mask
+        tensors = [tokens.token_ids, tokens.rollout_logprobs]
+        return tensors if mask is None else [*tensors, mask.token_ids, mask.counts]
 
     def pack(self, selection: Selection) -> Tensor:
         parts = []
         for i in selection.samples:
-            sample = self._samples[i]
-            ids = sample.token_ids.to(torch.int32)
-            tensors = [ids, sample.rollout_logprobs]
-            if (mask := sample.sampling_mask) is not None:
-                tensors += [mask.token_ids, mask.counts]
+            ids, *others = self._tensors(i)
+            tensors = [ids.to(torch.int32), *others]
             parts += [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         return torch.cat(parts)
 
     def unpack(self, selection: Selection, rows: Tensor) -> dict[int, Sample]:
-        """Return the selected samples, with all other fields as this rank has them."""
+        """Return the selected samples by index, with tokens, log-probs and masks from the bytes
+        `rows`."""
         parts = rows.split([self.num_bytes(i, selection.layers) for i in selection.samples])
         samples = {}
         for i, part in zip(selection.samples, parts, strict=True):
-            sizes = self._sizes(i)
-            ids, logprobs, *kept = part.split([BYTES_PER_NUMBER * size for size in sizes])
+            sizes = [BYTES_PER_NUMBER * len(tensor) for tensor in self._tensors(i)]
+            ids, logprobs, *kept = part.split(sizes)
             samples[i] = dataclasses.replace(
                 self._samples[i],
                 token_ids=ids.view(torch.int32).long(),
@@ -78,29 +77,38 @@ class TokenCargo:
         return samples
 
 
-class RouteCargo:
-    """Packs the routes of some layers."""
+class RoutePayload:
+    """A `mrl.exchange.transfers.Payload` of the routes of samples in some layers."""
 
     def __init__(self, traces: Traces) -> None:
         self.traces = traces
+        self._widths: dict[tuple[int, ...], int] = {}
+        """The number of bytes of a row by layers. It is the same for all traces."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        return self.traces[sample].num_rows * self._row_bytes(sample, layers)
+        return self.traces[sample].num_rows * self._row_bytes(layers)
 
-    def _row_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        trace = self.traces[sample]
-        has_weights = trace.expert_weights is not None
-        shape = (trace.layer_numbers, trace.num_experts, trace.expert_ids.shape[2], has_weights)
-        return _width(layers, *shape)
+    def _row_bytes(self, layers: tuple[int, ...]) -> int:
+        """Return the number of bytes of a row. Raises ValueError if the routes lack one of the
+        layers."""
+        if layers not in self._widths:
+            first = next(iter(self.traces.values()))
+            num_experts, topk = first.num_experts, first.expert_ids.shape[2]
+            places_of(first.layer_numbers, layers)
+            has_weights = first.expert_weights is not None
+            self._widths[layers] = row_bytes(
+                len(layers), num_experts, topk, with_weights=has_weights
+            )
+        return self._widths[layers]
 
     def pack(self, selection: Selection) -> Tensor:
-        return to_rows(pack_joined([self.traces[i] for i in selection.samples], selection.layers))
+        return to_rows(joined_routes([self.traces[i] for i in selection.samples], selection.layers))
 
-    def unpack(self, selection: Selection, rows: Tensor) -> dict[int, PackedRoutes]:
+    def unpack(self, selection: Selection, rows: Tensor) -> dict[int, TokenRoutes]:
         first = self.traces[selection.samples[0]]
         num_rows = [self.traces[i].num_rows for i in selection.samples]
         routes = from_rows(
-            rows.view(sum(num_rows), self._row_bytes(selection.samples[0], selection.layers)),
+            rows.view(sum(num_rows), self._row_bytes(selection.layers)),
             selection.layers,
             first.num_experts,
             first.expert_ids.shape[2],
@@ -110,67 +118,61 @@ class RouteCargo:
 
 
 class RolloutExchange:
-    """Moves the rollouts of one run. Every method is a collective: call it on all ranks."""
+    """The exchange of rollouts between ranks. Every public method is a collective of all ranks."""
 
     def __init__(
         self, mesh: Mesh, layers: Sequence[int] = (), *, share_memory: bool = True
     ) -> None:
-        """`layers` are the MoE layers that this rank holds. Without `share_memory` everything is sent,
-        as between nodes."""
+        """`layers` are the MoE layers that this rank holds. Without `share_memory`, everything is
+        sent in messages, as between nodes."""
         self._rank, self._world = mesh.rank, mesh.dims.world
-        self._transport = Transport(mesh, (mesh.dp_rank, tuple(layers)), share_memory=share_memory)
+        self.transport = Transport(mesh, (mesh.dp_rank, tuple(layers)), share_memory=share_memory)
         self.bytes_per_token = 0.0
-        """Bytes of routes per token in the last `deliver`, over all ranks and layers: a rank with half
-        the layers counts half a token. 0 where every rank had what it needs."""
-
-    @property
-    def num_bytes_shared(self) -> int:
-        """The bytes that this rank put into its memory in the last exchange."""
-        return self._transport.num_bytes_shared
-
-    @property
-    def num_bytes_sent(self) -> int:
-        """The bytes that this rank sent in messages in the last exchange."""
-        return self._transport.num_bytes_sent
+        """Bytes of routes that ranks received in the last `deliver`, per received token. A token counts
+        half for a rank with half of the layers. 0 if no rank received routes."""
 
     def deliver(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
-    ) -> dict[int, PackedRoutes]:
-        """Return the routes of this rank's samples in its layers: a `mrl.learn.batching.RouteSource`.
+    ) -> dict[int, TokenRoutes]:
+        """Return the routes, in this rank's layers, of the samples on which this rank trains, by
+        index. The method is a `mrl.learn.batching.RouteSource`.
 
-        Raises ValueError where the routes lack a layer.
+        `shares` has, for each data-parallel rank, the indices of the samples on which it trains. Raises
+        ValueError if the routes lack one of the layers.
         """
         traces = _traces(samples)
         of_dp = [tuple(sorted(i for i in share if i in traces)) for share in shares]
         needed = {
             rank: Selection(of_dp[dp_rank], layers)
-            for rank, (dp_rank, layers) in enumerate(self._transport.coordinates)
+            for rank, (dp_rank, layers) in enumerate(self.transport.coordinates)
         }
         held = self._held(traces)
         self.bytes_per_token = bytes_per_token(traces, needed, held)
         routes = _local_routes(traces, needed[self._rank])
-        cargo = RouteCargo(traces)
-        for selection, rows in self._transport.exchange(cargo, needed, held):
-            routes |= cargo.unpack(selection, rows)
+        payload = RoutePayload(traces)
+        for selection, rows in self.transport.exchange(payload, needed, held):
+            routes |= payload.unpack(selection, rows)
         return {i: routes[i] for i in needed[self._rank].samples}
 
     def deliver_tokens(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
     ) -> dict[int, Sample]:
-        """Return this rank's samples, whole: a `mrl.learn.batching.TokenSource`."""
+        """Return the samples on which this rank trains, with tokens, by index; `shares` is as in
+        `deliver`. The method is a `mrl.learn.batching.TokenSource`."""
         of_dp = [tuple(sorted(share)) for share in shares]
         needed = {
             rank: Selection(of_dp[dp_rank], (TOKENS,))
-            for rank, (dp_rank, _) in enumerate(self._transport.coordinates)
+            for rank, (dp_rank, _) in enumerate(self.transport.coordinates)
         }
         return self._tokens(samples, needed)
 
     def collect(self, groups: Sequence[SampleGroup], reader: int = 0) -> list[SampleGroup]:
-        """Return the groups, whole on the rank `reader`."""
+        """Return the groups. On the rank `reader`, they have all tokens and routes."""
         return self.move(groups, [reader] * len(groups))
 
     def move(self, groups: Sequence[SampleGroup], readers: Sequence[int]) -> list[SampleGroup]:
-        """Return the groups, each of them whole on its reader and on the ranks that held it."""
+        """Return the groups. On the rank `readers[i]`, group i has all tokens and routes. Ranks
+        that held tokens or routes before keep them."""
         samples = [sample for group in groups for sample in group.samples]
         traces = _traces(samples)
         to = [r for group, r in zip(groups, readers, strict=True) for _ in group.samples]
@@ -183,10 +185,10 @@ class RolloutExchange:
         layers = next(iter(traces.values())).layer_numbers if traces else ()
         for rank, those in indices.items():
             needed[rank] = Selection(tuple(i for i in those if i in traces), layers)
-        cargo = RouteCargo(traces)
-        for selection, rows in self._transport.exchange(cargo, needed, self._held(traces)):
-            for i, routes in cargo.unpack(selection, rows).items():
-                trace = unpack_trace(routes, traces[i])
+        payload = RoutePayload(traces)
+        for selection, rows in self.transport.exchange(payload, needed, self._held(traces)):
+            for i, routes in payload.unpack(selection, rows).items():
+                trace = with_routes(traces[i], routes)
                 samples[i] = dataclasses.replace(samples[i], routing=trace)
         remaining = iter(samples)
         return [
@@ -196,53 +198,55 @@ class RolloutExchange:
     def _tokens(
         self, samples: Sequence[Sample], needed: Mapping[int, Selection]
     ) -> dict[int, Sample]:
-        """Return the samples that this rank needs, by index."""
+        """Return the samples that this rank needs, with their tokens, by index."""
         here = [i for i, sample in enumerate(samples) if sample.is_held]
-        cargo = TokenCargo(samples)
+        payload = TokenPayload(samples)
         mine = needed.get(self._rank, Selection((), ())).samples
         tokens = {i: samples[i] for i in mine if samples[i].is_held}
-        held = self._transport.share_held(here)
-        for selection, rows in self._transport.exchange(cargo, needed, held):
-            tokens |= cargo.unpack(selection, rows)
+        held = self.transport.share_held(here)
+        for selection, rows in self.transport.exchange(payload, needed, held):
+            tokens |= payload.unpack(selection, rows)
         return {i: tokens[i] for i in mine}
 
     def _held(self, traces: Traces) -> list[list[int]]:
-        """Return, by rank, the samples whose routes it has."""
+        """Return for each rank the indices of the samples whose routes it holds."""
         here = [i for i, trace in traces.items() if not trace.expert_ids.is_meta]
-        return self._transport.share_held(here)
+        return self.transport.share_held(here)
 
 
 def bytes_per_token(
     traces: Traces, needed: Mapping[int, Selection], held: Sequence[Collection[int]]
 ) -> float:
-    """Return the bytes of routes that the ranks get, divided by the tokens that they belong to; a rank
-    with a share of the layers counts that share of a token."""
-    cargo, num_bytes, num_tokens = RouteCargo(traces), 0, 0.0
+    """Return the bytes of routes that ranks receive, per received token. For a rank that needs a
+    fraction of the layers, a token counts as that fraction."""
+    payload, num_bytes, num_tokens = RoutePayload(traces), 0, 0.0
 
     @cache
-    def total(selection: Selection) -> tuple[int, int]:
-        """(bytes, rows); ranks of one data-parallel rank and one stage select the same."""
-        return of(selection.samples, selection.layers)
-
-    def of(indices: Collection[int], layers: tuple[int, ...]) -> tuple[int, int]:
-        rows = sum(traces[i].num_rows for i in indices)
-        return sum(cargo.num_bytes(i, layers) for i in indices), rows
+    def size_of(selection: Selection) -> tuple[int, int]:
+        """Return (bytes, rows) of a selection. Cached, because all ranks with the same
+        data-parallel rank and pipeline stage have the same selection."""
+        rows = sum(traces[i].num_rows for i in selection.samples)
+        return sum(payload.num_bytes(i, selection.layers) for i in selection.samples), rows
 
     for rank, selection in needed.items():
         if not selection.layers or not selection.samples:
             continue
-        local = of(frozenset(selection.samples) & frozenset(held[rank]), selection.layers)
-        size, rows = (all_ - here for all_, here in zip(total(selection), local, strict=True))
+        here = frozenset(selection.samples) & frozenset(held[rank])
+        size, rows = size_of(selection)
+        local_size, local_rows = size_of(Selection(tuple(here), selection.layers))
         share = len(selection.layers) / len(traces[selection.samples[0]].layer_numbers)
-        num_bytes += size
-        num_tokens += rows * share
+        num_bytes += size - local_size
+        num_tokens += (rows - local_rows) * share
     return num_bytes / num_tokens if num_tokens else 0.0
 
 
-def _local_routes(traces: Traces, selection: Selection) -> dict[int, PackedRoutes]:
-    """Return what never travels: samples that this rank holds, and selections of no layer."""
+def _local_routes(traces: Traces, selection: Selection) -> dict[int, TokenRoutes]:
+    """Return the routes that need no transfer: those of samples that this rank holds, and the empty
+    routes of all samples if no layer is selected."""
     here = [i for i in selection.samples if not traces[i].expert_ids.is_meta]
-    routes = dict(zip(here, pack_traces([traces[i] for i in here], selection.layers), strict=True))
+    routes = dict(
+        zip(here, routes_of_traces([traces[i] for i in here], selection.layers), strict=True)
+    )
     for i in () if selection.layers else selection.samples:
         trace = traces[i]
         empty = torch.empty((trace.num_rows, 0), dtype=torch.uint8)
@@ -252,16 +256,3 @@ def _local_routes(traces: Traces, selection: Selection) -> dict[int, PackedRoute
 
 def _traces(samples: Sequence[Sample]) -> dict[int, RoutingTrace]:
     return {i: s.routing for i, s in enumerate(samples) if s.routing is not None}
-
-
-@cache
-def _width(
-    layers: tuple[int, ...],
-    of_model: tuple[int, ...],
-    num_experts: int,
-    topk: int,
-    with_weights: bool,
-) -> int:
-    """Return the bytes of a row. Raises ValueError where the routes lack one of the layers."""
-    places_of(of_model, layers)
-    return row_bytes(len(layers), num_experts, topk, with_weights=with_weights)

@@ -1,9 +1,7 @@
-"""This module sends bytes of some ranks to all ranks, or to one, without pickle and padding.
+"""Collectives over bytes of different lengths, without pickle or padding.
 
-A rank needs memory for the sum of what the others send, and not for the number of ranks times the
-largest message, as `all_gather_object` does. Sizes travel first, as one number a rank.
-
-W ranks.
+Sizes are exchanged first, one number for each of the W ranks. A rank then needs memory for the sum
+of all messages. With `all_gather_object`, it would need memory for W times the largest message.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from mrl.errors import InputError, RunFailed
 
 
 def share_bytes(data: bytes) -> list[bytes]:
-    """Return what every rank gave, by rank, on every rank.
+    """Return the bytes of every rank, in rank order, on all ranks.
 
-    A collective: a broadcast from each rank that has any bytes. The others send only their size.
+    A collective. Each rank with any bytes broadcasts them.
     """
     sizes = _sizes(len(data))
     rank = dist.get_rank()
@@ -36,7 +34,8 @@ def share_bytes(data: bytes) -> list[bytes]:
 
 
 def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
-    """Return what every rank gave, by rank, on the rank `reader`; None on the others. A collective."""
+    """Return the bytes of every rank, in rank order, on rank `reader`; None on other ranks. A
+    collective."""
     sizes = _sizes(len(data))
     rank = dist.get_rank()
     if rank != reader:
@@ -55,10 +54,10 @@ def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
 
 
 def gather_lines(local: Mapping[int, bytes], num_parts: int) -> list[bytes] | None:
-    """Return on rank 0 all parts of a text in the order of their numbers, 0 to `num_parts` - 1.
+    """Return the parts of a text, ordered by their numbers from 0 to `num_parts - 1`, on rank 0.
 
-    A collective; every rank gives the parts that it has. Returns None on the other ranks. Raises
-    RuntimeError on rank 0 where a part is missing, or given twice.
+    A collective. `local` has the parts of this rank by number. Returns None on the other ranks.
+    Raises RuntimeError on rank 0 if a part is missing or comes from two ranks.
     """
     index = np.array([[number, len(part)] for number, part in local.items()], dtype="<i8")
     data = (
@@ -84,7 +83,7 @@ def gather_lines(local: Mapping[int, bytes], num_parts: int) -> list[bytes] | No
 
 
 def sum_over_ranks(number: int | bool) -> int:
-    """Return the sum of what every rank gives. A collective."""
+    """Return the sum of the ranks' numbers. A collective."""
     total = torch.tensor(int(number))
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -93,32 +92,32 @@ def sum_over_ranks(number: int | bool) -> int:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Raise on every rank if the block raises on any: there its own error, and on the others an
-    InputError or RunFailed that names the first such rank. A collective, and the block holds none:
-    ranks that went on would wait for the failed one in their next collective."""
+    """Raise on every rank if the block raises on any rank.
+
+    A rank whose block raised raises its own error. All other ranks raise InputError or RunFailed, with
+    the message of the first rank that failed; otherwise they would wait for that rank in their next
+    collective. The end of the block is a collective. The block itself must contain no collective.
+    """
     own: Exception | SystemExit | None = None
     try:
         yield
     except (Exception, SystemExit) as error:
         own = error
-    text = f"{type(own).__name__}: {own}" if own and not _is_worded(own) else str(own or "")
+    # The message of these two can be understood without the type.
+    is_worded = own is None or isinstance(own, InputError | RunFailed)
+    text = str(own or "") if is_worded else f"{type(own).__name__}: {own}"
     kind = "input" if isinstance(own, InputError) else "failure"
-    said = share_bytes(f"{kind} {text}".encode(errors="backslashreplace") if own else b"")
+    messages = share_bytes(f"{kind} {text}".encode(errors="backslashreplace") if own else b"")
     if own is not None:
         raise own
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(messages):
         if each:
             kind, _, text = each.decode().partition(" ")
             raise (InputError if kind == "input" else RunFailed)(f"rank {rank}: {text}")
 
 
-def _is_worded(error: BaseException) -> bool:
-    """Whether the message of an error is whole without its type."""
-    return isinstance(error, InputError | RunFailed)
-
-
 def _sizes(size: int) -> list[int]:
-    """Return i64[W]: how many bytes each rank gives."""
+    """Return the `size` that each of the W ranks passes. A collective."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = size
     if len(sizes) > 1:

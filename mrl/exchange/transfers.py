@@ -1,12 +1,12 @@
-"""This module computes who gives which parts of samples to whom, and on which of two ways.
+"""Computes the transfers of an exchange: which rank sends which parts of samples to which other rank.
 
-Every rank knows which rank holds each sample and which ranks need it, so each computes its own share of
-the transfers and nobody has to ask. Ranks of one node read the memory of the rank that holds a sample
-(`mrl.system.shared_memory`). Between nodes, bytes travel once: where several ranks of a node need the
-same bytes, as tensor-parallel ranks do, one of them receives the bytes and shares them with the others
-through its memory.
+Every rank knows which ranks hold and which ranks need each sample, so it computes its own transfers
+without asking other ranks. Ranks of one node read the shared memory of the rank that holds a sample
+(`mrl.system.shared_memory`). Between nodes, bytes are sent once: if several ranks of a node need
+the same bytes, as tensor-parallel ranks do, one rank receives the bytes and shares them with the
+other ranks through its memory.
 
-A `Cargo` says what a transfer holds: routes of some layers, or the tokens of a sample.
+A `Payload` encodes what a transfer carries: routes of some layers, or the tokens of samples.
 `mrl.exchange.transport` carries the transfers out.
 """
 
@@ -20,22 +20,24 @@ from typing import Protocol
 from torch import Tensor
 
 TOKENS = 0
-"""Stands for the tokens and log-probs in `Selection.layers`; MoE layers are numbered from 1."""
+"""The number in `Selection.layers` that stands for tokens and log-probs. MoE layers have numbers
+from 1."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection is some layers of some samples: what a rank needs, or what a transfer holds."""
+    """Some layers of some samples, which a rank needs or a transfer holds."""
 
     samples: tuple[int, ...]
     """Ascending indices into the step's list of samples."""
     layers: tuple[int, ...]
-    """Megatron's layer numbers, or TOKENS alone; empty where the rank needs nothing."""
+    """Megatron's numbers of MoE layers, or only TOKENS. Empty if the rank needs nothing."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer is what one rank gets from another, in a message or from its memory."""
+    """Bytes that the rank `reader` gets from the rank `source`, in a message or from its shared
+    memory."""
 
     source: int
     reader: int
@@ -43,32 +45,34 @@ class Transfer:
 
 
 Page = tuple[tuple[int, ...], int]
-"""(layers, index of a sample) in the memory of a rank."""
+"""(layers, index of a sample): names bytes that lie in one piece in the memory of a rank."""
 
 
 @dataclass
 class Transfers:
-    """Lists one rank's part in an exchange."""
+    """The transfers in which one rank takes part."""
 
     arriving: list[Transfer] = field(default_factory=list)
     """Messages to this rank, at most one from each other rank."""
     leaving: list[Transfer] = field(default_factory=list)
     """Messages from this rank, at most one to each other rank."""
     reading: list[Transfer] = field(default_factory=list)
-    """What this rank reads from the memory of other ranks of its node."""
+    """Transfers that this rank reads from the memory of other ranks of its node."""
     pages: dict[int, list[Page]] = field(default_factory=dict)
-    """What is in the memory of each rank of this node, in order."""
+    """The pages in the memory of each rank of this node, by rank, in the order in which they lie."""
 
 
-class Cargo(Protocol):
-    """Packs what travels. Every rank can compute every size."""
+class Payload(Protocol):
+    """Encodes the parts of samples that a transfer carries. Every rank can compute the size of any
+    part."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        """Return the packed size of these layers of the sample with this index."""
+        """Return the number of bytes that these layers of the sample with index `sample` take."""
         ...
 
     def pack(self, selection: Selection) -> Tensor:
-        """Return u8[bytes]: samples that this rank holds, one after the other."""
+        """Return u8[bytes] of the selection's samples, one after the other. This rank must hold
+        them."""
         ...
 
 
@@ -78,14 +82,20 @@ def compute_transfers(
     held: Sequence[Collection[int]],
     nodes: Sequence[int],
 ) -> Transfers:
-    """Return the part of `rank` in the exchange that gives every rank what it needs.
+    """Return the transfers of `rank` in an exchange that gives every rank what it needs.
 
-    A rank that holds a sample gets nothing of it. A sample comes from the lowest rank of the reader's
-    node that holds it; where none does, from the lowest rank of all that holds it, in a message.
+    A sample that the reader holds is not transferred. Any other sample comes from the memory of the
+    lowest rank on the reader's node that holds it. If no rank of the node holds it, it comes in a
+    message from the lowest rank of all that holds it.
 
-    `needed`: by rank, what it needs. `held`: by rank, the indices of the samples that it holds.
-    `nodes`: by rank, a number shared by the ranks that read each other's memory. Raises RuntimeError
-    where no rank holds what another one needs.
+    Args:
+        rank: the rank whose transfers are returned.
+        needed: for each rank, what it needs.
+        held: for each rank, the indices of the samples that it holds.
+        nodes: for each rank, a number that is the same for all ranks that read each other's memory.
+
+    Raises:
+        RuntimeError: no rank holds a sample that another rank needs.
     """
     local = [frozenset(indices) for indices in held]
     holders: dict[int, int] = {}
@@ -128,8 +138,9 @@ def _add_near(
     near: Mapping[int, int],
     holders: Mapping[int, int],
 ) -> None:
-    """Add what `readers`, ranks of this node, need: the messages to `rank`, what it reads, and the
-    pages of all of them."""
+    """Add the transfers for `readers`, which are the ranks of this node with the same `selection`:
+    messages to `rank`, reads of `rank` from the memory of others, and pages of all ranks of the
+    node."""
     messages: dict[int, list[int]] = defaultdict(list)
     reading: dict[int, list[int]] = defaultdict(list)
     for i in selection.samples:
@@ -152,7 +163,8 @@ def _add_near(
 
 
 def _relay(sample: int, readers: Sequence[int]) -> int:
-    """Return which of the readers of a node receives a sample for all: they take turns."""
+    """Return which of a node's `readers` receives a sample for all of them. They take turns by
+    sample."""
     return readers[sample % len(readers)]
 
 

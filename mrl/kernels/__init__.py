@@ -1,9 +1,9 @@
-"""This room holds torch ops over the compiled module `mrl._C`, and their fp64 references (`oracle`).
+"""Torch ops on top of the compiled module `mrl._C`, and their fp64 references (`oracle`).
 
-Raises ImportError when `mrl._C` is not built: there is no slow path to fall back to unnoticed.
+Raises ImportError if `mrl._C` has not been built; there is no slow fallback.
 """
 
-import torch  # noqa: F401  (before mrl._C: both then share torch's libgomp)
+import torch  # noqa: F401  (before mrl._C, so that both use torch's libgomp)
 
 try:
     import mrl._C  # noqa: F401
@@ -17,9 +17,10 @@ from mrl.kernels.linear_logprob import Chunked, linear_logprob
 from mrl.kernels.moe_permute import moe_permute, moe_unpermute
 from mrl.kernels.moe_sort import ExpertOrder, moe_ids, moe_sort
 from mrl.kernels.packed_gae import packed_gae
+from mrl.kernels.paged_attention import paged_attention, supports_paged_attention
 from mrl.kernels.policy_loss import POLICY_STATS, PolicyLoss, policy_loss
 from mrl.kernels.policy_options import Clip, ImportanceWeight, KlPenalty, RatioKind
-from mrl.kernels.routes import pack_routes, route_row_bytes, unpack_routes
+from mrl.kernels.seeded_sample import seeded_sample
 from mrl.kernels.seq_logratio import seq_logratio
 from mrl.kernels.vp_logprob import vp_logprob
 
@@ -37,12 +38,12 @@ __all__ = [
     "moe_permute",
     "moe_sort",
     "moe_unpermute",
-    "pack_routes",
     "packed_gae",
+    "paged_attention",
     "policy_loss",
-    "route_row_bytes",
+    "seeded_sample",
     "seq_logratio",
-    "unpack_routes",
+    "supports_paged_attention",
     "vp_logprob",
     "zero_empty_groups_",
 ]

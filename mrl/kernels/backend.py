@@ -1,4 +1,4 @@
-"""Calls into `mrl._C`, and the checks that every op makes of its arguments."""
+"""Calls into `mrl._C`, and the argument checks that the ops share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl import _C  # pyright: ignore[reportAttributeAccessIssue]
+import mrl._C as _C  # noqa: PLR0402  (a module, and no name of the package)
 
 
 def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
-    """Call `_C.KERNEL_cpu` or `_C.KERNEL_cuda`, on torch's threads or its current stream.
+    """Call `_C.KERNEL_cpu` with torch's thread count, or `_C.KERNEL_cuda` on torch's current stream.
 
-    Tensors go in as addresses (they must be contiguous, or their strides passed beside), None as 0.
-    Raises RuntimeError for a GPU tensor where the extension has no GPU kernels.
+    A tensor is passed as its address, and None as 0. A tensor must be contiguous, or its strides
+    must be passed as further arguments. Raises RuntimeError for a GPU tensor if the extension has
+    no GPU kernels.
     """
     values = {name: _address(value) for name, value in arguments.items()}
     if device.type == "cpu":
@@ -31,8 +32,11 @@ def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
 
 
 def workspace(kernel: str, device: torch.device, *sizes: int) -> Tensor | None:
-    """Allocate u8 scratch of `_C.KERNEL_workspace_bytes(*sizes)` for a GPU kernel; CPU ones need
-    none."""
+    """Allocate the u8 workspace of a GPU kernel, of `_C.KERNEL_workspace_bytes(*sizes)` bytes.
+
+    Returns None for a CPU, whose kernels need no workspace, and if the extension has no GPU
+    kernels.
+    """
     if device.type == "cpu" or not _C.has_cuda:
         return None
     num_bytes = getattr(_C, f"{kernel}_workspace_bytes")(*sizes)
@@ -53,9 +57,10 @@ def check_tensor(
     device: torch.device,
     legend: str,
 ) -> None:
-    """Raise ValueError that names the argument, what was given and what was expected.
+    """Raise ValueError if the shape, dtype or device of a tensor is wrong.
 
-    `legend` explains the sizes, e.g. "N = 5 tokens, B = 2 sequences".
+    The message has the given and the expected value. `legend` explains the sizes in the message,
+    for example "N = 5 tokens, B = 2 sequences".
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(
@@ -65,15 +70,17 @@ def check_tensor(
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name}: got dtype {tensor.dtype}, expected {wanted}")
     if tensor.device != device:
-        raise ValueError(f"{name}: got device {tensor.device}, expected {device}, as the others")
+        raise ValueError(f"{name}: got device {tensor.device}, expected {device}, like the others")
 
 
 def check_packed(
     tokens: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, name: str
 ) -> tuple[int, int]:
-    """Return (N, B) of f32[N] packed `tokens` (the argument `name`), bool[N] or u8[N], i32[B+1].
+    """Check the tensors of packed sequences and return (N, B).
 
-    Raises ValueError; the values of `cu_seqlens` are the kernel's to check.
+    `tokens` (the argument called `name`) must be f32[N], `loss_mask` bool[N] or u8[N], and
+    `cu_seqlens` i32[B+1]. The kernel checks the values of `cu_seqlens`. Raises ValueError for a
+    wrong shape, dtype or device.
     """
     if tokens.dim() != 1:
         raise ValueError(f"{name}: got shape {list(tokens.shape)}, expected [N]")
@@ -87,12 +94,14 @@ def check_packed(
     check_tensor("loss_mask", loss_mask, (num_tokens,), mask_dtypes, device, legend)
     check_tensor("cu_seqlens", cu_seqlens, (num_sequences + 1,), (torch.int32,), device, legend)
     if num_tokens and not num_sequences:
-        raise ValueError(f"cu_seqlens: got no sequence for {num_tokens} tokens, expected some")
+        raise ValueError(
+            f"cu_seqlens: got no sequence for {num_tokens} tokens, expected at least one"
+        )
     return num_tokens, num_sequences
 
 
 def check_constant(**tensors: Tensor | None) -> None:
-    """Raise ValueError where a tensor requires grad: the op has no gradient for it."""
+    """Raise ValueError if a tensor requires grad, because the op has no gradient for it."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise ValueError(f"{name}: got a tensor that requires grad, expected a constant")

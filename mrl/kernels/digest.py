@@ -1,9 +1,10 @@
-"""A digest of weights that two sides of a sync can compare without knowing each other's layout.
+"""A weight digest that trainer and engine can compare without knowing each other's layout.
 
-For each place of the model, the sum modulo 2^64 of a bijective mix of every element's float32 bits
-(csrc/weight_digest.h). bfloat16 and float16 are widened exactly, zeros count nothing. So it does not
-depend on how tensors are fused, ordered, sharded or padded. One changed element is always seen,
-several are missed with probability 2^-32 or less; what moves within its place is not seen.
+The digest of a module is a sum over all elements of its weights, modulo 2^64. Each summand is a
+bijective mix of the element's float32 bits (csrc/weight_digest.h). bfloat16 and float16 are widened
+exactly, and zeros add 0, so the digest does not depend on how tensors are fused, ordered, sharded
+or padded. It always detects a change of a single element. It misses a change of several elements
+with probability 2^-32 or less. It does not detect elements that move within their module.
 """
 
 from __future__ import annotations
@@ -15,30 +16,32 @@ import torch
 from torch import Tensor
 
 from mrl.kernels import backend
+from mrl.system.torch_names import TORCH
 
+foreach_copy_ = TORCH.take("_foreach_copy_")
 MODULUS = 2**64
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""WeightType of csrc/weight_digest.h."""
+"""The code of each dtype in `WeightType` of csrc/weight_digest.h."""
 CHUNK = 1 << 24
-"""Elements that the torch form mixes at a time: it needs 12 bytes for each."""
+"""The number of elements that `digest_in_torch` mixes at a time. It needs 12 bytes per element."""
 LAYER = re.compile(r"^(?P<layer>.*?\.?layers\.\d+)\.(?:.*\.experts\.(?P<expert>\d+)\.)?")
 
 
 def weight_digest(weights: Tensor, num_groups: int = 1) -> list[int]:
-    """Compute one digest in [0, 2^64) for each of `num_groups` equal parts of `weights`, in
-    memory order.
+    """Return the digests of `num_groups` equal parts of `weights`, in memory order.
 
-    Raises ValueError for another dtype than float32, bfloat16 and float16, or parts that are unequal.
+    Each digest is in [0, 2^64). Raises ValueError for a dtype other than float32, bfloat16 and
+    float16, or if the parts are not equal.
     """
     return [number % MODULUS for number in weight_sums([(weights, num_groups)]).tolist()]
 
 
 def weight_sums(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return i64[sum of num_groups]: `weight_digest` of each (weights, num_groups), modulo 2^64,
-    signed.
+    """Return the `weight_digest` of each (weights, num_groups) in `parts`, end to end.
 
-    All on one device, and nothing waits for it: read the whole answer in one copy. Raises as
-    `weight_digest` does.
+    The result is i64[sum of all num_groups]; a digest of 2^63 or more appears as a negative number.
+    All tensors must be on one device. The call does not wait for the device, so read the whole
+    result in one copy. Raises ValueError as `weight_digest` does.
     """
     rows = [_rows(weights, num_groups) for weights, num_groups in parts]
     if not rows:
@@ -60,7 +63,7 @@ def weight_sums(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def _rows(weights: Tensor, num_groups: int) -> Tensor:
-    """[num_groups, N] of `weights`, in memory order."""
+    """Return `weights` as [num_groups, N], in memory order."""
     if weights.dtype not in TYPES:
         raise ValueError(
             f"weights: got {weights.dtype}, expected float32, bfloat16 or float16: the digest of "
@@ -74,10 +77,13 @@ def _rows(weights: Tensor, num_groups: int) -> Tensor:
 
 
 def digest_in_torch(rows: Sequence[Tensor]) -> Tensor:
-    """The same sums i64[R] of all rows of `rows` [R_i, N_i], on any device, in bounded memory.
+    """Compute `weight_sums` with torch's ops, on any device and in bounded memory.
 
-    Works on CHUNK elements of as many rows as fit: about 25 launches for each chunk, whatever the
-    number of parameters. Integer sums wrap modulo 2^64, so a row is the difference of running sums.
+    Returns i64[R], one sum for each row of each tensor [R_i, N_i] in `rows`.
+
+    The computation takes CHUNK elements at a time, with as many rows as fit. This needs about 25
+    kernel launches per chunk, however many parameters there are. Integer sums wrap modulo 2^64, so
+    the sum of a row is the difference of two running sums.
     """
     flat = [row for block in rows for row in block.unbind(0)]
     device = rows[0].device
@@ -89,9 +95,9 @@ def digest_in_torch(rows: Sequence[Tensor]) -> Tensor:
         sizes = [part.numel() for _, part in pieces]
         whole = scratch[: sum(sizes)]
         views = whole.split(sizes)
-        for dtype in {part.dtype for _, part in pieces}:  # the fast path takes one type at a time
+        for dtype in {part.dtype for _, part in pieces}:  # the fast path needs a single dtype
             same = [i for i, (_, part) in enumerate(pieces) if part.dtype == dtype]
-            torch._foreach_copy_([views[i] for i in same], [pieces[i][1] for i in same])
+            foreach_copy_([views[i] for i in same], [pieces[i][1] for i in same])
         bits = whole.view(torch.int32)
         _mix(bits)
         ends = torch.tensor(sizes).cumsum(0).sub_(1).to(device)
@@ -102,7 +108,7 @@ def digest_in_torch(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _chunks(flat: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
-    """(row, part of it), all elements once and in order, up to CHUNK elements at a time."""
+    """Yield lists of (row number, slice of the row) with at most CHUNK elements, in order."""
     pieces: list[tuple[int, Tensor]] = []
     room = CHUNK
     for number, row in enumerate(flat):
@@ -119,9 +125,10 @@ def _chunks(flat: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
 
 
 def _mix(x: Tensor) -> None:
-    """MixBits of csrc/weight_digest.h on i32[N], in place.
+    """Apply MixBits of csrc/weight_digest.h to i32[N], in place.
 
-    Products wrap modulo 2^32; >> keeps the sign, so what it brings in is masked out.
+    Products wrap modulo 2^32. >> is an arithmetic shift, so the sign bits that it brings in are
+    masked out.
     """
     x ^= (x >> 16) & 0xFFFF
     x *= 0x85EBCA6B - 2**32
@@ -131,10 +138,12 @@ def _mix(x: Tensor) -> None:
 
 
 def digest_place(name: str) -> str:
-    """Return the module under which a Hugging Face weight (or an engine's parameter) is counted.
+    """Return the module whose digest includes the weight `name`.
 
-    `model.layers.3.mlp.experts.7.up_proj.weight` in `model.layers.3.experts.7`, everything else of a
-    layer in `model.layers.3`, the rest in its own module, e.g. `lm_head`.
+    `name` is a Hugging Face name or the name of an engine's parameter.
+    `model.layers.3.mlp.experts.7.up_proj.weight` belongs to `model.layers.3.experts.7`, and the
+    other weights of that layer to `model.layers.3`. A weight outside of layers belongs to its own
+    module, such as `lm_head`.
     """
     if found := LAYER.match(name):
         layer, expert = found["layer"], found["expert"]
@@ -143,14 +152,14 @@ def digest_place(name: str) -> str:
 
 
 def add_digests(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Add up the digest of each place from those of its parts."""
+    """Return the sum of each module's digests, modulo 2^64. `parts` are pairs (module, digest)."""
     total: dict[str, int] = {}
-    for place, digest in parts:
-        total[place] = (total.get(place, 0) + digest) % MODULUS
+    for module, digest in parts:
+        total[module] = (total.get(module, 0) + digest) % MODULUS
     return total
 
 
 def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
-    """(place, digest) of each named weight."""
+    """Yield (module, digest) for each named weight."""
     for name, tensor in tensors:
         yield digest_place(name), weight_digest(tensor)[0]

@@ -1,7 +1,7 @@
-"""The torch op `mrl::zero_empty_groups_` zeroes what a grouped product leaves undefined.
+"""`mrl::zero_empty_groups_`, which zeroes what CUDA's grouped matrix product leaves undefined.
 
-Where the sums of a product run over the rows of each group, such as the gradients of experts' weights,
-the result of a group without rows is zero, and CUDA's grouped product does not write it.
+If the product sums over the rows of each group, as for the gradient of expert weights, the result
+for a group without rows should be zero, but CUDA's grouped product does not write it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from mrl.kernels import backend
 
 
 def zero_empty_groups_(values: Tensor, ends: Tensor) -> Tensor:
-    """Zero the groups of `values` that have no rows, whatever they held; return `values`.
+    """Zero the groups of `values` that have no rows, in place, and return `values`.
 
-    Groups with rows are neither read nor written, and nothing waits for the device.
+    Groups with rows are neither read nor written. The call does not wait for the device.
 
     Args:
-        values: contiguous [E, ...] of any dtype, one part a group.
-        ends: i32[E], where the rows of each group end; they begin where those of the group before end,
-            the first ones at 0.
+        values: contiguous [E, ...] of any dtype, one part per group.
+        ends: i32[E], the end of each group's rows. The first group begins at row 0, every
+            other group at the end of the group before it.
 
     Raises:
-        ValueError: `values` that are not contiguous, or `ends` of another shape, type or device.
+        ValueError: `values` is not contiguous, or `ends` has the wrong shape, dtype or device.
     """
     torch.ops.mrl.zero_empty_groups_(values, ends)
     return values

@@ -1,12 +1,13 @@
-"""Ops whose result for a row never depends on the rows beside it: `linear`, `attention`, `silu`.
+"""Batch-invariant `linear`, `attention` and `silu`: a row's result does not depend on other rows.
 
-What `rollout.true_on_policy` is made of: the engine's process and the trainer call these same
-functions, the one with a token at a time, the other with whole micro-batches. Forward values come
-from csrc/invariant.h, on CPUs in float32; gradients are those of torch's own ops, which nobody has to
-agree with. docs/on_policy.md says why torch's forward will not do.
+`rollout.true_on_policy` is built on these ops: engine and trainer call the same functions, the
+engine with one token at a time, the trainer with whole micro-batches. Forward values come from
+csrc/invariant.h, in float32 on CPUs. Gradients are those of torch's own ops. They need not be
+batch-invariant, because only the trainer computes gradients. docs/on_policy.md explains why torch's
+forward is not sufficient.
 
-Dimensions: M rows, K inputs, N outputs; h heads, g groups of keys and values (a divisor of h), d and e
-head sizes of keys and values, S keys.
+Dimensions: M rows, K inputs, N outputs; h heads, g groups of keys and values (a divisor of h), d
+and e head sizes of keys and values, S keys.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mrl.kernels import backend
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute x weight^T [..., N] of x [..., K] and weight [N, K]; float32, differentiable.
+    """Compute `x @ weight.T`, [..., N], from x [..., K] and weight [N, K], in float32, differentiably.
 
-    Raises ValueError for another dtype, device or shape.
+    Raises ValueError for a wrong dtype, device or shape.
     """
     _check(x=x, weight=weight)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
@@ -33,7 +34,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute x / (1 + e^-x) of x [...]; float32, differentiable."""
+    """Compute `x / (1 + exp(-x))` for x [...], in float32, differentiably."""
     _check(x=x)
     return with_gradient_of(F.silu, _silu, x)
 
@@ -46,13 +47,14 @@ def attention(
     key_count: Tensor,
     scale: float,
 ) -> Tensor:
-    """Compute softmax(scale q k^T) v, float32 [M, h, e].
+    """Compute `softmax(scale * q @ k.T) @ v`, float32 [M, h, e], without a gradient.
 
-    Query is [M, h, d], key [S, g, d], value [S, g, e].
+    `query` is [M, h, d], `key` [S, g, d], `value` [S, g, e]. Query m attends to exactly the keys
+    [first_key[m], first_key[m] + key_count[m]); both bounds are i32[M]. `with_gradient_of` adds a
+    gradient.
 
-    Query m sees the keys [first_key[m], first_key[m] + key_count[m]), i32[M] each, and no others. No
-    gradient: `with_gradient_of` gives it one. Raises ValueError for a query that sees no key, or one
-    that is not there, and for another dtype, device or shape.
+    Raises ValueError for a query without keys, for keys out of range, and for a wrong dtype, device
+    or shape.
     """
     _check(query=query, key=key, value=value)
     (num_queries, heads, key_size), (num_keys, groups, value_size) = query.shape, value.shape
@@ -89,10 +91,10 @@ def attention(
 def with_gradient_of(
     twin: Callable[..., Tensor], kernel: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """Return `kernel(*tensors)` with the gradient of `twin(*tensors)`: the same function,
-    rounded otherwise.
+    """Return `kernel(*tensors)` with the gradient of `twin(*tensors)`.
 
-    The backward computes the twin's forward again.
+    The two functions must compute the same values up to rounding. The backward runs the forward of
+    `twin` again.
     """
     return _WithGradientOf.apply(twin, kernel, *tensors)  # pyright: ignore[reportReturnType]
 
@@ -158,5 +160,5 @@ def _check(**tensors: Tensor) -> None:
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise ValueError(
                 f"{name}: got {tensor.dtype} on {tensor.device}, expected torch.float32 on the CPU: "
-                "nothing else is the same bits whatever the number of rows"
+                "only there the bits do not depend on the number of rows"
             )

@@ -1,12 +1,12 @@
-"""Log-probs and entropy of hidden states, `vp_logprob` of a projection whose logits are never all held.
+"""Log-probs and entropy of hidden states, like `vp_logprob` of their logits, but in chunks of rows.
 
-Logits of a chunk of rows are computed, used and thrown away; the backward computes them again, writes
-their gradient over them and adds the chunk's share to the gradients of hidden states and weight. It
-costs one more product of the chunk with the weight (four in place of three) and saves all of the logits
-but one chunk.
+The logits of a chunk of rows are computed, used and freed. The backward computes the logits again,
+overwrites them with their gradient, and adds the chunk's contribution to the gradients of the
+hidden states and the weight. This costs one more product of the chunk with the weight (four instead
+of three), but only the logits of one chunk are in memory at a time.
 
-Dimensions: n hidden states, R rows of them that are wanted, c rows of a chunk, h hidden size, V_loc
-this tensor-parallel rank's slice of the vocabulary V.
+Dimensions: n hidden states, R selected rows, c rows of a chunk, h hidden size, V_loc this
+tensor-parallel rank's slice of the vocabulary V.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from mrl.kernels.vp_logprob import check_temperature, gather_tiles, tile_size, u
 
 
 class WeightGradient(Protocol):
-    """Receives the gradient of the weight, one chunk after another."""
+    """Accumulates the gradient of the weight, chunk by chunk."""
 
     def add(self, grad_logits: Tensor, rows: Tensor) -> None:
-        """Add grad_logits^T rows, of [c, V_loc] and [c, h]; [V_loc, h] in all."""
+        """Add `grad_logits.T @ rows` to the gradient [V_loc, h].
+
+        grad_logits: [c, V_loc]. rows: [c, h].
+        """
         ...
 
     def result(self) -> Tensor | None:
-        """What autograd is given as the weight's gradient, after the last chunk."""
+        """Return the gradient for autograd after the last chunk; None if autograd gets no gradient."""
         ...
 
 
 class SummedGradient:
-    """The gradient as a tensor of its own: chunks are added in fp32, also those of half precision."""
+    """Accumulates the gradient in an fp32 tensor, even if the weight is in half precision."""
 
     def __init__(self, weight: Tensor) -> None:
         self._sum = torch.zeros_like(weight, dtype=torch.float32)
@@ -51,14 +54,15 @@ class SummedGradient:
 
 
 VOCAB_SLICE = 8192
-"""Rows of a weight's gradient that are computed at a time where it is added to another dtype."""
+"""The number of rows of the weight's gradient that are computed in one product, if the
+accumulator has another dtype than the products."""
 
 
 def add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
-    """Add grad_logits [c, V_loc]^T rows [c, h] to total [V_loc, h].
+    """Add `grad_logits.T @ rows` to `total` [V_loc, h], for grad_logits [c, V_loc] and rows [c, h].
 
-    Where `total` is of another dtype (fp32 under bf16 products), a product of `VOCAB_SLICE` rows is
-    held at a time, and never one of the weight's size.
+    If `total` has another dtype (fp32 with bf16 products), the product is computed `VOCAB_SLICE`
+    rows at a time, so that no temporary tensor has the size of the weight.
     """
     if total.dtype == grad_logits.dtype:
         total.addmm_(grad_logits.t(), rows)
@@ -70,17 +74,19 @@ def add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Chunked:
-    """How the logits of a chunk are computed."""
+    """Settings for computing the logits in chunks."""
 
     chunk_rows: int
-    """c: rows whose logits are held at a time."""
+    """c: the number of rows whose logits are in memory at a time."""
     temperature: float
     group: ProcessGroup | None
-    """The tensor-parallel ranks; rank r of them holds the columns from r * V_loc on."""
+    """The tensor-parallel ranks; rank r has the columns that start at `r * V_loc`. None: the
+    weight is not sharded."""
     project: Callable[[Tensor, Tensor], Tensor] = F.linear
-    """Rows [c, h] and weight [V_loc, h] -> logits [c, V_loc]; its gradient is that of a product."""
+    """A function of rows [c, h] and weight [V_loc, h] that returns logits [c, V_loc]. The
+    backward treats it as a matrix product."""
     weight_gradient: Callable[[Tensor], WeightGradient] = SummedGradient
-    """Made of the weight, once in a backward."""
+    """Creates the accumulator of the weight's gradient from the weight, once per backward."""
 
     @property
     def rank(self) -> int:
@@ -103,22 +109,24 @@ def linear_logprob(
     how: Chunked,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `vp_logprob` of the logits hidden[rows] weight^T; both results are differentiable.
+    """Compute `vp_logprob` of the logits `hidden[rows] @ weight.T`. Both results are differentiable.
 
-    The gradient of `hidden` is that of this rank's columns: summing it over the tensor-parallel ranks
-    is the caller's. Bits: a row's logits are as the product of its chunk gives them, which may differ
-    in the last bit from those of a product of all rows; what follows is as in `vp_logprob`.
+    The gradient of `hidden` covers only this rank's columns of the logits; the caller sums it over
+    the tensor-parallel ranks. The logits of a row may differ in the last bit from those of a
+    product of all rows, because each chunk has its own product. The computation from logits to
+    results is that of `vp_logprob`.
 
     Args:
         hidden: [n, h], f32, bf16 or f16.
         weight: [V_loc, h], of the same dtype.
-        labels: i64[R], 0 to V-1: what follows each wanted row.
-        rows: i64[R], each of 0 to n-1 at most once: the wanted rows. The others are not read, and their
-            gradient is 0.
-        how: size of a chunk, temperature, tensor-parallel group.
-        kept: i64[R, K]: the tokens that each label was drawn from, each once, -1 behind them. Log-probs
-            are then those of the truncated distribution (`mrl.kernels.truncated_logprob`), NaN for a
-            label that is not among them; the entropy stays that of the whole distribution.
+        labels: i64[R], 0 to V-1: the next token of each selected row.
+        rows: i64[R], the selected rows: numbers from 0 to n-1, each at most once. Other rows are
+            not read, and their gradient is 0.
+        how: chunk size, temperature and tensor-parallel group.
+        kept: i64[R, K]: the distinct tokens that each label was sampled from, padded with -1. The
+            log-probs are then those of the distribution over these tokens
+            (`mrl.kernels.truncated_logprob`), and NaN for a label that is not one of them. The
+            entropy is still that of the full distribution. None: any token could be sampled.
 
     Returns:
         (logprobs f32[R], entropy f32[R] in nats).
@@ -177,7 +185,7 @@ class _LinearLogprob(torch.autograd.Function):
                 here = KeptLogits.of(logits, kept[part], how.rank * columns, how.temperature)
                 found = here.logprobs(kept[part], labels[part], how.group)
                 truncated[part], normalisers[part] = found
-            del logits  # before the next chunk's
+            del logits  # free them before the next chunk
         tiles = gather_tiles(tiles, how.group)
         logprobs, lse, entropy = united(tiles, labels, None, tile, how.temperature)
         ctx.how = how
@@ -192,7 +200,7 @@ class _LinearLogprob(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
-        # Those of the truncated distribution have no part in the gradient of the whole one.
+        # Log-probs of the truncated distribution get their gradient from `add_gradient` below.
         of_whole = grad_logprobs if kept is None else torch.zeros_like(lse)
         first = how.rank * weight.shape[0]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -222,5 +230,5 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_hidden.index_copy_(0, rows[part], logits @ weight)
             if grad_weight is not None:
                 grad_weight.add(logits, chosen)
-            del logits  # before the next chunk's
+            del logits  # free them before the next chunk
         return grad_hidden, grad_weight.result() if grad_weight else None, *[None] * 4

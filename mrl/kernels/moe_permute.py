@@ -1,8 +1,7 @@
-"""This module has two torch ops: `mrl::moe_permute` copies tokens to experts, `mrl::moe_unpermute` adds
-up what they give.
+"""Copy token rows to their experts (`moe_permute`), and sum the experts' outputs (`moe_unpermute`).
 
-Dimensions: n tokens, E experts, K places for a token's choices, m copies (choices that are none left
-out), H hidden. Copies lie by expert, then by token. The kernels are csrc/moe_permute.h.
+Dimensions: n tokens, E experts, K slots for a token's choices, m copies (one per slot that is not
+empty), H hidden. Copies are sorted by expert, then by token. The kernels are in csrc/moe_permute.h.
 """
 
 from __future__ import annotations
@@ -15,37 +14,40 @@ from torch import Tensor
 from mrl.kernels import backend
 from mrl.kernels.moe_sort import ExpertOrder
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # as csrc's RowType
-_ALIGNMENT = 16  # bytes, of the GPU kernels' vectors
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # order of csrc's RowType
+_ALIGNMENT = 16  # bytes; the GPU kernels load vectors of this size
 
 
 def moe_permute(
     rows: Tensor, order: ExpertOrder, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Copy each token's row to each of its choices, differentiably.
+    """Copy each token's row to each of its chosen experts, differentiably.
 
     Args:
         rows: [n, H] in f32, bf16, f16 or f64.
-        table: [n, E] of values for the same choices, e.g. the gates, in one of these types.
+        order: the sorted choices, from `moe_sort`.
+        table: [n, E], a value per token and expert, such as the gates; any dtype that `rows` may have.
 
     Returns:
-        ([m, H], [m] of the table's values, none of them without a table). The gradient of a row is the
-        sum over its copies in their order, added up in fp32 (fp64 for f64) and rounded once.
+        The copies [m, H], and the table's value for each copy, [m] (empty without a table). The
+        gradient of a row is the sum over its copies in the order of `order.copies`, in fp32 (fp64
+        for f64), rounded once.
     """
     return torch.ops.mrl.moe_permute(rows, table, order.tokens, order.cells, order.copies)
 
 
 def moe_unpermute(rows: Tensor, order: ExpertOrder, gates: Tensor | None = None) -> Tensor:
-    """Add up the rows [m, H] of each token's copies -> [n, H], 0 for a token without any.
+    """Sum the rows [m, H] of each token's copies into [n, H]; 0 for a token without copies.
 
-    Added up in the order of `order.copies`, in fp32 (fp64 for f64 rows), and rounded once. With gates
-    f32[m] (f64 for f64 rows) each row is multiplied by its own before that; both get gradients.
+    The sum runs in the order of `order.copies`, in fp32 (fp64 for f64 rows), and is rounded once.
+    If `gates` f32[m] (f64 for f64 rows) are given, each row is first multiplied by its gate. Both
+    rows and gates get gradients.
     """
     return torch.ops.mrl.moe_unpermute(rows, gates, order.tokens, order.copies)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` contiguous; on a GPU also where vectors may start."""
+    """Return `tensor` contiguous and, on a GPU, aligned for vector loads."""
     tensor = tensor.contiguous()
     if tensor.device.type == "cuda" and tensor.data_ptr() % _ALIGNMENT:
         return tensor.clone()
@@ -61,7 +63,7 @@ def _check_rows(name: str, rows: Tensor, legend: str) -> None:
 
 
 def _check_index(name: str, index: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    backend.check_tensor(name, index, shape, (torch.int32,), device, "as moe_sort gives it")
+    backend.check_tensor(name, index, shape, (torch.int32,), device, "as returned by moe_sort")
 
 
 torch.library.define(
@@ -86,7 +88,7 @@ def _permute_fake(
     if table.shape[0] != rows.shape[0] or table.device != rows.device:
         raise ValueError(
             f"table: got {table.shape[0]} tokens on {table.device}, expected {rows.shape[0]} on "
-            f"{rows.device}, as the rows"
+            f"{rows.device}, like the rows"
         )
     return out, table.new_empty((num_copies,))
 
@@ -108,7 +110,7 @@ def _gather(
     cells: Tensor | None = None,
     entries: Tensor | None = None,
 ) -> None:
-    """out[i] = rows[index[i]], entries[i] = table.view(-1)[cells[i]]."""
+    """Set `out[i] = rows[index[i]]` and `entries[i] = table.view(-1)[cells[i]]`."""
     backend.run(
         "moe_permute",
         rows.device,
@@ -145,8 +147,11 @@ def _permute_grad_fake(
 def _permute_grad(
     grad: Tensor, entries: Tensor | None, cells: Tensor, copies: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums [n, H] of grad [m, H] over each token's copies, and the table [n, E] that holds
-    entries [m] at their cells and 0 elsewhere."""
+    """Return the gradients of rows [n, H] and table [n, E], given the gradients of both outputs.
+
+    The gradient of the rows is the sum of grad [m, H] over each token's copies. The gradient of the
+    table has entries [m] at their cells and is 0 elsewhere; it is empty without entries.
+    """
     rows, table = _permute_grad_fake(grad, entries, cells, copies, num_experts)
     _sum(grad, copies, rows, None, entries, cells, num_experts, table)
     return rows, table
@@ -209,7 +214,9 @@ def _permute_backward(
 
 def _refuse_second_gradient(name: str) -> None:
     if torch.is_grad_enabled():
-        raise RuntimeError(f"{name}: got a backward with create_graph, but has no second gradient")
+        raise RuntimeError(
+            f"{name}: got a backward with create_graph, but has no second derivative"
+        )
 
 
 torch.library.register_autograd("mrl::moe_permute", _permute_backward, setup_context=_save_permute)
@@ -255,7 +262,10 @@ def _unpermute_grad_fake(
 def _unpermute_grad(
     grad: Tensor, rows: Tensor | None, gates: Tensor | None, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows [m, H] and of gates [m] from that of the sums, grad [n, H]."""
+    """Return the gradients of rows [m, H] and gates [m], given the gradient of the output, [n, H].
+
+    The gradient of the gates is empty without gates.
+    """
     to_rows, to_gates = _unpermute_grad_fake(grad, rows, gates, tokens)
     if rows is None or gates is None:
         _gather(grad, tokens, to_rows)

@@ -1,7 +1,7 @@
-"""This module sorts the choices of tokens by expert: `mrl::moe_ids` and `mrl::moe_sort`.
+"""`mrl::moe_ids` and `mrl::moe_sort`, which sort the expert choices of tokens by expert.
 
-Dimensions: n tokens, E experts, K places for a token's choices, m copies (choices that are none left
-out). The kernels are csrc/moe_permute.h; mrl/kernels/moe_permute.py moves rows by what they give.
+Dimensions: n tokens, E experts, K slots for a token's choices, m copies (one per slot that is not
+empty). The kernels are in csrc/moe_permute.h; mrl/kernels/moe_permute.py moves rows by the result.
 """
 
 from __future__ import annotations
@@ -11,28 +11,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mrl import _C  # pyright: ignore[reportAttributeAccessIssue]
+import mrl._C as _C  # noqa: PLR0402  (a module, and no name of the package)
 from mrl.kernels import backend
 
 
 class ExpertOrder(NamedTuple):
-    """Holds where the copies of each token are, sorted by expert, then by token."""
+    """The copies of all tokens, sorted by expert, then by token.
+
+    The number of a copy is its index in this order.
+    """
 
     tokens: Tensor
     """i32[m]: the token of each copy."""
     cells: Tensor
-    """i32[m]: the place of each copy's (token, expert) in a table [n, E] laid end to end."""
+    """i32[m]: the flat index of each copy's (token, expert) in a table [n, E]."""
     copies: Tensor
-    """i32[n, K]: the copies of each token in the order in which they are added up; -1 for none."""
+    """i32[n, K]: the numbers of each token's copies, in the order in which they are summed; -1
+    for an empty slot."""
     counts: Tensor
-    """i64[E]: how many copies each expert has."""
+    """i64[E]: the number of copies for each expert."""
 
 
 def moe_ids(chosen: Tensor, width: int) -> Tensor:
-    """Return i32[n, width]: the experts that chosen bool[n, E] marks of each token, by number, then -1.
+    """Return i32[n, width]: the experts of each token in ascending order, padded with -1.
 
-    Raises ValueError for a bad shape or type, and on CPUs for a token with more than `width` experts,
-    by its number. GPUs stop with a message there.
+    chosen: bool[n, E] or u8[n, E], true for the experts of each token.
+
+    Raises ValueError for a wrong shape or dtype. A token with more than `width` experts raises
+    ValueError on CPUs; on GPUs the kernel aborts with a message.
     """
     return torch.ops.mrl.moe_ids(chosen, width)
 
@@ -41,13 +47,14 @@ def moe_sort(ids: Tensor, num_experts: int, num_copies: int | None = None) -> Ex
     """Sort the choices of all tokens by expert, stably.
 
     Args:
-        ids: i32[n, K], K different experts a token in the order in which they are added up; -1 for a
-            place without a choice.
-        num_copies: how many of them are no -1; None: all.
+        ids: i32[n, K]: up to K different experts per token, in the order in which they are summed;
+            -1 for an empty slot.
+        num_experts: E.
+        num_copies: how many ids are not -1. None: no id is -1.
 
     Raises:
-        ValueError: a bad shape, type or size; on CPUs also an id out of range, an expert that a token
-            names twice, and another number of copies. GPUs stop with a message there.
+        ValueError: a wrong shape, dtype or size. On CPUs also an id out of range, an expert that a
+            token has twice, or a wrong `num_copies`; on GPUs these abort the kernel with a message.
     """
     num_copies = ids.numel() if num_copies is None else num_copies
     return ExpertOrder(*torch.ops.mrl.moe_sort(ids, num_experts, num_copies))
@@ -102,7 +109,7 @@ def _sort_fake(
 def _sort(ids: Tensor, num_experts: int, num_copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, topk = ids.shape if ids.dim() == 2 else (0, 0)
     if not 0 <= num_copies <= ids.numel():
-        raise ValueError(f"num_copies: got {num_copies}, expected 0 to {ids.numel()}, the ids")
+        raise ValueError(f"num_copies: got {num_copies}, expected 0 to {ids.numel()}")
     if max(num_tokens * num_experts, ids.numel()) >= 2**31:
         raise ValueError(
             f"ids: got {num_tokens} tokens x {num_experts} experts, expected fewer than 2^31 cells"

@@ -1,4 +1,4 @@
-"""The torch op `mrl::packed_gae` computes generalised advantage estimation over packed sequences.
+"""`mrl::packed_gae`: generalised advantage estimation over packed sequences.
 
 Dimensions: N packed tokens, B packed sequences; sequence i is tokens
 [cu_seqlens[i], cu_seqlens[i+1]).
@@ -21,25 +21,30 @@ def packed_gae(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages f32[N] and returns f32[N] = advantages + values; both 0 where masked.
+    """Return the advantages f32[N], and the returns f32[N], which are advantages + values.
 
-    Within a sequence, over its loss tokens only, from the last to the first, with A' and V' of the
-    next loss token (0 behind the last one), arXiv 1506.02438 eq. 16:
+    Both results are 0 at masked tokens. The recursion (arXiv 1506.02438 eq. 16) runs over the loss
+    tokens of each sequence, from the last to the first. A' and V' are the advantage and the value
+    of the next loss token, or 0 after the last one:
+
         A_t = r_t + gamma V' - V_t + gamma lam A'
-    Masked tokens (prompt, tool output) are passed over: whatever stands there, NaN included, changes
-    no bit. fp64 inside, and the same bits for any threads, packing or split into micro-batches.
+
+    Masked tokens (prompt, tool output) are skipped: their values, even NaN, do not affect the
+    result. The computation is in fp64, and its bits do not depend on threads, packing or the split
+    into micro-batches.
 
     Args:
-        rewards, values: f32[N]; constants.
+        rewards: f32[N], without gradient.
+        values: f32[N], without gradient.
         loss_mask: bool[N] or u8[N].
-        cu_seqlens: i32[B+1], from 0 to N, never decreasing.
+        cu_seqlens: i32[B+1], non-decreasing from 0 to N.
         gamma: in [0, 1].
-        lam: in [0, 1]; f32[B] for one a sequence, e.g. the length-adaptive lambda of VAPO
+        lam: in [0, 1]; or f32[B], one per sequence, e.g. VAPO's length-adaptive lambda
             (arXiv 2504.05118).
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. On GPUs, bad values in
-            `cu_seqlens` and a `lam` tensor stop the kernel with a message instead.
+        ValueError: names the argument, what was given and what was expected. On GPUs bad values in
+            `cu_seqlens` or in a `lam` tensor abort the kernel with a message instead.
     """
     seq_lam = lam if isinstance(lam, Tensor) else None
     backend.check_constant(rewards=rewards, values=values, lam=seq_lam)

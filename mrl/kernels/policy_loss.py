@@ -1,22 +1,27 @@
-"""The op `mrl::policy_loss` computes a policy loss, its gradient and its statistics in one pass.
+"""`mrl::policy_loss`: a policy loss, its gradient and its statistics in one pass.
 
-The loss is the sum over sequences i of seq_weight_i * u_i * sum over t in y_i of
-(-w_t f(r_t, A_t) + KL_t).
+    loss = sum_i seq_weight_i u_i sum_{t in y_i} (-w_t f(r_t, A_t) + KL_t)
 
-`token` (PPO, GRPO: arXiv 2402.03300 eq. 3): r_t = exp(logp_t - old_t), u_i = 1.
-`sequence` (GSPO: arXiv 2507.18071 eq. 5 and 7): r_t = s_i = exp(mean over y_i of logp - old),
-u_i = 1/|y_i|. Where A or w differ within the sequence, each token keeps its own: r_t has the value
-s_i and the gradient of s_i exp(logp_t - stopgrad(logp_t)) (GSPO-token, eq. 13 and 14); where they
-do not, that is GSPO's own gradient.
+The sums run over sequences i and their loss tokens y_i. r_t is the probability ratio, A_t the
+advantage, f the clipped objective (`Clip`), w_t the weight (`ImportanceWeight`), KL_t the
+`KlPenalty`.
 
-Masked tokens are selected away: NaN or inf there changes no bit of any output, and their gradient
-is 0. A token whose advantage or weight w is 0 has objective and gradient 0 however large its
-ratio, and counts in the statistics; so does a sequence with seq_weight 0. Nothing clamps a
-log-ratio: a ratio past float32 under a negative advantage is an infinite loss. Gradients and
-per-sequence statistics are the same bits for any threads, packing or split into micro-batches.
+Ratio `token` (PPO, GRPO: arXiv 2402.03300 eq. 3): `r_t = exp(logp_t - old_t)`, `u_i = 1`.
 
-Dimensions: N packed tokens, B packed sequences; sequence i is tokens
-[cu_seqlens[i], cu_seqlens[i+1]), y_i its loss tokens. The kernel is csrc/policy_loss.h.
+Ratio `sequence` (GSPO: arXiv 2507.18071 eq. 5 and 7): `r_t = s_i = exp(mean over y_i of logp -
+old)`, `u_i = 1 / |y_i|`. The gradient of r_t is that of `s_i exp(logp_t - stopgrad(logp_t))`
+(GSPO-token, eq. 13 and 14), which equals GSPO's own gradient if A and w are constant within the
+sequence.
+
+Masked tokens are excluded by selection: a NaN or inf at a masked token does not affect any output,
+and the token's gradient is 0. A token whose advantage or weight w is 0 has objective and gradient 0
+however large its ratio, but it counts in the statistics; the same holds for a sequence with
+seq_weight 0. Log-ratios are not clamped: if a ratio exceeds float32 and the advantage is negative,
+the loss is infinite. The bits of gradients and per-sequence statistics do not depend on threads,
+packing or the split into micro-batches.
+
+Dimensions: N packed tokens, B packed sequences, S statistics; sequence i is tokens [cu_seqlens[i],
+cu_seqlens[i+1]). The kernel is in csrc/policy_loss.h.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mrl import _C  # pyright: ignore[reportAttributeAccessIssue]
+import mrl._C as _C  # noqa: PLR0402  (a module, and no name of the package)
 from mrl.kernels import backend
 from mrl.kernels.policy_options import (
     RATIOS,
@@ -45,17 +50,18 @@ POLICY_STATS: tuple[str, ...] = _C.POLICY_STATS
 
 
 class PolicyLoss(NamedTuple):
-    """Everything f64, so that sums over micro-batches lose nothing. Only `loss` has a gradient."""
+    """Results in f64, so that sums over micro-batches stay exact. Only `loss` has a gradient."""
 
     loss: Tensor
     """f64[], summed over sequences, with a gradient to `logprobs`."""
     stats: Tensor
-    """f64[S]: the columns `POLICY_STATS`, summed over sequences (the `_max` ones: their largest)."""
+    """f64[S]: each of `POLICY_STATS` summed over sequences, or the maximum for a name that ends
+    in `_max`."""
     seq_stats: Tensor
-    """f64[B, S]: the same for each sequence."""
+    """f64[B, S]: the same statistics for each sequence."""
 
     def stat(self, name: str) -> Tensor:
-        """Return f64[]: one of `POLICY_STATS` over all sequences."""
+        """Return f64[]: the statistic `name`, over all sequences."""
         return self.stats[POLICY_STATS.index(name)]
 
 
@@ -77,24 +83,32 @@ def policy_loss(
     seq_logratio: Tensor | None = None,
     seq_importance: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the loss of this module's docstring with its statistics and its gradient.
+    """Compute the loss defined in the module docstring, with its statistics and gradient.
 
     Args:
-        logprobs, old_logprobs: f32[N].
+        logprobs: f32[N], with gradient.
+        old_logprobs: f32[N], the denominator of the ratio.
         loss_mask: bool[N] or u8[N].
-        cu_seqlens: i32[B+1], from 0 to N, never decreasing.
-        advantages: f32[B], or f32[N] with `token_advantages` (said, not guessed: N may equal B).
-        seq_weight: f32[B]; carries the whole normaliser, e.g. 1/num_samples.
-        rollout_logprobs: f32[N]; required by `importance`, else for the mismatch statistics only.
+        cu_seqlens: i32[B+1], non-decreasing from 0 to N.
+        advantages: f32[B], or f32[N] with `token_advantages`.
+        seq_weight: f32[B], including all normalisation, e.g. 1/num_samples.
+        ratio: whether each token has its own ratio, or all tokens of a sequence share one.
+        clip: how the ratio is bounded.
+        token_advantages: whether `advantages` are f32[N]. It is explicit because N may equal B.
+        rollout_logprobs: f32[N]; required by `importance`, else used for mismatch statistics only.
+        importance: the weight w. None: w = 1.
         ref_logprobs: f32[N]; required by `kl`.
-        seq_logratio: f64[B, 2] of `mrl.kernels.seq_logratio(logprobs, old_logprobs, ...)`, summed over
-            the ranks that share each sequence (context parallelism). None: sequences are whole.
-        seq_importance: f64[B, 2], the same of (old_logprobs, rollout_logprobs), for `importance` at
-            sequence level.
+        kl: the KL penalty. None: no penalty.
+        seq_logratio: f64[B, 2], `mrl.kernels.seq_logratio(logprobs, old_logprobs, ...)` summed over
+            the ranks that share each sequence (context parallelism). None: this rank has all tokens
+            of its sequences.
+        seq_importance: f64[B, 2], `mrl.kernels.seq_logratio(old_logprobs, rollout_logprobs, ...)`
+            summed over the same ranks, for sequence-level `importance`.
 
     Raises:
         ValueError: names the argument, what was given and what was expected. On GPUs bad values in
-            `cu_seqlens` stop the kernel with an assertion: reading them here would wait for it.
+            `cu_seqlens` abort the kernel with an assertion, because checking them here would wait
+            for the device.
     """
     check_choice("ratio", ratio, RATIOS)
     others = {
@@ -132,7 +146,7 @@ def _check_needs(
     if kl and ref_logprobs is None:
         raise ValueError("ref_logprobs: got None, expected f32[N]: the KL penalty needs it")
     if ref_logprobs is not None and not kl:
-        raise ValueError("ref_logprobs: got a tensor, but no kl that would use it")
+        raise ValueError("ref_logprobs: got a tensor, but kl is None, so nothing uses it")
 
 
 def _check_shared(
@@ -141,7 +155,10 @@ def _check_shared(
     seq_logratio: Tensor | None,
     seq_importance: Tensor | None,
 ) -> None:
-    """Sums over ranks are given for all that is per sequence, or for nothing: not for a part."""
+    """Raise ValueError if some sequence-level quantities have sums over ranks and others have none.
+
+    A sum that no sequence-level quantity uses raises ValueError, too.
+    """
     if seq_logratio is None and seq_importance is None:
         return
     given = {"seq_logratio": seq_logratio, "seq_importance": seq_importance}
@@ -149,13 +166,13 @@ def _check_shared(
     levels = {"seq_logratio": ratio, "seq_importance": weight_level}
     for name, tensor in given.items():
         if tensor is not None and levels[name] != "sequence":
-            raise ValueError(
-                f"{name}: got a tensor, but nothing at sequence level that would use it"
-            )
+            raise ValueError(f"{name}: got a tensor, but nothing at sequence level uses it")
     wanted = [name for name, level in levels.items() if level == "sequence"]
     missing = [name for name in wanted if given[name] is None]
     if missing and len(missing) < len(wanted):
-        raise ValueError(f"{missing[0]}: got None beside the other one, expected f64[B, 2] too")
+        raise ValueError(
+            f"{missing[0]}: got None although the other one is given, expected f64[B, 2]"
+        )
 
 
 def _check(
@@ -253,10 +270,10 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _AttachGradient(torch.autograd.Function):
-    """`loss` again, whose gradient by `logprobs` is `grad`.
+    """Returns `loss`, with `grad` as its gradient with respect to `logprobs`.
 
-    Not `register_autograd`: what torch spends there on each call grows with the number of the op's
-    arguments, and this op has many.
+    This does not use `register_autograd`, because its overhead per call grows with the number of
+    arguments, and this op has many arguments.
     """
 
     @staticmethod
@@ -270,8 +287,8 @@ class _AttachGradient(torch.autograd.Function):
         ctx: Any, loss_grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        # Mostly nobody scales the loss; on a CPU that can be seen, and a pass over memory saved. Not
-        # while torch traces: its stand-ins have no values.
+        # The loss is rarely scaled. On a CPU the factor can be read, and a factor of 1 saves a pass
+        # over memory. It is not read while torch traces, because fake tensors have no values.
         plain = type(loss_grad) is Tensor and loss_grad.device.type == "cpu"
         if not plain or torch.compiler.is_compiling() or float(loss_grad) != 1.0:
             grad = grad * loss_grad.to(grad.dtype)

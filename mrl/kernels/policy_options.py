@@ -1,4 +1,4 @@
-"""What `policy_loss` can be told to compute: ratio, clip, importance weight, KL penalty."""
+"""Options of `policy_loss`: ratio, clip, importance weight, KL penalty."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ _KLS = ("none", "k1", "k2", "k3", "k1+", "k3+")
 
 @dataclass(frozen=True)
 class Clip:
-    """What bounds the ratio r. f(r, A) is the objective of one token.
+    """How the ratio r is bounded. f(r, A) is the objective of a token with advantage A.
 
-    `none`: f = r A. `ppo` (arXiv 1707.06347 eq. 7): f = min(r A, clip(r, 1-low, 1+high) A); with
-    `dual` (arXiv 1912.09729 eq. 5) at least dual * A where A < 0. `cispo` (arXiv 2506.13585 eq. 4):
-    f = clip(r, 1-low, 1+high) A logp with the factor held constant; low = 1 leaves the lower side
-    open. `sapo` (arXiv 2511.20347): f = (4 / tau) sigmoid(tau (r - 1)) A.
+    none: `f = r A`.
+
+    ppo (arXiv 1707.06347 eq. 7): `f = min(r A, clip(r, 1 - low, 1 + high) A)`. With `dual` (arXiv
+    1912.09729 eq. 5), f is at least `dual * A` if A < 0.
+
+    cispo (arXiv 2506.13585 eq. 4): `f = clip(r, 1 - low, 1 + high) A logp`, where the clipped ratio
+    has no gradient. `low = 1` means no lower bound.
+
+    sapo (arXiv 2511.20347): `f = (4 / tau) sigmoid(tau (r - 1)) A`.
     """
 
     kind: ClipKind = "ppo"
     low: float = 0.2
-    """The lower side of `ppo` and `cispo`; the CISPO paper leaves it open: 1."""
+    """1 minus the lower bound of `ppo` and `cispo`. 1 means no lower bound, as in the CISPO
+    paper."""
     high: float = 0.2
     dual: float | None = None
     tau_positive: float = 1.0
-    """SAPO's tau where A > 0."""
+    """The tau of `sapo` if A > 0."""
     tau_negative: float = 1.05
-    """SAPO's tau where A <= 0."""
+    """The tau of `sapo` if A <= 0."""
 
     def __post_init__(self) -> None:
         check_choice("clip", self.kind, _CLIPS)
@@ -53,20 +59,25 @@ class Clip:
 
 @dataclass(frozen=True)
 class ImportanceWeight:
-    """The detached weight w that corrects for the rollout engine: w = exp(old - rollout).
+    """Weight `w = exp(old - rollout)` of the two log-probs, which corrects for sampling by the engine.
 
-    `tis` (truncated; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"): clamped into [low, high]. `mis` (masked; IcePop, arXiv 2510.18855): 0 outside of it.
-    At level `sequence` one weight for all tokens, of the mean of old - rollout over the loss tokens:
-    the product would depend on the length.
+    w has no gradient.
+
+    tis (truncated; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training"): w is clamped to [low, high].
+
+    mis (masked; IcePop, arXiv 2510.18855): w is 0 outside of [low, high].
+
+    At level `sequence`, all loss tokens of a sequence share one weight, the exponential of the mean
+    of `old - rollout`. A sum instead of the mean would make the weight depend on the length.
     """
 
     kind: Literal["tis", "mis"]
     level: Literal["token", "sequence"]
     low: float
-    """Usual: 0 for `tis`; 0.5 for `mis` per token, 0.999 per sequence."""
+    """Usual values: 0 for `tis`; 0.5 (level `token`) or 0.999 (level `sequence`) for `mis`."""
     high: float
-    """Usual: 2 for `tis`; 5 for `mis` per token, 1.002 per sequence."""
+    """Usual values: 2 for `tis`; 5 (level `token`) or 1.002 (level `sequence`) for `mis`."""
 
     def __post_init__(self) -> None:
         check_choice("importance", self.kind, _IMPORTANCE[1:])
@@ -79,11 +90,11 @@ class ImportanceWeight:
 
 @dataclass(frozen=True)
 class KlPenalty:
-    """The penalty is coef * KL(current || ref), estimated from one sample with d = ref - logp
-    (Schulman 2020).
+    """Penalty `coef * KL(current || ref)`, estimated from one sample per token (Schulman 2020).
 
-    `k1` = -d, `k2` = d^2 / 2, `k3` = exp(d) - 1 - d; differentiated as they stand. `k1+`, `k3+`: their
-    value with the derivative of `k2`, whose expectation is the gradient of the KL.
+    With the log-prob difference `d = ref - logp`, the estimates are `k1 = -d`, `k2 = d^2 / 2` and
+    `k3 = exp(d) - 1 - d`, each differentiated as it is. `k1+` and `k3+` have the values of `k1` and
+    `k3` but the gradient of `k2`, whose expectation is the gradient of the KL.
     """
 
     kind: Literal["k1", "k2", "k3", "k1+", "k3+"]
@@ -102,7 +113,7 @@ def encode_options(
     importance: ImportanceWeight | None,
     kl: KlPenalty | None,
 ) -> list[float]:
-    """Encode `PolicyLossOptions` of csrc/policy_loss.h in its order, kinds as their numbers there."""
+    """Return the fields of `PolicyLossOptions` (csrc/policy_loss.h) in order, kinds as enum values."""
     weight = importance or ImportanceWeight("tis", "token", 0.0, math.inf)
     return [
         RATIOS.index(ratio),
@@ -123,7 +134,7 @@ def encode_options(
 
 
 TOKEN_ADVANTAGES = 7
-"""Its place in that list."""
+"""The index of `token_advantages` in the list that `encode_options` returns."""
 
 
 def check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:

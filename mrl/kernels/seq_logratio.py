@@ -1,6 +1,6 @@
-"""The op `mrl::seq_logratio` sums log-ratios by sequence.
+"""`mrl::seq_logratio`: log-ratios summed over each sequence.
 
-Dimensions: N packed tokens, B packed sequences. The kernel is csrc/policy_loss.h.
+Dimensions: N packed tokens, B packed sequences. The kernel is in csrc/policy_loss.h.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from mrl.kernels import backend
 def seq_logratio(
     logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """f64[B, 2]: sum over loss tokens of logp - old, and their number; the first over the second is
-    the log of GSPO's ratio (arXiv 2507.18071 eq. 7).
+    """Return f64[B, 2]: the sum of `logp - old` over each sequence's loss tokens, and their number.
 
-    Under context parallelism a rank holds a part of each sequence: summed over those ranks, 16 bytes
-    per sequence, this is what `policy_loss(seq_logratio=...)` wants. No gradient flows through it.
+    The result has no gradient. The sum divided by the number is the log of GSPO's ratio (arXiv
+    2507.18071 eq. 7). Under context parallelism each rank has a part of every sequence. The
+    results, summed over these ranks (16 bytes per sequence), are the argument of
+    `policy_loss(seq_logratio=...)`.
 
     Args:
-        logprobs, old_logprobs: f32[N].
+        logprobs: f32[N].
+        old_logprobs: f32[N].
         loss_mask: bool[N] or u8[N].
-        cu_seqlens: i32[B+1], from 0 to N, never decreasing.
+        cu_seqlens: i32[B+1], non-decreasing from 0 to N.
 
     Raises:
         ValueError: names the argument, what was given and what was expected. On GPUs bad values in
-            `cu_seqlens` stop the kernel with an assertion.
+            `cu_seqlens` abort the kernel with an assertion.
     """
     return torch.ops.mrl.seq_logratio(
         logprobs.detach(), old_logprobs.detach(), loss_mask, cu_seqlens

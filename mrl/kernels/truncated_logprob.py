@@ -1,15 +1,18 @@
-"""This module computes log-probs of a truncated distribution: a softmax over the kept tokens of a row.
+"""Log-probs of a truncated distribution: a softmax over the kept tokens of a row.
 
-log p(y) - log sum_{s in S} p(s) = x_y - log sum_{s in S} exp x_s, with x = logit / temperature and S
-the tokens that the engine kept (`mrl.sampling_mask`). The gradient for x_s is g (1[s = y] - p_S(s))
-inside S and 0 elsewhere. The largest logit of S is subtracted from the others before anything is
-rounded, so large logits do not reduce the accuracy.
+    log p(y) - log sum_{s in S} p(s) = x_y - log sum_{s in S} exp x_s
 
-Under tensor parallelism each kept token's logit is on one rank. An all-reduce sum of c x K numbers, to
-which the other ranks contribute zeros, gives every rank all of them, so log-probs are bit-identical on
-any number of ranks.
+Here `x = logit / temperature`, y is the label, and S are the tokens that the engine kept
+(`mrl.sampling_mask`). If g is the gradient of the log-prob, the gradient for x_s is `g (1[s = y] -
+p_S(s))` inside S and 0 elsewhere. The largest logit of S is subtracted from the other logits before
+any rounding, so large logits do not reduce the accuracy.
 
-Dimensions: c rows, K the most kept tokens of a row, V_loc this tensor-parallel rank's columns.
+Under tensor parallelism each kept token's logit is on one rank. An all-reduce of c x K numbers, to
+which the other ranks contribute zeros, gives every rank the logits of all kept tokens. So log-probs
+are bit-identical on any number of ranks.
+
+Dimensions: c rows, K the largest number of kept tokens of a row, V_loc this tensor-parallel rank's
+columns.
 """
 
 from __future__ import annotations
@@ -25,19 +28,24 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class KeptLogits:
-    """The logits of a chunk's kept tokens that this rank has."""
+    """This rank's logits of the kept tokens, for a chunk of rows."""
 
     values: Tensor
-    """f32[c, K]: 0 where another rank has the column, or where there is no token."""
+    """f32[c, K]: the logits; 0 if another rank has the token's column, or if the slot is
+    padding."""
     columns: Tensor
-    """i64[c, K]: of this rank's logits; any column where `here` is false."""
+    """i64[c, K]: the index of each token's column on this rank; arbitrary if `here` is false."""
     here: Tensor
     """bool[c, K]: whether the token's column is on this rank."""
     temperature: float
 
     @staticmethod
     def of(logits: Tensor, kept: Tensor, first_column: int, temperature: float) -> KeptLogits:
-        """Gather them from logits [c, V_loc] for kept i64[c, K], -1 behind a row's tokens."""
+        """Gather the logits of the kept tokens from logits [c, V_loc].
+
+        kept: i64[c, K], the kept tokens of each row, padded with -1. first_column: the token id of
+        this rank's first column.
+        """
         columns = kept - first_column
         here = (kept >= 0) & (columns >= 0) & (columns < logits.shape[1])
         columns = columns.clamp(0, logits.shape[1] - 1)
@@ -49,8 +57,9 @@ class KeptLogits:
     ) -> tuple[Tensor, Tensor]:
         """Return the labels' log-probs f32[c] and the normalisers f32[c, 2]. A collective.
 
-        A normaliser is the largest kept logit, and the log-sum-exp of the kept x relative to that of
-        the largest one. A label that is not among the kept tokens of its row gives NaN.
+        The first normaliser of a row is its largest kept logit. With `x = logit / temperature`, the
+        second is the log-sum-exp of x over the kept tokens, minus the x of the largest kept logit.
+        The log-prob is NaN for a label that is not among the kept tokens of its row.
         """
         values = self.values
         if group is not None and group.size() > 1:
@@ -71,15 +80,18 @@ class KeptLogits:
         normalisers: Tensor,
         grad: Tensor,
     ) -> None:
-        """Add the gradient of the log-probs, of which f32[c] is `grad`, to grad_logits [c, V_loc]."""
+        """Add the gradient with respect to the logits to grad_logits [c, V_loc].
+
+        grad: f32[c], the gradient with respect to the log-probs.
+        """
         top, log_sum = normalisers.unbind(1)
         chosen = (kept == labels.unsqueeze(1)).float()
         p = (self._relative(self.values, top) - log_sum.unsqueeze(1)).exp()
         change = grad.unsqueeze(1) * (chosen - p) / self.temperature
         change = torch.where(self.here, change, 0.0).to(grad_logits.dtype)
-        # A column appears once among those that are here; the others add 0.
+        # Each column on this rank appears once among the kept tokens; all other slots add 0.
         grad_logits.scatter_add_(1, self.columns, change)
 
     def _relative(self, values: Tensor, top: Tensor) -> Tensor:
-        """Return f32[c, K]: the x of logits f32[c, K] minus that of f32[c]."""
+        """Return f32[c, K]: `(values - top) / temperature`."""
         return (values - top.unsqueeze(1)) * (1.0 / self.temperature)

@@ -1,7 +1,7 @@
-"""Log-probs and entropy under vocab-parallel logits: `mrl::vp_logprob_stats`, `..._combine`, `..._bwd`.
+"""Log-probs and entropy of vocab-parallel logits: `mrl::vp_logprob_stats`, `..._combine`, `..._bwd`.
 
-Dimensions: T rows, V vocabulary, V_loc this tensor-parallel rank's slice of it. The kernels are
-csrc/vp_logprob.h.
+Dimensions: T rows, V vocabulary, V_loc this tensor-parallel rank's slice of the vocabulary. The
+kernels are in csrc/vp_logprob.h.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 from mrl.kernels import backend
 
 NUM_TILES = 32
-"""Tiles of the whole vocabulary, where its size allows: bits are equal on up to so many ranks."""
+"""The number of tiles that `tile_size` aims at."""
 TILE_UNIT = 8
-"""Columns: a multiple of it is a multiple of the GPU kernels' 16-byte loads in any dtype."""
+"""Tiles of a multiple of this many columns are aligned to 16-byte loads in any dtype."""
 _TILE_FIELDS = 4
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,31 +33,29 @@ def vp_logprob(
     group: ProcessGroup | None = None,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[labels] and the entropy of that softmax, both differentiable.
+    """Return each label's log-prob under `softmax(logits / temperature)`, and the softmax's entropy.
 
-    Element math is fp32 whatever the logits are: bf16 log-softmax alone can use up GSPO's whole clip
-    range. Nothing of the logits' size is kept for the backward but the logits. One all-gather of 512
-    bytes a row at most unites the ranks; log-probs, entropies and gradients are the same bits on any
-    number of ranks that divides the number of tiles (`tile_size`): 32 where the vocabulary divides by
-    256, 16 for the 151,936 of Qwen3.
+    Both results are f32[T], in nats, and differentiable. The math is in fp32 for any dtype of the
+    logits, because a bf16 log-softmax alone can exceed GSPO's whole clip range. No other tensor as
+    large as the logits is kept for the backward. The ranks exchange at most 512 bytes per row in
+    one all-gather. The vocabulary is reduced in tiles of `tile_size` columns. There are 32 tiles if
+    256 divides V, and 16 for Qwen3's V = 151,936. Results and gradients are bit-identical on any
+    number of ranks that divides the number of tiles.
 
     Args:
-        logits: [T, V_loc], f32, bf16 or f16, rows contiguous; rank r of `group` holds the columns
-            from r * V_loc on.
-        labels: i64[T], 0 to V-1 wherever `mask` is true.
-        mask: bool[T] or u8[T]; rows where it is false are never read: log-prob and entropy 0, and
-            gradient 0. None: every row counts.
-        temperature: above 0; that of sampling, so that the numbers compare with the engine's.
-        group: the tensor-parallel ranks. None: the logits are whole.
-        inplace_backward: write the gradient over the logits. Another backward that needs them
-            afterwards raises, as after any operation in place.
-
-    Returns:
-        (logprobs f32[T], entropy f32[T] in nats).
+        logits: [T, V_loc], f32, bf16 or f16, with contiguous rows; rank r of `group` has the columns
+            that start at r * V_loc.
+        labels: i64[T], 0 to V-1 where `mask` is true.
+        mask: bool[T] or u8[T]. A row where it is false is not read: its log-prob, entropy and gradient
+            are 0. None: all rows are used.
+        temperature: above 0; the sampling temperature, as for the engine's log-probs.
+        group: the tensor-parallel ranks. None: the logits are not sharded.
+        inplace_backward: overwrite the logits with their gradient. A later backward that needs the
+            logits raises, as after any in-place operation.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. On GPUs labels are not
-            checked, which would wait for the device: one outside the vocabulary gives NaN.
+        ValueError: names the argument, what was given and what was expected. Labels are not checked on
+            GPUs, because that would wait for the device: a label outside the vocabulary gives NaN.
     """
     size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     _check(logits, labels, mask)
@@ -85,8 +83,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather f32[T, tiles of a rank, 4] of each rank of `group` into f32[ranks, T, tiles of a
-    rank, 4]."""
+    """Gather every rank's f32[T, tiles per rank, 4] into f32[ranks, T, tiles per rank, 4]."""
     tiles = tiles.unsqueeze(0)
     if group is None or group.size() == 1:
         return tiles
@@ -96,15 +93,20 @@ def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def tile_size(num_columns: int, num_ranks: int) -> int:
-    """Columns per tile, a divisor of V_loc: V / 32, or V / 16 and so on, where that is a multiple of
-    TILE_UNIT; V / 32 or more, without that, where the ranks or the vocabulary do not allow it."""
+    """Return the number of columns of a tile, a divisor of V_loc.
+
+    It is the first of V / 32, V / 16, ..., V that is a multiple of TILE_UNIT and divides V_loc. If
+    there is none, it is the first of them that is an integer and divides V_loc. If there is still
+    none, it is the first of V_loc / 32, V_loc / 16, ..., V_loc that is an integer.
+    """
     size = num_columns * num_ranks
     for unit in (TILE_UNIT, 1):
         if size % unit == 0:
             num_tiles = math.gcd(size // unit, NUM_TILES)
             if num_tiles % num_ranks == 0:
                 return size // num_tiles
-    # Tiles would straddle ranks: right, but with bits of its own.
+    # Tiles of the full vocabulary would straddle ranks, so each rank divides its own columns. The
+    # result is correct, but its bits depend on the number of ranks.
     return num_columns // math.gcd(num_columns, NUM_TILES)
 
 
@@ -174,8 +176,11 @@ def _stats(
     tile: int,
     temperature: float,
 ) -> Tensor:
-    """f32[T, V_loc / tile, 4]: of each tile a shift near its largest x, sum e, sum e (x - shift), and
-    the label's logit where it is inside; x = logit / temperature, e = exp(x - shift)."""
+    """Return four numbers per row and tile, f32[T, V_loc / tile, 4].
+
+    With `x = logit / temperature`, they are a shift near the tile's largest x, the sums of `e =
+    exp(x - shift)` and of `e (x - shift)`, and the label's logit if the label is in the tile.
+    """
     if tile < 1 or logits.shape[-1] % tile or vocab_start % tile:
         raise ValueError(
             f"tile: got {tile}, expected a divisor of V_loc = {logits.shape[-1]} and of "
@@ -227,7 +232,7 @@ def _combine(
     temperature: float,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs, lse, entropy f32[T] from the tiles of all ranks; the logits are here for autograd."""
+    """Return logprobs, lse, entropy, f32[T], from all ranks' tiles. Only autograd needs the logits."""
     _combine_fake(logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward)
     return united(tiles, labels, mask, tile, temperature)
 
@@ -235,8 +240,7 @@ def _combine(
 def united(
     tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unite f32[ranks, T, tiles of a rank, 4] and labels i64[T] into logprobs, lse and entropy f32[T],
-    without autograd."""
+    """Combine tiles f32[ranks, T, tiles per rank, 4] into logprobs, lse and entropy, f32[T] each."""
     logprobs, lse, entropy = (tiles.new_empty(tiles.shape[1]) for _ in range(3))
     backend.run(
         "vp_logprob_combine",
@@ -266,7 +270,8 @@ torch.library.define("mrl::vp_logprob_bwd_", f"(Tensor(a!) logits, {_BWD_SCHEMA}
 
 @torch.library.impl("mrl::vp_logprob_bwd", ("cpu", "cuda"))
 def _bwd(logits: Tensor, *rest: Any) -> Tensor:
-    """d logits = [g (1[label] - p) - g_H p (log p + H)] / temperature, in the logits' dtype."""
+    """Return the logits' gradient `(g (1[label] - p) - g_H p (log p + H)) / temperature`: p is the
+    softmax, H its entropy, g and g_H are the gradients of the log-prob and of the entropy."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _run_bwd(logits, grad, *rest)
     return grad
@@ -326,7 +331,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "vp_logprob: got a backward with create_graph, but has no second gradient"
+            "vp_logprob: got a backward with create_graph, but has no second derivative"
         )
     logits, labels, mask, lse, entropy = ctx.saved_tensors
     if grad_logprobs is None:
@@ -334,7 +339,7 @@ def _backward(
     arguments = (labels, mask, lse, entropy, grad_logprobs, grad_entropy)
     if ctx.inplace:
         torch.ops.mrl.vp_logprob_bwd_(logits, *arguments, ctx.vocab_start, ctx.temperature)
-        # Whoever else has saved the logits, and a second backward, must see that they are gone.
+        # A second backward, or another op that saved the logits, must notice that they are overwritten.
         torch.autograd.graph.increment_version(logits)
         grad = logits
     else:

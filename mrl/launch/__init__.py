@@ -1,9 +1,9 @@
 """`python -m mrl.launch` starts the ranks of a run as torchrun does, and reports how they ended.
 
-It takes torchrun's arguments. Where torchrun ends with a traceback of its own and code 1, this prints
-one block (mrl/run/failure.py) and exits with the code of the rank that failed. Signals go to the ranks.
-With `--max-restarts N` on one node the ranks are started again, at most N times, after a fault that
-another start may survive.
+The arguments are those of torchrun. If a rank fails, torchrun prints its own traceback and exits
+with code 1. mrl.launch instead prints one block of text (mrl/run/failure.py) and exits with the
+code of that rank. mrl.launch also forwards signals to the ranks. With `--max-restarts N` on one
+node, the ranks are started again, at most N times, after a failure that another start may survive.
 """
 
 from __future__ import annotations
@@ -44,25 +44,27 @@ from mrl.system.rendezvous import check_rendezvous
 from mrl.system.scratch import Scratch, sweep
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that the ranks heed: they save, where they can, and end."""
+"""Signals that the ranks handle by saving a checkpoint, if they can, and exiting."""
 ENDS_AT_ONCE = "SIGINT,SIGQUIT"
-"""Signals at which torch ends the ranks; by default it does so at those of FORWARDED, too."""
+"""Signals at which torch ends the ranks. By default, torch would also end the ranks at the
+FORWARDED signals."""
 C10D_PORT = 29400
-"""The port that torch's c10d rendezvous takes where none is given."""
-ALONE_S = 20.0
-"""How long torch may take to come back after the watchdog has killed the ranks."""
+"""The port that torch's c10d rendezvous uses by default."""
+RETURN_S = 20.0
+"""The seconds that torch may take to return after the watchdog has killed the ranks."""
 LEFTOVERS_S = 10.0
-"""How long processes that the ranks started may run on after them, as engines need to clean up."""
-TRIED_AGAIN = {
+"""The seconds for which processes that the ranks started may outlive the ranks. Engines need
+this time to clean up."""
+RESTARTED_CODES = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
-"""What another start may survive."""
+"""Exit codes of failures after which the ranks are started again."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the ranks; the entry point of `python -m mrl.launch`."""
-    for number in FORWARDED:  # while torch is imported, too
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+    for number in FORWARDED:  # before torch is imported, which takes a while
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _forward)
     from torch.distributed.run import parse_args
 
@@ -80,43 +82,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         restarts, args.max_restarts = args.max_restarts, 0
     for start in range(restarts + 1):
         code = _run(args)
-        if code not in TRIED_AGAIN or start == restarts or _come:
+        if code not in RESTARTED_CODES or start == restarts or _forwarded:
             sys.exit(code)
-        print(f"mrl: starts again, {start + 1} of {restarts} restarts", file=sys.stderr, flush=True)
+        text = f"mrl: starting the ranks again, restart {start + 1} of {restarts}"
+        print(text, file=sys.stderr, flush=True)
 
 
-_come: list[int] = []
-"""Signals that came: what was told to end is not started again."""
+_forwarded: list[int] = []
+"""The signals that were forwarded to the ranks. After any such signal the ranks are not started
+again."""
 
 
 def _run(args: Any) -> int:
-    """Start the ranks once; return the exit code."""
+    """Start the ranks once, wait for them, and return the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
-    sweep()  # of launchers and engines that were killed
+    sweep()  # removes files that killed launchers and engines have left
     scratch = Scratch("launch")
     folder = scratch.path
     os.environ[LAUNCH_FOLDER] = str(folder)
-    # torch would leave an empty folder of its own in the temporary directory at every start
+    # Without a log folder, torch would leave an empty one in the temporary directory at every start.
     logs = args.log_dir or str(folder)
     killed = read_oom_kills()
     watch = LauncherWatchdog(folder, has_watchdog=_has_watchdog(args))
     threading.Thread(target=watch.run, daemon=True).start()
     if not _is_one_node(args):
-        threading.Thread(target=_leave_alone, args=(scratch,), daemon=True).start()
+        threading.Thread(target=_exit_without_others, args=(scratch,), daemon=True).start()
     try:
         run(argparse.Namespace(**{**vars(args), "log_dir": logs}))
     except ChildFailedError as error:
         return _report(error, folder, killed, watch.failure)
     except SignalException as error:
         return 128 + error.sigval
-    except (RendezvousError, DistError) as error:  # a node did not come, or the port is taken
+    except (RendezvousError, DistError) as error:  # a node is missing, or the port is taken
         reason = str(error.__cause__ or error).splitlines()[0]
-        print(f"mrl: the ranks could not meet: {reason}", file=sys.stderr, flush=True)
+        print(f"mrl: the nodes could not connect: {reason}", file=sys.stderr, flush=True)
         return ExitCode.LOST_RANK
     finally:
         kill_by_variable(LAUNCH_FOLDER, str(folder), LEFTOVERS_S)
@@ -130,29 +134,32 @@ def _is_one_node(args: Any) -> bool:
 
 
 def _has_watchdog(args: Any) -> bool:
-    """Whether the ranks run `mrl train` or `mrl serve`, which start the watchdog."""
+    """Return whether the ranks run `mrl train` or `mrl serve`, which start the watchdog."""
     is_mrl = args.module and args.training_script == "mrl"
     return is_mrl and args.training_script_args[:1] in (["train"], ["serve"])
 
 
-def _leave_alone(scratch: Scratch) -> None:
-    """End this process where the watchdog has killed the ranks and torch does not come back: it then
-    waits for the store of the first node, which may be out of reach."""
+def _exit_without_others(scratch: Scratch) -> None:
+    """Exit this process if torch does not return after the watchdog has killed the ranks.
+
+    In this case torch waits for the store on the first node, which may be unreachable.
+    """
     ended = scratch.path / ENDED_FILE
     while not ended.exists():
         if not scratch.path.exists():
-            return  # the start is over
+            return  # `_run` has ended
         time.sleep(1)
     code = int(_text(ended))
-    time.sleep(ALONE_S)
+    time.sleep(RETURN_S)
     if scratch.path.exists():
-        print("mrl: the other nodes do not answer: leaves alone", file=sys.stderr, flush=True)
+        text = "mrl: the other nodes do not answer; exiting without them"
+        print(text, file=sys.stderr, flush=True)
         scratch.remove()
         os._exit(code)
 
 
 def _check_flags(args: Any) -> None:
-    """Raise InputError where torch would end with a traceback for what a flag says."""
+    """Raise InputError for a flag whose value torch would refuse with a traceback."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
@@ -171,13 +178,13 @@ def _check_flags(args: Any) -> None:
 
 
 def _check_endpoint(args: Any) -> None:
-    """Raise InputError where another program holds the port at which the nodes are to meet."""
+    """Raise InputError if another program listens on the port of the rendezvous."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import get_rdzv_endpoint
 
     is_static = args.rdzv_backend == "static"
     if args.standalone or (is_static and not args.rdzv_endpoint and args.master_port is None):
-        return  # torch takes a free port
+        return  # torch chooses a free port
     if is_static or args.rdzv_backend == "c10d":
         host, port = parse_rendezvous_endpoint(get_rdzv_endpoint(args), C10D_PORT)
         if port > 0:
@@ -185,16 +192,17 @@ def _check_endpoint(args: Any) -> None:
 
 
 def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) -> int:
-    """Print the block of what ended the ranks, where that was a failure; return its code.
+    """Return the exit code of the launcher, and print a report if the ranks ended because of a failure.
 
-    `killed`: the kernel's counters when the ranks were started. `hung`: the failure of a rank that was
-    killed because it hung while starting.
+    `error` is torch's ChildFailedError. `killed` has the kernel's counters of OOM kills from before
+    the ranks were started. `hung` is the failure of a rank that was killed because it hung while
+    starting; None without such a rank.
     """
-    if (folder / SAVED_FILE).exists():  # whichever rank torch then counts as first
+    if (folder / SAVED_FILE).exists():  # whichever rank torch reports as the first
         return ExitCode.SAVED
     number, first = _first(error)
     if (folder / OVER_FILE).exists() and first.exitcode == -signal.SIGKILL:
-        return ExitCode.DONE  # the run was done; a rank that did not end was killed afterwards
+        return ExitCode.DONE  # the run was done, and a rank that did not exit was killed
     run = _text(folder / RUN_FILE)
     if first.exitcode in (
         ExitCode.BAD_INPUT, ExitCode.SAVED, ExitCode.INTERRUPTED,
@@ -214,14 +222,18 @@ def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) ->
         if run:
             with suppress(OSError):
                 found = write_failure(run, lost)
-    if found is None:  # not a run, or it had not begun: it has printed why
+    if found is None:  # no run, or one that had not begun: the rank has printed the reason
         return first.exitcode
     print_failure(dataclasses.replace(found, command=found.command or _text(folder / COMMAND_FILE)))
     return found.exit_code
 
 
 def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Failure:
-    """Return the failure of a rank that the signal `name` killed; `found`: the recorded failure."""
+    """Return the failure of a rank that was killed by the signal `name`.
+
+    `before` has the kernel's counters of OOM kills from before the ranks were started. `found` is
+    the record in the run folder; None without a record.
+    """
     cause, is_memory = "", False
     if name == "SIGKILL":
         cause, is_memory = read_oom_kills().since(before)
@@ -238,10 +250,10 @@ def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Fa
 
 
 def _first(error: Any) -> tuple[int, Any]:
-    """Return (rank, failure) of what ended the ranks.
+    """Return the number of the rank that made torch end the other ranks, and its failure.
 
-    torch ends the others with SIGTERM and may count them as first. A rank that saved and left
-    stands for all of them.
+    torch ends the other ranks with SIGTERM, and may report one of them as the first to fail. A rank
+    that has exited after saving a checkpoint takes precedence.
     """
     saved = [(n, f) for n, f in error.failures.items() if f.exitcode == ExitCode.SAVED]
     own = [(n, f) for n, f in error.failures.items() if f.exitcode != -signal.SIGTERM]
@@ -251,13 +263,17 @@ def _first(error: Any) -> tuple[int, Any]:
 
 
 def _own_command() -> list[str]:
-    """Return how this process was started, for ranks that die before they know their run."""
+    """Return the command line of this process.
+
+    The command is reported if a rank dies before any rank has written the command that continues
+    the run.
+    """
     return ["python", *sys.orig_argv[1:]]
 
 
 def _forward(number: int, frame: Any) -> None:
-    """Give a signal to the ranks."""
-    _come.append(number)
+    """Forward a signal to the ranks."""
+    _forwarded.append(number)
     for pid in children():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -270,7 +286,7 @@ def _text(file: Path) -> str:
 
 
 def _silence() -> None:
-    """Leave out torchrun's own lines on ranks that failed, unless LOGLEVEL asks for them."""
+    """Suppress torchrun's own messages about failed ranks, unless LOGLEVEL is set."""
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):

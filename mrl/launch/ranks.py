@@ -1,7 +1,8 @@
-"""The launcher's own watchdog, for the times in which the run's watchdog does not watch the ranks:
-before it has started, and once a rank has ended.
+"""The launcher's watchdog, for the times in which the run's own watchdog does not check the ranks.
 
-torch waits for its ranks without a limit, even if they are stopped or hang while they import.
+These are the time before the run's watchdog has started, and the time after the first rank has
+ended. The launcher's watchdog is needed because torch waits for its ranks without a limit, even if
+they are stopped (SIGSTOP) or hang while they import modules.
 """
 
 from __future__ import annotations
@@ -22,32 +23,38 @@ from mrl.system.proc import is_running, is_stopped, stat_of
 
 CHECK_EVERY_S = 1.0
 STOPPED_S = 60.0
-"""How long a rank may be stopped."""
+"""The seconds that a rank may be stopped (SIGSTOP) before it is killed."""
 IDLE_S = 600.0
-"""How long a rank may neither compute nor read until it waits for the other ranks."""
+"""The seconds that a starting rank may make no progress before it is killed. The limit no longer
+applies once the rank has reached the other ranks."""
 CPU_S, BYTES = 1.0, 1 << 16
-"""The CPU time and the bytes that count as progress; a thread that polls uses less."""
+"""A starting rank makes progress when it has used this many CPU seconds, or read this many bytes,
+since its last progress. A thread that only polls does not reach these numbers within IDLE_S."""
 
 
 class _Work(NamedTuple):
-    """The CPU time and the bytes read of a process since its start."""
+    """The CPU time that a process has used and the bytes that it has read since its start."""
 
     cpu_s: float
     num_bytes: int
 
 
 class LauncherWatchdog:
-    """Checks the ranks of a launcher, and kills one for which the others would wait for ever."""
+    """Checks the ranks of a launcher, and kills a rank for which the others would wait forever."""
 
     def __init__(self, folder: Path, *, has_watchdog: bool) -> None:
-        """`folder`: that of the launcher. `has_watchdog`: whether the ranks run a command that starts
-        the watchdog; with other commands an idle rank is not an error."""
+        """Set up a watchdog without starting it.
+
+        `folder` is the launcher's folder. `has_watchdog` tells whether the ranks run a command that
+        starts the run's watchdog. With other commands, a rank may be idle for any time.
+        """
         self._folder, self._has_watchdog = folder, has_watchdog
         self._known: set[int] = set()
         self._stopped_s: dict[int, float] = {}
         self._idle: dict[int, tuple[_Work, float]] = {}
         self.failure: Failure | None = None
-        """The failure of the rank that was killed before the watchdog had started."""
+        """The failure of a rank that was killed before the run's watchdog had started; None if there
+        is no such rank."""
 
     def run(self) -> None:
         """Check until the launcher has removed its folder."""
@@ -56,8 +63,11 @@ class LauncherWatchdog:
             self.check()
 
     def check(self) -> None:
-        """Check once. At least `CHECK_EVERY_S` passed since the last check; a longer pause, in which
-        this process itself was stopped, counts as that much."""
+        """Check the ranks once, and kill a rank that has been stopped or idle for too long.
+
+        Every call counts as `CHECK_EVERY_S` seconds, even if more time has passed because this
+        process itself was stopped.
+        """
         self._known.update(children())
         alive = {pid for pid in self._known if is_running(pid)}
         have_ended = len(alive) < len(self._known)
@@ -78,8 +88,10 @@ class LauncherWatchdog:
                 self._end(pid, "neither computes nor reads", idle_s, "a hanging file system")
 
     def _end(self, pid: int, how: str, since_s: float, cause: str) -> None:
-        """Kill a rank that hangs while it starts; torch then ends the others. If several hang, the
-        report names the first."""
+        """Kill a rank that hangs while it starts. torch then ends the other ranks.
+
+        If several ranks hang, `failure` describes only the first.
+        """
         number = rank_of(pid)
         if self.failure is None:
             self.failure = Failure(
@@ -95,8 +107,11 @@ class LauncherWatchdog:
             os.kill(pid, signal.SIGKILL)
 
     def _end_last(self, pid: int) -> None:
-        """Kill a rank that is stopped after another one has ended normally; if one has failed, torch
-        kills the others itself."""
+        """Kill a rank that has been suspended (SIGSTOP) for too long after another rank has ended.
+
+        That other rank must have ended normally, because if a rank fails, torch itself kills all
+        ranks.
+        """
         text = f"mrl: process {pid} has been stopped (SIGSTOP) for {STOPPED_S:g} s"
         print(f"{text}, and other ranks have ended: killing it", file=sys.stderr, flush=True)
         with suppress(OSError):
@@ -104,19 +119,22 @@ class LauncherWatchdog:
             os.kill(pid, signal.SIGKILL)
 
     def _idle_s(self, pid: int) -> float:
-        """Return how long a rank has done nothing; 0 once it waits for the others, or is stopped."""
+        """Return for how many seconds a rank has neither computed nor read.
+
+        Returns 0 if the rank has reached the other ranks, or if it is stopped.
+        """
         if self._stopped_s[pid] or (self._folder / arrived_file(rank_of(pid) or 0)).exists():
             self._idle.pop(pid, None)
             return 0.0
         work = _work_of(pid)
         before, idle_s = self._idle.get(pid, (work, 0.0))
-        goes_on = work.cpu_s - before.cpu_s >= CPU_S or work.num_bytes - before.num_bytes >= BYTES
-        self._idle[pid] = (work, 0.0) if goes_on else (before, idle_s + CHECK_EVERY_S)
+        is_active = work.cpu_s - before.cpu_s >= CPU_S or work.num_bytes - before.num_bytes >= BYTES
+        self._idle[pid] = (work, 0.0) if is_active else (before, idle_s + CHECK_EVERY_S)
         return self._idle[pid][1]
 
 
 def children() -> list[int]:
-    """Return the processes that this one started: the ranks of a launcher."""
+    """Return the pids of the child processes of this process. For a launcher, these are its ranks."""
     found = []
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
@@ -125,7 +143,7 @@ def children() -> list[int]:
 
 
 def rank_of(pid: int) -> int | None:
-    """Return the rank of a process from its environment; None if that cannot be read."""
+    """Return the value of RANK in the environment of a process; None if it cannot be read."""
     with suppress(OSError, ValueError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"RANK="):
@@ -134,7 +152,10 @@ def rank_of(pid: int) -> int | None:
 
 
 def _work_of(pid: int) -> _Work:
-    """Return the work of a process; of mapped files, the pages that it had to read count."""
+    """Return the CPU time of a process and the number of bytes that it has read.
+
+    Pages of mapped files count if they were read from the disk.
+    """
     stat, num_bytes = stat_of(pid), 0
     with suppress(OSError, ValueError):
         counts = dict(x.split(": ") for x in Path(f"/proc/{pid}/io").read_text().splitlines())

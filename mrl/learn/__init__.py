@@ -1,1 +1,1 @@
-"""This room makes new weights from scored groups: advantages, batches, log-probs, guards, updates."""
+"""Train on scored groups: advantages, micro-batches, passes before the update, guards and updates."""

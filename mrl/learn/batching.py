@@ -1,4 +1,8 @@
-"""This module makes a rank's batches from scored groups: mini-batches, weights, routes, packing."""
+"""Pack this rank's share of a step's samples into the micro-batches of each optimizer step.
+
+Every rank decides in the same way which rank trains which sample, and then fetches the tokens and
+routes of its own samples.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,30 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from moe.align import pack_traces, with_native_rows
-from moe.provenance import stale_rows, without_stale_tokens
+from moe.align import routes_of_traces, with_native_rows
+from moe.provenance import without_stale_tokens
 from mrl.algorithms.base import SequenceWeights
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 from mrl.learn.advantages import with_advantages
-from mrl.types import PackedRoutes, Sample, SampleGroup, TrainBatch
+from mrl.types import Sample, TokenRoutes, TrainBatch
+from parallel.dims import round_up
 from parallel.mesh import Mesh
-from parallel.packing import WeightedSample, assign_micro_batches, pack, round_up
+from parallel.packing import WeightedSample, assign_micro_batches, pack
 
 _PUBLISHED = AlgorithmConfig()
+PerPrompt = TypeVar("PerPrompt")
 
 
-def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleGroup]]:
-    """Split consecutive groups into `parts` mini-batches of the same number of prompts.
+def split_evenly(groups: Sequence[PerPrompt], parts: int) -> list[list[PerPrompt]]:
+    """Split a list with one item per prompt into `parts` consecutive mini-batches of equal size.
 
-    Raises InputError, with the arithmetic, where they do not divide: nothing is dropped.
+    Raises InputError if the number of prompts is 0 or not a multiple of `parts`.
     """
     size, remaining = divmod(len(groups), parts)
     if remaining or not size:
@@ -37,33 +44,35 @@ def split_evenly(groups: Sequence[SampleGroup], parts: int) -> list[list[SampleG
     return [list(groups[i * size : (i + 1) * size]) for i in range(parts)]
 
 
-RouteSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, PackedRoutes]]
-"""(samples of a step, numbers of those that each data-parallel rank trains) -> by the number of a
-sample of this rank, the routes of this rank's layers. Samples without routes are left out."""
+RouteSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, TokenRoutes]]
+"""A function of the samples of a step and, for each data-parallel rank, the numbers of the
+samples that the rank trains. It returns the routes of this rank's samples in this rank's layers,
+by sample number. Samples without routes are left out."""
 
 
 TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
-"""A `RouteSource` for tokens: by their numbers, the samples of this rank with all their tokens."""
+"""A function of the same arguments as a `RouteSource`. It returns this rank's samples with their
+tokens, by sample number."""
 
 
 def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
-    """Serve as the TokenSource where every rank holds all samples."""
+    """Return all samples by number. A `TokenSource` for ranks that hold the tokens of every sample."""
     return dict(enumerate(samples))
 
 
 def held_routes(
     samples: Sequence[Sample], shares: Sequence[Collection[int]]
-) -> dict[int, PackedRoutes]:
-    """Serve as the RouteSource where every rank holds all samples whole, or none has routes.
+) -> dict[int, TokenRoutes]:
+    """Return the routes of all samples in `shares`, in all layers; {} if no sample has routes.
 
-    The routes are those of all layers.
+    A `RouteSource` for ranks that hold the routes of every sample and have all layers.
     """
     numbers = sorted(i for share in shares for i in share)
     traces = {i: trace for i in numbers if (trace := samples[i].routing) is not None}
     if not traces:
         return {}
     layers = next(iter(traces.values())).layer_numbers
-    return dict(zip(traces, pack_traces(list(traces.values()), layers), strict=True))
+    return dict(zip(traces, routes_of_traces(list(traces.values()), layers), strict=True))
 
 
 def make_train_batches(
@@ -74,27 +83,25 @@ def make_train_batches(
     routes: RouteSource | None = held_routes,
     tokens: TokenSource = held_tokens,
     *,
-    drops_stale: bool = True,
+    stale: Sequence[Tensor | None] = (),
     config: AlgorithmConfig = _PUBLISHED,
     max_response_len: int = 0,
     version: int | None = None,
 ) -> list[TrainBatch]:
-    """Pack this rank's share of each mini-batch (samples, shaped rewards) of a step.
+    """Pack this rank's share of each mini-batch of a step.
 
-    Advantages are None: `mrl.learn.advantages` computes them from what is packed here.
+    parts: for each mini-batch, the samples of all ranks and their shaped rewards. Samples that
+    other ranks train need only their lengths and loss masks. routes: the function that fetches the
+    routes to replay or compare; None without routes. tokens: the function that fetches the tokens
+    of this rank's samples. If one of these functions communicates, this call is a collective.
+    stale: bool[T-1] for each sample of the step, true for route rows that are not replayed (see
+    `moe.provenance`); the caller must already have removed their tokens from the loss. config,
+    max_response_len: arguments of `algorithm.sequence_weights`. version: the version of the weights
+    before the update.
 
-    `config`, `max_response_len`: what `algorithm.sequence_weights` wants to know of the recipe.
-    `version`: of the weights before the update.
-
-    `routes`: where those to be replayed or compared come from; None for neither. Rows that other
-    weights chose than their tokens were sampled with are not among them, and their tokens leave the
-    loss if `drops_stale`: a replay would have to do without those rows.
-
-    `tokens`: where the tokens of this rank's samples come from; of the others their lengths and loss
-    masks are enough.
-
-    Micro-batches may run in one pass whatever mini-batch they belong to, so where they have to be of
-    one length, they all are.
+    The micro-batches have no advantages; `mrl.learn.advantages` adds them. If the layout requires
+    micro-batches of equal length, the micro-batches of all mini-batches get the same length,
+    because one pass may run them together.
     """
     dims = mesh.dims
     assignments = [_assign(samples, mesh, micro_batch_tokens) for samples, _ in parts]
@@ -104,13 +111,12 @@ def make_train_batches(
         for share in shares
         for members in share
     )
-    drops = drops_stale and routes is not None
     of_parts = [samples for samples, _ in parts]
-    fetched = _fetch_routes(of_parts, assignments, routes)
+    fetched = _fetch_routes(of_parts, assignments, routes, stale)
     whole = _fetch_tokens(of_parts, assignments, mesh.dp_rank, tokens)
     return [
         _pack_share(
-            [without_stale_tokens(sample) for sample in samples] if drops else samples,
+            samples,
             rewards,
             partial(_weights, algorithm, config, max_response_len),
             mesh,
@@ -135,13 +141,16 @@ def make_train_batch(
     micro_batch_tokens: int,
     config: AlgorithmConfig = _PUBLISHED,
 ) -> TrainBatch:
-    """Pack this rank's share of one optimizer step over `samples` of all ranks with given advantages.
+    """Pack this rank's share of one optimizer step with given advantages.
 
-    They stand in for the rewards, too. Every rank assigns the samples alike, so the normalisers are
-    global before anything is split.
+    samples: the samples of all ranks, with tokens and routes. advantages: one number per sample,
+    which also serves as the sample's reward. Stale route rows are not replayed, and their tokens
+    are removed from the loss.
     """
-    parts = [(samples, advantages)]
-    (batch,) = make_train_batches(parts, algorithm, mesh, micro_batch_tokens, config=config)
+    kept, stale = without_stale_tokens(samples)
+    (batch,) = make_train_batches(
+        [(kept, advantages)], algorithm, mesh, micro_batch_tokens, stale=stale, config=config
+    )
     filled = with_advantages(batch.micro_batches, torch.tensor(advantages, dtype=torch.float32))
     return dataclasses.replace(batch, micro_batches=filled)
 
@@ -150,17 +159,21 @@ def _fetch_routes(
     parts: Sequence[Sequence[Sample]],
     assignments: Sequence[list[list[list[int]]]],
     source: RouteSource | None,
-) -> list[dict[int, PackedRoutes]]:
-    """Fetch the routes of every mini-batch, by sample, in one exchange; stale rows are native."""
+    stale: Sequence[Tensor | None],
+) -> list[dict[int, TokenRoutes]]:
+    """Fetch the routes of all mini-batches in one exchange, without the stale rows.
+
+    A stale row becomes a native row, in which the trainer's router chooses the experts. Returns the
+    routes of each mini-batch, by the number of the sample in its mini-batch.
+    """
     if source is None:
         return [{} for _ in parts]
     samples = [sample for part in parts for sample in part]
     firsts = _first_ids(parts)
     routes = dict(source(samples, _shares(parts, assignments)))
-    for i, own in routes.items():
-        stale = stale_rows(samples[i])
-        if stale is not None:
-            routes[i] = with_native_rows(own, stale)
+    for i, rows in enumerate(stale):
+        if rows is not None and i in routes:
+            routes[i] = with_native_rows(routes[i], rows)
     return [
         {i - first: routes[i] for i in range(first, first + len(part)) if i in routes}
         for first, part in zip(firsts, parts, strict=True)
@@ -173,7 +186,10 @@ def _fetch_tokens(
     dp_rank: int,
     source: TokenSource,
 ) -> list[list[Sample]]:
-    """The mini-batches with this rank's own samples whole, in one exchange."""
+    """Fetch the tokens of this rank's samples in one exchange.
+
+    Returns all samples of each mini-batch. The samples that other ranks train are unchanged.
+    """
     samples = [sample for part in parts for sample in part]
     shares = _shares(parts, assignments)
     whole = source(samples, shares)
@@ -186,7 +202,10 @@ def _fetch_tokens(
 def _shares(
     parts: Sequence[Sequence[Any]], assignments: Sequence[list[list[list[int]]]]
 ) -> list[set[int]]:
-    """Return by data-parallel rank the numbers in the step of the samples that it trains."""
+    """Return, for each data-parallel rank, the numbers of the samples that the rank trains.
+
+    A sample's number is its index in the step.
+    """
     firsts = _first_ids(parts)
     return [
         {
@@ -200,7 +219,7 @@ def _shares(
 
 
 def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
-    """The number in the step of each mini-batch's first sample."""
+    """Return, for each mini-batch, the index in the step of its first sample."""
     sizes = [len(part) for part in parts]
     return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
@@ -208,6 +227,10 @@ def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
 def _assign(
     samples: Sequence[Sample], mesh: Mesh, micro_batch_tokens: int
 ) -> list[list[list[int]]]:
+    """Assign the samples of a mini-batch to ranks and micro-batches.
+
+    Returns the sample numbers of each micro-batch of each data-parallel rank.
+    """
     dims = mesh.dims
     return assign_micro_batches(
         [round_up(len(s.token_ids), dims.sequence_multiple) for s in samples],
@@ -223,7 +246,7 @@ def _pack_share(
     weights_of: Callable[[Sequence[Sample], Sequence[float]], _Weights],
     mesh: Mesh,
     share: list[list[int]],
-    routes: Mapping[int, PackedRoutes],
+    routes: Mapping[int, TokenRoutes],
     first_id: int,
     min_tokens: int,
     version: int | None,
@@ -252,7 +275,7 @@ def _pack_share(
 
 
 class _Weights(NamedTuple):
-    """The loss weights of an optimizer step's samples, and the counts that they were divided by."""
+    """The loss weights of an optimizer step's samples, and the counts that normalise them."""
 
     loss: list[float]
     nll: Sequence[float | None]

@@ -1,9 +1,12 @@
-"""Guards check an update between the backward pass and the optimizer, while the weights are untouched.
+"""Check an update between the backward pass and the optimizer step, before any weight changes.
 
-They look for log-probs, losses and gradients that are not finite, by sample. They check that the ratio
-is one: before the first update of a rollout the policy is the one that gave `old_logprobs`, so both
-passes of the trainer must agree. And they measure how much of a narrow clip range (GSPO: 3e-4) is noise
-already. With `guards.min_ess` they measure the effective sample size of the importance weights.
+A guard looks for samples whose log-probs, losses or gradients are not finite. In the first update
+of a rollout, the policy still has the weights that computed `old_logprobs`, so the ratio should be
+1. The guard measures how far it is from 1. In the first update after a start, too large a difference
+ends the run (`guards.ratio_tolerance`).
+For algorithms with a narrow clip range (GSPO: 3e-4) the guard measures the share of the range that
+numerical noise takes. With `guards.min_ess` it measures the effective sample size of the importance
+weights.
 
 N packed tokens of a micro-batch, B its sequences.
 """
@@ -18,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.algorithms.base import Algorithm, either, traits
+from mrl.algorithms.base import Algorithm, or_default, traits
 from mrl.config import AlgorithmConfig, GuardConfig
 from mrl.diagnosis.mismatch import effective_size
 from mrl.errors import NotFinite, RunFailed
 from mrl.kernels import seq_logratio
 from mrl.system.histogram import log_histogram
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Quantiles, Statistics
-from parallel.backward_watch import named
 from parallel.forward import LossFunction
+from parallel.layer_hooks import named
 from parallel.reduce import merge, reduce_statistics
 
 QUANTILE = "guard/ratio_error_quantile"
@@ -38,34 +41,41 @@ class LowEss(RunFailed):
 
 @dataclass
 class UpdateGuard:
-    """A guard watches one optimizer step of one rank: `watch` its loss, then `check`, a collective."""
+    """A guard of one optimizer step on one rank.
+
+    Wrap the loss of the step with `watch`, and call `check` after the backward pass.
+    """
 
     step: int
     same_weights: bool
-    """Whether `old_logprobs` are of the present weights: then the drift of both passes is measured."""
+    """Whether `old_logprobs` come from the current weights. If so, the guard measures the
+    difference between `old_logprobs` and the log-probs of this step."""
     clip: float | None
-    """The narrower side of a sequence ratio's range, where the algorithm has one."""
+    """The narrower side of the clip range of a sequence ratio; None without such a range."""
     quantile: float = 1.0
-    """`guards.ratio_quantile`: the share of the tokens whose drift is judged."""
+    """`guards.ratio_quantile`: the quantile of the tokens' `|logp - old|` that `drift` returns."""
     judge: Callable[[dict[str, float]], None] | None = None
-    """Gets `guard/*` over all ranks before the first update of a start, and may raise."""
+    """Called by `check` with the metrics `guard/*` over all ranks; it may raise. None if the
+    first update after a start has already been taken."""
     what: str = "log-probs"
-    """What the loss is given."""
+    """The name, in messages, of the tensor from which the loss is computed."""
     rows: Sequence[str] | None = None
-    """What names the samples where they are not of a rollout."""
+    """The names of the samples in messages, if they are not from a rollout; None for samples of
+    a rollout."""
     min_ess: float | None = None
-    """`guards.min_ess`; None where the importance weights are not measured."""
+    """`guards.min_ess`; None if the effective sample size is not measured."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """`guard/*` over all ranks, after `check`."""
+    """The metrics `guard/*` over all ranks, set by `check`."""
     ess: float | None = None
-    """The effective sample size over all ranks, after `check`."""
+    """The effective sample size over all ranks as a share of the loss tokens, set by `check`;
+    None without `min_ess`."""
     _bad: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
-    """(what, i64[B] sample ids, bool[B])."""
+    """Tuples (name of the tensor, sample ids i64[B], bool[B] of samples that are not finite)."""
     _drift: list[Statistics] = field(default_factory=list)
     _weights: list[Statistics] = field(default_factory=list)
 
     def watch(self, loss: LossFunction) -> LossFunction:
-        """Return `loss` with its inputs, result and gradient observed."""
+        """Return `loss`, wrapped so that the guard observes its inputs, its result and its gradient."""
 
         def watched(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
             output = loss(logprobs, batch)
@@ -83,8 +93,11 @@ class UpdateGuard:
         return watched
 
     def check(self) -> None:
-        """Raises NotFinite, on every rank, where a sample of any rank is not finite, and LowEss where
-        the effective sample size is below `min_ess`."""
+        """Judge what was observed. A collective.
+
+        Raises, on every rank, NotFinite if a sample of any rank is not finite, LowEss if the effective
+        sample size is below `min_ess`, and whatever `judge` raises.
+        """
         found = [
             (what, number)
             for what, ids, bad in self._bad
@@ -107,16 +120,18 @@ class UpdateGuard:
 def raise_not_finite(
     step: int, found: Sequence[tuple[str, int]], rows: Sequence[str] | None = None
 ) -> None:
-    """Raise NotFinite on every rank where any rank has `found` (what, sample id). A collective.
+    """Raise NotFinite on every rank if `found` is not empty on any rank. A collective.
 
-    `rows`: what names the samples, in place of their place in the rollouts of `step`.
+    found: pairs (name of a tensor, id of a sample in which the tensor is not finite). rows: names
+    of the samples for the message; by default, samples are named by their numbers in the rollouts
+    of `step`.
     """
     everyone: list[Sequence[tuple[str, int]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, sorted(set(found)))
     bad = sorted({pair for part in everyone for pair in part})
     if not bad:
         return
-    # A loss is one number for its micro-batch: named only where nothing finer is known.
+    # A loss is one number for its micro-batch, so it is reported only if nothing names the samples.
     finer = [pair for pair in bad if pair[0] != "losses"] or bad
     kinds = ", ".join(dict.fromkeys(what for what, _ in finer))
     ids = sorted({number for _, number in finer})
@@ -129,7 +144,7 @@ def raise_not_finite(
 
 
 def not_finite(values: Tensor, batch: MicroBatch) -> Tensor:
-    """bool[B]: sequences with a loss token where f[N] is NaN or infinite."""
+    """Return bool[B]: whether a sequence has a loss token with a NaN or infinity in `values`, f[N]."""
     lengths = batch.cu_seqlens.diff().long()
     bad = (~values.isfinite() & batch.loss_mask).int()
     sequence = torch.arange(len(lengths), device=bad.device).repeat_interleave(
@@ -145,16 +160,17 @@ def not_finite(values: Tensor, batch: MicroBatch) -> Tensor:
 def drift(
     logprobs: Tensor, batch: MicroBatch, clip: float | None, quantile: float = 1.0
 ) -> Statistics:
-    """Measure how far two passes over the same weights are apart.
+    """Measure the differences between two passes with the same weights.
 
-    `guard/ratio_error` is the largest |logp - old| of a token, `guard/ratio_error_quantile` what a
-    share `quantile` of all tokens does not exceed (to 2.2%; NaN counts as the largest). With `clip`,
-    `guard/clip_budget` is the mean over sequences of |mean_t(logp - old)| / clip, and
-    `guard/clip_budget_rollout` that of old - rollout: what the engine's gap would take if its log-probs
-    stood in for the old ones.
+    `guard/ratio_error` is the largest `|logp - old|` of a token, and `guard/ratio_error_quantile`
+    is its `quantile` over all loss tokens (accurate to 2.2%; NaN counts as the largest). With
+    `clip`, `guard/clip_budget` is the mean over sequences of `|mean_t(logp - old)| / clip`, and
+    `guard/clip_budget_rollout` is the mean of `|mean_t(old - rollout)| / clip`. The latter is the
+    share of the clip range that the mismatch with the engine would take if the engine's log-probs
+    served as the old log-probs.
     """
     assert batch.old_logprobs is not None
-    # No indexing by a mask, which would wait for the device.
+    # Indexing by a mask would make the host wait for the device.
     apart = torch.where(batch.loss_mask, (logprobs - batch.old_logprobs).abs(), 0.0)
     stats: Statistics = {
         "guard/ratio_error": Max(apart.max()),
@@ -175,7 +191,10 @@ def drift(
 
 
 def importance_weights(logprobs: Tensor, batch: MicroBatch) -> Statistics:
-    """Return the mean and the mean square of exp(logp - rollout) over the loss tokens, by name."""
+    """Return the statistics `w` and `w2`, the means of w and w^2 over the loss tokens.
+
+    The weight of a token is `w = exp(logp - rollout)`, from its current and its rollout log-prob.
+    """
     apart = logprobs.double() - batch.rollout_logprobs.double()
     weights = torch.where(batch.loss_mask, apart.exp(), 0.0)
     count = batch.loss_mask.sum()
@@ -183,7 +202,7 @@ def importance_weights(logprobs: Tensor, batch: MicroBatch) -> Statistics:
 
 
 def _effective_size(weights: list[Statistics]) -> float:
-    """Return the effective sample size over all ranks, as a share of the tokens. A collective."""
+    """Return the effective sample size over all ranks as a share of the loss tokens. A collective."""
     moments = reduce_statistics(merge(weights))
     return effective_size(moments["w"], moments["w2"])
 
@@ -191,12 +210,15 @@ def _effective_size(weights: list[Statistics]) -> float:
 def check_first_update(
     metrics: dict[str, float], config: GuardConfig, dtype: torch.dtype, warn: Callable[[str], None]
 ) -> None:
-    """Judge the drift of the first step after a start.
+    """Judge, in the first update after a start, how much two passes with the same weights differ.
 
-    A high quantile of the tokens is judged, not the largest: kernels that add in no fixed order, as
-    some of a GPU do, can throw a single token far off where two experts are nearly a tie, while a fault
-    (routes that are replayed in one pass only, dropout) shifts many. Raises RunFailed where the ratio
-    is not 1, or not finite in any token; `warn(text)` where the clip budget is used up.
+    metrics: the metrics of `drift` over all ranks. A high quantile of the differences is judged
+    instead of the largest difference, for the following reason. GPU kernels that add in no fixed
+    order can change a single token a lot if two experts are nearly tied for it. A fault, such as
+    dropout or routes that only one pass replays, changes many tokens.
+
+    Raises RunFailed if that quantile is above `guards.ratio_tolerance`, or if any difference is not
+    finite. Calls `warn(text)` if `guard/clip_budget` is above `guards.clip_budget`.
     """
     tolerance = config.ratio_tolerance or (1e-4 if dtype == torch.float32 else 0.1)
     largest = metrics.get("guard/ratio_error", 0.0)
@@ -222,9 +244,10 @@ def check_first_update(
 def check_finite(
     step: int, what: str, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]
 ) -> None:
-    """Raise NotFinite where f32[N] outputs of a pass are not finite in a loss token; `what` names them.
+    """Raise NotFinite if an output of a pass is not finite at a loss token. A collective.
 
-    A collective; ranks that have no outputs give none.
+    outputs: f32[N] for each of `batches`; an empty list on ranks without outputs. what: the name of
+    the outputs in the message.
     """
     found = []
     for batch, values in zip(batches, outputs, strict=False):
@@ -235,9 +258,12 @@ def check_finite(
 
 
 def sequence_clip(algorithm: Algorithm, config: AlgorithmConfig) -> float | None:
-    """Return the narrower side of the range of a sequence ratio, None for an algorithm without one."""
+    """Return the narrower side of the clip range of a sequence ratio.
+
+    Returns None for an algorithm that does not clip sequence ratios.
+    """
     published = traits(algorithm).sequence_range
     if published is None:
         return None
     low, high = published
-    return min(either(config.clip_low, low), either(config.clip_high, high))
+    return min(or_default(config.clip_low, low), or_default(config.clip_high, high))

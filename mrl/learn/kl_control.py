@@ -1,4 +1,4 @@
-"""This module keeps the KL's adaptive coefficient over a run, and computes the KL in the reward.
+"""Keep the adaptive coefficient of the KL penalty over a run, and compute the KL in the reward.
 
 N packed tokens of a micro-batch, S samples of the step.
 """
@@ -18,25 +18,25 @@ from mrl.config import AlgorithmConfig
 from mrl.types import MicroBatch
 from parallel.mesh import Mesh
 from parallel.packing import to_device
-from parallel.sample_sums import sample_sums
+from parallel.reduce import sample_sums
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """What the KL subtracts from the rewards of a step."""
+    """The KL penalties that are subtracted from the rewards of a step."""
 
     tokens: list[Tensor]
-    """f32[N] a micro-batch, on the last pipeline stage."""
+    """f32[N] per micro-batch, on the last pipeline stage: the penalty of each token."""
     samples: Tensor
-    """f64[S]: their sums, on every rank."""
+    """f64[S], the same on every rank: the sum of the penalties over the loss tokens of each sample."""
     has_tokens: Tensor
-    """bool[S]: samples with a loss token; the others have nothing to sum."""
+    """bool[S]: whether a sample has a loss token. A sample without one has 0 in `samples`."""
     mean: float
-    """The estimator itself, a token, over the step."""
+    """The mean of the KL estimator over the loss tokens of the step, without the coefficient."""
 
 
 class KlControl:
-    """This holds the coefficient of a run's KL penalty."""
+    """The coefficient of a run's KL penalty, which may adapt from step to step."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
@@ -44,18 +44,16 @@ class KlControl:
 
     @property
     def config(self) -> AlgorithmConfig:
-        """The recipe's branch with the coefficient of the present step."""
+        """The recipe's algorithm settings with the current coefficient."""
         return self._config.model_copy(update={"kl_coef": self.coef})
 
     @property
     def in_reward(self) -> bool:
+        """Whether the KL is part of the reward."""
         return self._config.kl_coef > 0 and self._config.kl_in == "reward"
 
     def penalties(self, batches: Sequence[MicroBatch], num_samples: int, mesh: Mesh) -> Penalties:
-        """Compute the penalties of the policy before the update, from old and reference log-probs.
-
-        A collective.
-        """
+        """Compute the penalties of a step from the old and the reference log-probs. A collective."""
         whole = self._config.model_copy(update={"kl_coef": 1.0})
         terms = [
             reward_penalties(batch.old_logprobs, to_device(batch, batch.old_logprobs.device), whole)
@@ -68,16 +66,24 @@ class KlControl:
         return Penalties([self.coef * term for term in terms], self.coef * sums, counts > 0, mean)
 
     def end_step(self, measured: float, num_samples: int) -> dict[str, float]:
-        """Return this step's coefficient as a metric, and adapt it to the KL `measured` a token."""
+        """Return the coefficient of this step as the metric `kl/coef`, and adapt it for the next step.
+
+        `measured` is the mean KL per token of this step, from which the next coefficient follows. If
+        it is not finite, the coefficient does not change.
+        """
         metrics = {"kl/coef": self.coef}
-        if math.isfinite(measured):  # it is NaN where no token is in the loss
+        if math.isfinite(measured):  # it is NaN if no token is in the loss
             self.coef = adapted_coef(self.coef, measured, num_samples, self._config)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the current coefficient, and the recipe's initial coefficient."""
         return {"kl_coef": self.coef, "start": self._config.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the coefficient of `state_dict`, unless the recipe gives another one since."""
+        """Continue with the coefficient in a `state_dict`.
+
+        If the recipe's `kl_coef` has changed since, the recipe's value is used instead.
+        """
         if state.get("start", self._config.kl_coef) == self._config.kl_coef:
             self.coef = state["kl_coef"]

@@ -1,43 +1,43 @@
-"""This module trains on scored groups: log-probs before the update, advantages, optimizer steps."""
+"""Train on the scored groups of a step: log-probs before the update, advantages, optimizer steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe.provenance import provenance_metrics
 from moe.routes import Replay
+from mrl.algorithms.advantages import raw_rewards
 from mrl.algorithms.base import Algorithm, traits
 from mrl.config import Recipe
 from mrl.diagnosis.collect import Diagnosis
 from mrl.errors import RunFailed
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.learn.advantages import (
+    compare_rewards,
     compute_advantages,
-    count_loss_tokens,
     credits_tokens,
-    drop_from_loss,
-    known_rewards,
     set_advantages,
-    set_reward_advantages,
-    shaped_rewards,
+    with_advantages,
 )
 from mrl.learn.batching import make_train_batches, split_evenly
 from mrl.learn.guards import check_finite
 from mrl.learn.kl_control import KlControl
-from mrl.learn.turn_rewards import with_turn_rewards
+from mrl.learn.step_data import StepData, make_step_data, samples_of, shaping_metrics
 from mrl.learn.update_metrics import policy_metrics, value_metrics
 from mrl.learn.updates import Updates
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
-from mrl.types import MicroBatch, Sample, SampleGroup, TrainBatch
+from mrl.types import MicroBatch, SampleGroup, TrainBatch
 from parallel.critic import Critic
-from parallel.forward import PassOutput
 from parallel.mesh import Mesh
+from parallel.pass_output import UNOBSERVED, Observer, PassOutput
 from parallel.policy import (
     Policy,
     with_old_logprobs,
@@ -46,34 +46,40 @@ from parallel.policy import (
 )
 
 Record = Callable[[list[SampleGroup]], None]
-"""Writes the groups of a step, with their advantages, to the run folder. A collective."""
+"""A function that writes the groups of a step, with their advantages, to the run folder. A
+collective."""
 
 
-class _Ready(NamedTuple):
-    """What the optimizer steps of a rollout start from."""
+class _Prepared(NamedTuple):
+    """Everything that the optimizer steps of a rollout need."""
 
     batches: list[MicroBatch]
-    """All mini-batches, with old log-probs and advantages."""
+    """The micro-batches of all mini-batches, with old log-probs and advantages."""
     replay: Replay
     before: PassOutput | None
-    """The pass before the update; None where nothing needs one."""
+    """The output of the policy's pass before the update; None if nothing needs that pass."""
+    observer: Observer
+    """Observes the training pass, if that pass stands for the one before the update."""
     metrics: dict[str, float]
 
 
 @dataclass
 class Learner:
-    """The learner updates the models with a step's groups on one rank; `learn` is a collective."""
+    """Updates the policy and its critic with the groups of a step, on one rank.
+
+    `learn` and `record_untrained` are collectives.
+    """
 
     recipe: Recipe
     algorithm: Algorithm
     num_moe_layers: int
-    """The whole model's, over all pipeline stages."""
+    """The number of MoE layers of the whole model, over all pipeline stages."""
     mesh: Mesh
     policy: Policy
     exchange: RolloutExchange
     diagnosis: Diagnosis
     critic: Critic | None = None
-    """None if the algorithm has no critic."""
+    """The critic; None if the algorithm has no critic."""
 
     def __post_init__(self) -> None:
         self.kl = KlControl(self.recipe.algorithm)
@@ -82,108 +88,139 @@ class Learner:
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state that the next steps need besides the weights, as JSON-able values."""
         return self.kl.state_dict() | self.updates.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the values of a `state_dict`."""
         self.kl.load_state_dict(state)
         self.updates.load_state_dict(state)
 
     def learn(
         self, step: int, groups: list[SampleGroup], clock: Clock, record: Record
     ) -> dict[str, float]:
-        """Train on the scored groups of step `step` and return what that measured.
+        """Train on the scored groups of step `step`, and return the metrics of the step.
 
-        Log-probs before the update (and of the reference), advantages, then one optimizer step per
-        mini-batch: of the policy, unless its critic is still warming up, and of the critic. `step` is
-        also the version of the weights that it updates. The policy is on the device. Samples that leave
-        the loss stay whole in `groups`.
+        The passes before the update and the advantages come first. Then, in each epoch, the policy
+        takes one optimizer step per mini-batch, unless the critic is still warming up. The critic,
+        if there is one, also takes one optimizer step per mini-batch. `step` is also the version of
+        the weights before the update. The policy must be on the device. Only the advantages of
+        `groups` are changed.
 
-        `record` is called once, on every rank, with the advantages that are trained with on the groups:
-        first of all where rewards alone give them, otherwise after the passes that they need and before
-        the first optimizer step (with None where such a pass was not finite).
+        `record` is called once, on every rank, as soon as the groups have their advantages. If the
+        advantages depend on the rewards alone, this is before any pass; otherwise it is after the
+        passes that the advantages need. If the output of such a pass is not finite, `record` is
+        called with groups that have no advantages (None).
 
-        Raises RunFailed, with the weights as they were, where a pass before the updates is not finite,
-        where too many optimizer steps in a row are not (`guards.max_nonfinite_steps`), and in the first
-        update of a start where the trainer disagrees with itself.
+        Raises RunFailed if the output of a pass before the update is not finite, if too many
+        optimizer steps in a row are skipped (`guards.max_nonfinite_steps`,
+        `guards.max_low_ess_steps`), or if two passes disagree in the first update after a start
+        (`guards.ratio_tolerance`). The optimizer step that fails changes no weights.
         """
         for group in groups:
-            group.advantages = None  # a rollout from a file brings those of another run
-        if not self._advantages_need_passes:  # a batch that breaks what follows is on file, whole
-            max_len = self.recipe.rollout.max_response_len
-            tokens = self._count_loss_tokens(groups)
-            set_reward_advantages(groups, tokens, self.algorithm, self.kl.config, max_len)
+            group.advantages = None  # loaded rollouts have the advantages of another run
+        data = self._step_data(groups)
+        advantages = None if self._advantages_need_passes else self._compare(data)
+        if advantages is not None:  # write them before anything else can fail
             record(groups)
-        in_loss = drop_from_loss(groups, self.recipe.algorithm)
-        in_loss = with_turn_rewards(in_loss, self.algorithm, self.recipe.algorithm)
-        samples = [sample for group in in_loss for sample in group.samples]
-        batches = self._make_batches(step, in_loss)
+        batches = self._make_batches(step, data)
         try:
-            ready = self._prepare(step, groups, samples, batches, clock, record)
+            prepared = self._prepare(step, data, advantages, batches, clock, record)
         except RunFailed:  # raised on every rank
             if any(group.advantages is None for group in groups):
                 record(groups)
             raise
         trains = "train" if self.updates.trains_policy(step) else "train:warm-up"
         with phase(trains), clock.part("train"):
-            done = self.updates.take(step, batches, ready.batches, ready.replay)
+            done = self.updates.take(
+                step, batches, prepared.batches, prepared.replay, prepared.observer
+            )
         steps = done.steps
-        measured, before = ready.batches, ready.before
-        if before is None and steps:  # the first update's own pass: the weights are the same
+        measured, before = prepared.batches, prepared.before
+        if before is None and steps:  # the first update's own pass has the same weights
             measured, before = measured[done.first_micro_batch :], steps[0].output
         moe = self.recipe.moe
-        metrics = ready.metrics | policy_metrics(
+        metrics = prepared.metrics | policy_metrics(
             step, measured, before, steps, self.mesh, moe, self.num_moe_layers
         )
         metrics |= done.metrics | value_metrics(done.value_steps)
-        return metrics | self._step_end_metrics(samples, batches, metrics, trained=bool(steps))
+        metrics |= self._step_end_metrics(data, batches, metrics, trained=bool(steps))
+        return shaping_metrics(data, self.recipe.algorithm) | metrics
 
-    def _make_batches(self, step: int, groups: list[SampleGroup]) -> list[TrainBatch]:
+    def record_untrained(self, groups: list[SampleGroup], record: Record) -> dict[str, float]:
+        """Record scored groups without training on them, and return the metrics of reward shaping.
+
+        The advantages of the groups are computed from the rewards alone.
+        """
+        data = self._step_data(groups)
+        self._compare(data)
+        record(groups)
+        return shaping_metrics(data, self.recipe.algorithm)
+
+    def _step_data(self, groups: list[SampleGroup]) -> StepData:
+        recipe = self.recipe
+        return make_step_data(
+            groups,
+            self.algorithm,
+            recipe.algorithm,
+            recipe.rollout.max_response_len,
+            uses_routes=recipe.captures_routes,
+            replays_routes=recipe.moe.routing_replay == "r3",
+        )
+
+    def _compare(self, data: StepData) -> Tensor:
+        """Compute the advantages f32[S] from the rewards alone, and write them into the groups."""
+        counts, config = data.num_loss_tokens, self.kl.config
+        advantages = compare_rewards(data.rewards, counts, self.algorithm, config)
+        set_advantages(data.groups, advantages)
+        return advantages
+
+    def _make_batches(self, step: int, data: StepData) -> list[TrainBatch]:
         """Pack this rank's share of each mini-batch, with rewards and without advantages."""
         recipe = self.recipe
-        max_len = recipe.rollout.max_response_len
-
-        def with_rewards(part: list[SampleGroup]) -> tuple[list[Sample], list[float]]:
-            shaped = [shaped_rewards(group, recipe.algorithm, max_len) for group in part]
-            rewards = known_rewards(shaped, recipe.algorithm)
-            return [s for group in part for s in group.samples], [r for own in rewards for r in own]
-
+        rewards = raw_rewards(data.rewards, recipe.algorithm)  # NaN becomes 0
+        pairs = list(zip(data.trained_groups, rewards, strict=True))
+        parts = [
+            (samples_of([group for group, _ in part]), torch.cat([own for _, own in part]).tolist())
+            for part in split_evenly(pairs, recipe.train.num_steps_per_rollout)
+        ]
         return make_train_batches(
-            [
-                with_rewards(part)
-                for part in split_evenly(groups, recipe.train.num_steps_per_rollout)
-            ],
+            parts,
             self.algorithm,
             self.mesh,
             recipe.train.micro_batch_tokens,
             self.exchange.deliver if recipe.captures_routes else None,
             self.exchange.deliver_tokens,
-            drops_stale=recipe.moe.routing_replay == "r3",
+            stale=data.stale_rows,
             config=recipe.algorithm,
-            max_response_len=max_len,
+            max_response_len=recipe.rollout.max_response_len,
             version=step,
         )
 
     def _prepare(
         self,
         step: int,
-        groups: list[SampleGroup],
-        samples: list[Sample],
+        data: StepData,
+        advantages: Tensor | None,
         batches: list[TrainBatch],
         clock: Clock,
         record: Record,
-    ) -> _Ready:
-        """Everything before the first optimizer step. Raises RunFailed where a pass is not finite."""
-        recipe = self.recipe
-        flat, metrics = [micro for batch in batches for micro in batch.micro_batches], {}
-        if not self._advantages_need_passes:
-            flat, metrics = self._with_advantages(step, flat, groups, clock)
+    ) -> _Prepared:
+        """Run the passes that come before the first optimizer step.
+
+        advantages: f32[S]; None if the advantages depend on the results of these passes. They are
+        then computed and recorded here. Raises RunFailed if the output of a pass is not finite.
+        """
+        recipe, metrics = self.recipe, {}
+        flat = [micro for batch in batches for micro in batch.micro_batches]
+        if advantages is not None:
+            flat = with_advantages(flat, advantages)
         replay = Replay.rollout if recipe.moe.routing_replay == "r3" else Replay.off
         before: PassOutput | None = None
-        if self._needs_old_logprobs(step):
+        observe = self.diagnosis.observe(step)
+        if self._needs_pass(step, data):
             with phase("logprobs"), clock.part("logprob"):
-                before = self.policy.forward_only(
-                    flat, replay, observe=self.diagnosis.observe(step)
-                )
+                before = self.policy.forward_only(flat, replay, observe=observe)
             if recipe.moe.routing_replay == "r2":
                 replay = Replay.recorded(before.native_routes)
             flat = with_old_logprobs(flat, before)
@@ -194,44 +231,52 @@ class Learner:
                 reference = self.policy.forward_only(flat, replay)
             check_finite(step, "the reference's log-probs", flat, reference.logprobs)
             flat = with_ref_logprobs(flat, reference)
-        if self._advantages_need_passes:
-            flat, metrics = self._with_advantages(step, flat, groups, clock)
-            record(groups)
+        if advantages is None:
+            flat, metrics = self._advantages_of_passes(step, flat, data, clock)
+            record(data.groups)
         if before is not None:
             with phase("logprobs:diagnosis"), clock.part("diagnosis"):
-                metrics |= self.diagnosis.before_update(step, samples, flat, before)
-            # With the tokens on file.
+                metrics |= self.diagnosis.before_update(step, data.samples, flat, before)
+            # Checked only now, after the token record has been written.
             check_finite(step, "log-probs before the update", flat, before.logprobs)
-        return _Ready(flat, replay, before, metrics)
+        observer = UNOBSERVED
+        if before is None and self.updates.pass_is_old:
+            observer = Observer(observe, partial(self._save_tokens, step, data, flat, clock))
+        return _Prepared(flat, replay, before, observer, metrics)
+
+    def _save_tokens(
+        self, step: int, data: StepData, flat: list[MicroBatch], clock: Clock, output: PassOutput
+    ) -> None:
+        """Write the token record of the step, if one is due, from the output of the training pass."""
+        with phase("logprobs:diagnosis"), clock.part("diagnosis"):
+            self.diagnosis.save_tokens(step, data.samples, flat, output)
 
     @property
     def _advantages_need_passes(self) -> bool:
+        """Whether the advantages depend on old or reference log-probs or on a critic's values."""
         return self.kl.in_reward or credits_tokens(self.algorithm, self.recipe.algorithm, False)
 
-    def _count_loss_tokens(self, groups: list[SampleGroup]) -> torch.Tensor:
-        drops_stale = self.recipe.moe.routing_replay == "r3"
-        return count_loss_tokens(groups, self.recipe.algorithm, drops_stale=drops_stale)
-
-    def _with_advantages(
-        self, step: int, flat: list[MicroBatch], groups: list[SampleGroup], clock: Clock
+    def _advantages_of_passes(
+        self, step: int, flat: list[MicroBatch], data: StepData, clock: Clock
     ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Compute the advantages, and write them into the groups and the micro-batches."""
-        config, penalties, values, after = self.recipe.algorithm, None, None, None
+        """Compute the advantages that depend on passes, and write them into the groups.
+
+        Returns the micro-batches with their advantages, and the metrics `kl/ref` and `value/*`.
+        """
+        penalties, values, after = None, None, None
         metrics: dict[str, float] = {}
         if self.kl.in_reward:
-            num_samples = sum(len(group.samples) for group in groups)
-            penalties = self.kl.penalties(flat, num_samples, self.mesh)
+            penalties = self.kl.penalties(flat, len(data.num_loss_tokens), self.mesh)
             metrics["kl/ref"] = penalties.mean
         if self.critic is not None:
             with phase("logprobs:values"), clock.part("value"):
                 values, after = self.critic.values(flat)
             for each in (values, after):
                 check_finite(step, "the critic's values", flat, each)
-        max_len = self.recipe.rollout.max_response_len
         found = compute_advantages(
             flat,
-            [shaped_rewards(group, config, max_len) for group in groups],
-            self._count_loss_tokens(groups),
+            data.rewards,
+            data.num_loss_tokens,
             self.algorithm,
             self.kl.config,
             self.mesh,
@@ -239,26 +284,30 @@ class Learner:
             values=values,
             values_after=after,
         )
-        set_advantages(groups, found.samples)
+        set_advantages(data.groups, found.samples)
         return found.batches, metrics | found.metrics
 
     def _step_end_metrics(
         self,
-        samples: list[Sample],
+        data: StepData,
         batches: list[TrainBatch],
         metrics: dict[str, float],
         *,
         trained: bool,
     ) -> dict[str, float]:
-        """Metrics of the KL's coefficient, which is adapted here, and of the replayed routes."""
+        """Adapt the KL penalty's coefficient, and return the metrics that are known after the updates.
+
+        They are the coefficient, with a KL penalty, and the metrics of the routes, if routes are
+        replayed.
+        """
         found: dict[str, float] = {}
         if self.recipe.algorithm.kl_coef:
             num_samples = sum(batch.num_samples for batch in batches)
-            # A policy that was not trained, as in a critic's warm-up, says nothing of its coefficient.
+            # If the policy was not trained, as in a critic's warm-up, NaN keeps the coefficient.
             measured = metrics.get("kl/ref", math.nan) if trained else math.nan
             found |= self.kl.end_step(measured, num_samples)
         if self.recipe.moe.routing_replay == "r3":
-            found |= provenance_metrics(samples)
+            found |= provenance_metrics(data.samples, data.stale_rows)
             found["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token
         return found
 
@@ -266,15 +315,20 @@ class Learner:
     def _trainer_is_old(self) -> bool:
         return self.recipe.algorithm.old_logprobs == "trainer"
 
-    def _needs_old_logprobs(self, step: int) -> bool:
-        """Return whether anything reads the trainer's log-probs from before the update. The metrics of
-        the mismatch alone do not need them: the first update's own forward pass serves."""
-        recipe = self.recipe
+    def _needs_pass(self, step: int, data: StepData) -> bool:
+        """Return whether the step needs a pass of the policy before the update.
+
+        The mismatch metrics alone do not need this pass. They can use the first update's own
+        forward pass.
+        """
+        recipe, diagnosis = self.recipe, self.diagnosis
+        needs_old = traits(self.algorithm).needs_old_logprobs and self._trainer_is_old
+        stands_for_it = self.updates.pass_is_old and bool(data.num_loss_tokens.any())
         return (
-            (traits(self.algorithm).needs_old_logprobs and self._trainer_is_old)
+            ((needs_old or diagnosis.saves_tokens(step)) and not stands_for_it)
             or recipe.moe.routing_replay == "r2"
             or self.kl.in_reward
             or recipe.algorithm.turn_rewards
-            or self.critic is not None  # its warm-up has no pass of the policy
-            or self.diagnosis.is_due(step)
+            or self.critic is not None  # while it warms up, no update has a pass of the policy
+            or diagnosis.decomposes(step)
         )

@@ -1,7 +1,7 @@
-"""The losses that a training loop outside of mrl can name: it gives a factor for each token.
+"""The losses that a training loop outside of mrl can choose by name.
 
-Each is an algorithm's own loss over `MicroBatch.token_advantages`. Sequences count as they are given:
-nothing divides by the number of tokens or samples.
+The loop sends a factor for each token, which the loss reads from `MicroBatch.token_advantages`, and
+a weight for each sequence. The loss is not divided by the number of tokens or samples.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from mrl.types import LossOutput, MicroBatch
 
 @dataclass(frozen=True)
 class NamedLoss:
-    """A loss with what it reads of a sequence and of a request."""
+    """A loss function, with the names under which a request sends its inputs."""
 
     loss: Callable[[Tensor, MicroBatch, AlgorithmConfig], LossOutput]
     factors: str
-    """What its factors per token are called: `weights` or `advantages`."""
+    """The name of the tokens' factors in a request: `weights` or `advantages`."""
     options: tuple[str, ...] = ()
-    """Fields of AlgorithmConfig that a request may set."""
+    """The fields of AlgorithmConfig that a request may set."""
 
     @property
     def is_ratio(self) -> bool:
-        """Whether it compares with the log-probs that the tokens were sampled with."""
+        """Whether the loss needs the log-probs that the tokens were sampled with."""
         return self.factors == "advantages"
 
 
 def importance_sampling(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Sum -r_t A_t over loss tokens, with r_t = exp(logp - old) and no clip. Raises ValueError without
-    `old_logprobs`."""
+    """Sum `-r_t A_t` over loss tokens, with `r_t = exp(logp - old)` and without a clip.
+
+    Raises ValueError without `old_logprobs`.
+    """
     return ratio_loss(logprobs, batch, config, ratio="token", clip=Clip("none"))
 
 

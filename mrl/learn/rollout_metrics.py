@@ -1,4 +1,4 @@
-"""This module measures the samples of a step, with the same result on every rank."""
+"""Compute metrics of the samples of a step, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mrl.types import Sample, SampleGroup
 
 
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Measure rewards and lengths of all groups. Samples without a reward do not count in the rewards.
+    """Return metrics of the rewards and lengths of all samples.
 
-    Lengths count what the policy generated, and not what an environment answered between turns.
+    Samples without a reward are left out of the reward statistics. Lengths count the tokens that
+    the policy generated, and not the tokens of an environment between the policy's turns.
     """
     all_rewards = [g.rewards for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
@@ -37,10 +38,10 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Measure the groups of each source of a mixture, as `source/NAME/...`; nothing without several.
+    """Return the metrics `source/NAME/...` of each data source that has a group in this step.
 
-    A source that has no group in the step has no key. In a key `_` stands for characters that trackers
-    do not take.
+    NAME is the name of the source, with `_` in place of characters that trackers do not accept.
+    Returns {} if the recipe has only one source.
     """
     of_source: dict[str, list[SampleGroup]] = {}
     for group in groups:
@@ -64,18 +65,22 @@ def source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Count the policy's turns in conversations, and the tokens after the prompt that are not its own.
+    """Return the means over samples of the number of policy turns and of environment tokens.
 
-    Both are means over samples, those without a reward too.
+    Environment tokens are those after the prompt that the policy did not generate. Samples without
+    a reward count, too.
     """
     samples = [sample for group in groups for sample in group.samples]
     turns = torch.tensor([_num_turns(s) for s in samples]).double()
-    told = torch.tensor([len(s.response_ids) - s.num_generated for s in samples]).double()
-    return {"episode/num_turns": float(turns.mean()), "episode/tool_tokens": float(told.mean())}
+    answered = torch.tensor([len(s.response_ids) - s.num_generated for s in samples]).double()
+    return {"episode/num_turns": float(turns.mean()), "episode/tool_tokens": float(answered.mean())}
 
 
 def _num_turns(sample: Sample) -> int:
-    """Runs of tokens of the policy; one may hold several weight versions."""
+    """Return the number of turns, which are uninterrupted runs of policy tokens.
+
+    A run may span several weight versions.
+    """
     spans = [span for span in sample.weight_versions if span.end > span.start]
     ends = [None, *(span.end for span in spans)]
     return sum(span.start != end for span, end in zip(spans, ends, strict=False))

@@ -1,8 +1,6 @@
-"""Makes what a run is saved with: checkpoints in its folder, and snapshots on the nodes."""
+"""Create the stores in which a run is saved: checkpoints in the run folder, snapshots on the nodes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from mrl.config import Recipe
 from mrl.run import console
@@ -14,20 +12,20 @@ from parallel.mesh import Mesh
 
 
 def make_checkpoints(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Checkpoints:
-    """Return the checkpoints of a run folder. Only rank 0 warns of damaged ones."""
+    """Return the store of a run's checkpoints. Rank 0 warns about damaged checkpoints."""
     return Checkpoints(
         folder.checkpoints,
         mesh,
         keep=recipe.checkpoint.keep,
         async_save=recipe.checkpoint.async_save,
         seed=recipe.seed,
-        warn=_warn(mesh),
+        warn=console.warn_on(mesh.rank == 0),
         record=folder,
     )
 
 
 def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:
-    """Return the snapshots of a run, which are not open yet."""
+    """Return the store of a run's snapshots. The store is not open yet."""
     config = recipe.checkpoint
     return Snapshots(
         folder.checkpoints,
@@ -36,14 +34,16 @@ def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:
         every=0 if recipe.debug.rollout_only else config.snapshot_every,
         num_steps=recipe.train.num_steps,
         seed=recipe.seed,
-        warn=_warn(mesh),
+        warn=console.warn_on(mesh.rank == 0),
         record=_Rows(folder),
     )
 
 
 class _Rows:
-    """A snapshot keeps the rows of metrics.jsonl. It is gone after a power cut, so that no file has to
-    be on the disk for it."""
+    """The record that belongs to a snapshot: the rows of metrics.jsonl.
+
+    A snapshot does not survive a power cut, so `settle` need not force any file to the disk.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self.kept = folder.kept
@@ -53,11 +53,9 @@ class _Rows:
 
 
 def has_lost_a_save(recipe: Recipe, step: int, saved: int | None) -> bool:
-    """Whether a run that continues from a snapshot of `step` lacks a checkpoint that was due; `saved`
-    is the step of its newest one."""
+    """Return whether a run that continues from a snapshot of `step` lacks a checkpoint that was due.
+
+    saved: the step of the run's newest checkpoint; None if it has no checkpoint.
+    """
     every = recipe.checkpoint.save_every
     return every > 0 and step // every > (saved or 0) // every
-
-
-def _warn(mesh: Mesh) -> Callable[[str], None]:
-    return console.warning if mesh.rank == 0 else lambda text: None

@@ -1,6 +1,6 @@
-"""Trains on token sequences that come with a factor for each token, as loops outside of mrl send them.
+"""Train on token sequences that a training loop outside of mrl sends, with a factor for each token.
 
-S sequences, T tokens of one, N packed tokens of a micro-batch.
+T tokens of a sequence, N packed tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe.provenance import without_stale_tokens
 from moe.routes import Replay
 from mrl.config import AlgorithmConfig
 from mrl.exchange.rollouts import RolloutExchange
@@ -29,28 +30,29 @@ from parallel.reduce import reduce_statistics
 
 @dataclass(frozen=True)
 class Weighted:
-    """A `Weighted` holds a sequence of tokens with what each counts in a loss.
+    """A token sequence and the factor that each token has in the loss.
 
     Index t of a field describes token t.
     """
 
     token_ids: Tensor
-    """i64[T], T at least 2."""
+    """i64[T], with T at least 2."""
     factors: Tensor
-    """f32[T]: weights or advantages; a token with 0 is not in the loss, nor is the first one."""
+    """f32[T]: weights or advantages. The first token and tokens with factor 0 are not in the loss."""
     old_logprobs: Tensor | None = None
-    """f32[T]: those that the tokens were sampled with, where the loss compares with them."""
+    """f32[T]: the log-probs that the tokens were sampled with, for losses that need them; None
+    otherwise."""
     weight: float = 1.0
-    """What the sequence counts in the loss."""
+    """The weight of the sequence in the loss."""
     routing: RoutingTrace | None = None
-    """The engine's routes of the first T-1 tokens, where they are replayed."""
+    """The engine's routes of the first T-1 tokens; None if no routes are replayed."""
 
 
 class Passed(NamedTuple):
-    """A `Passed` holds what a pass over sequences gave; it is the same on every rank."""
+    """The output of a pass over sequences, which is the same on every rank."""
 
     logprobs: list[list[float]]
-    """T numbers a sequence; 0 where a token is not in the loss."""
+    """T log-probs per sequence; 0 for tokens that are not in the loss."""
     metrics: dict[str, float]
 
 
@@ -64,7 +66,10 @@ class SequenceTrainer:
     micro_batch_tokens: int
 
     def forward(self, sequences: Sequence[Weighted]) -> Passed:
-        """Return the log-probs under the present weights. Raises NotFinite."""
+        """Return the log-probs under the current weights.
+
+        Raises NotFinite if a log-prob of a loss token is not finite.
+        """
         batch, replay = self._batch(sequences)
         output = self.policy.forward_only(batch.micro_batches, replay)
         check_finite(0, "log-probs", batch.micro_batches, output.logprobs)
@@ -73,9 +78,10 @@ class SequenceTrainer:
     def compute_gradients(
         self, sequences: Sequence[Weighted], named: NamedLoss, config: AlgorithmConfig
     ) -> Passed:
-        """Leave the gradients of a loss in the policy's buffers, and the weights as they are.
+        """Compute the gradients of a loss into the policy's buffers, without an optimizer step.
 
-        Raises NotFinite, on all ranks, where a log-prob, the loss or a gradient is not finite.
+        config: the options of the loss. Raises NotFinite, on all ranks, if a log-prob, the loss or
+        a gradient is not finite.
         """
 
         def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
@@ -89,8 +95,13 @@ class SequenceTrainer:
         return Passed(self._by_sequence(batch, output.logprobs, sequences), metrics)
 
     def _batch(self, sequences: Sequence[Weighted]) -> tuple[TrainBatch, Replay]:
-        """Pack this rank's share of the sequences, and say whether routes are replayed."""
-        samples = [_sample(number, each) for number, each in enumerate(sequences)]
+        """Pack this rank's share of the sequences into micro-batches.
+
+        Returns the micro-batches, and which routes their pass must replay.
+        """
+        samples, stale = without_stale_tokens(
+            [_sample(number, each) for number, each in enumerate(sequences)]
+        )
         has_routes = any(each.routing is not None for each in sequences)
         (batch,) = make_train_batches(
             [(samples, [0.0] * len(samples))],
@@ -98,6 +109,7 @@ class SequenceTrainer:
             self.mesh,
             self.micro_batch_tokens,
             self.exchange.deliver if has_routes else None,
+            stale=stale,
         )
         micro_batches = [_with_factors(each, sequences) for each in batch.micro_batches]
         replay = Replay.rollout if has_routes else Replay.off
@@ -106,11 +118,14 @@ class SequenceTrainer:
     def _by_sequence(
         self, batch: TrainBatch, found: Sequence[Tensor], sequences: Sequence[Weighted]
     ) -> list[list[float]]:
-        """Return f32[T] of each sequence, from the ranks that have them."""
+        """Return T values of each sequence, one per token, gathered from all ranks. A collective.
+
+        found: f32[N] for each micro-batch of this rank, the values of its tokens.
+        """
         own: dict[int, list[float]] = {}
         if self.mesh.reports_loss:
             for micro, logprobs in zip(batch.micro_batches, found, strict=True):
-                for number, place in _places(micro):
+                for number, place in _sequence_starts(micro):
                     num_tokens = len(sequences[number].token_ids)
                     own[number] = logprobs[place : place + num_tokens].cpu().tolist()
         merged: dict[int, list[float]] = {}
@@ -120,7 +135,7 @@ class SequenceTrainer:
 
 
 class _Given:
-    """Holds the weights that the sequences bring. See `mrl.algorithms.base.SequenceWeights`."""
+    """Implements `mrl.algorithms.base.SequenceWeights` with given weights, one per sequence."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights = weights
@@ -155,16 +170,16 @@ def _sample(number: int, given: Weighted) -> Sample:
 
 
 def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted]) -> MicroBatch:
-    """Return the micro-batch with the factors f32[N] of its tokens and their old log-probs."""
+    """Return the micro-batch with the factors and the old log-probs of its tokens, f32[N]."""
     factors = torch.zeros(batch.num_tokens)
-    for number, place in _places(batch):
+    for number, place in _sequence_starts(batch):
         own = sequences[number].factors
         factors[place : place + len(own)] = own
     return dataclasses.replace(batch, token_advantages=factors, old_logprobs=batch.rollout_logprobs)
 
 
-def _places(batch: MicroBatch) -> list[tuple[int, int]]:
-    """Return the number and the first token of each sequence, without padding."""
+def _sequence_starts(batch: MicroBatch) -> list[tuple[int, int]]:
+    """Return (number of the sequence, index of its first token) of each sequence but the padding."""
     assert batch.sample_ids is not None
     starts = batch.cu_seqlens.tolist()
     return [(n, s) for n, s in zip(batch.sample_ids.tolist(), starts, strict=False) if n >= 0]

@@ -1,4 +1,7 @@
-"""SFT takes supervised steps before the first rollout, with the same model, packing and train step."""
+"""Take supervised optimizer steps (SFT) before the first rollout.
+
+The model, the packing and the optimizer are those of the RL steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mrl.config import OptimizerConfig, Recipe, SftConfig
 from mrl.data import SftExample
 from mrl.learn.batching import make_train_batch
 from mrl.learn.guards import UpdateGuard
-from mrl.learn.nonfinite import NonFiniteSteps
+from mrl.learn.skipped_steps import NonFiniteSteps
 from mrl.run import console
 from mrl.system.heartbeat import phase
 from mrl.types import LossOutput, MicroBatch, Sample
@@ -26,19 +29,20 @@ from parallel.policy import Policy
 def run_sft(
     examples: Sequence[SftExample], config: SftConfig, recipe: Recipe, policy: Policy, mesh: Mesh
 ) -> None:
-    """Take `num_steps` steps of next-token loss on the completions, then make a fresh optimizer.
+    """Take `config.num_steps` steps of next-token loss on the completions. A collective.
 
-    Raises NotFinite after too many steps in a row that were not finite (`guards.max_nonfinite_steps`).
+    Afterwards the policy has a new optimizer, with the settings of `recipe.optimizer`. Raises
+    NotFinite after too many steps in a row that were not finite (`guards.max_nonfinite_steps`).
     """
     samples = [_sample(example) for example in examples]
-    # The seed keeps its former name: another one would draw other batches.
+    # The name in the seed is historical; another name would give other batches.
     order = random.Random(f"warm start/{recipe.seed}")
     policy.make_optimizer(OptimizerConfig(lr=config.lr))
 
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
         return nll.loss(logprobs, batch, recipe.algorithm)
 
-    warn = console.warning if mesh.rank == 0 else lambda text: None
+    warn = console.warn_on(mesh.rank == 0)
     steps = NonFiniteSteps("SFT", recipe.guards.max_nonfinite_steps, warn)
     for step in range(config.num_steps):
         chosen = order.sample(range(len(samples)), config.batch_size)
@@ -59,7 +63,7 @@ def run_sft(
 
 
 def _sample(example: SftExample) -> Sample:
-    """Return the example as a sample whose completion is the loss."""
+    """Return the example as a sample with all tokens of its completion in the loss."""
     num_tokens = len(example.token_ids)
     return Sample(
         group_id=0,

@@ -1,4 +1,4 @@
-"""This module measures how fast a step was: tokens per second, and the trainer's MFU on known GPUs."""
+"""Measure the speed of a step: tokens per second, and on known GPUs the MFU of the trainer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 import torch
 
 from mrl.config.adapter import Adapter
+from mrl.planner.adapter import adapted_shape
+from mrl.planner.peak_flops import peak_flops, training_flops
+from mrl.planner.shape import ModelShape
 from mrl.types import SampleGroup
 from parallel.hf_config import HfModel
-from parallel.scaling.adapter import adapted_shape
-from parallel.scaling.peak_flops import peak_flops, training_flops
-from parallel.scaling.shape import ModelShape
 
 PARTS = {"rollout": "tokens/rollout", "train": "tokens/train", "step": "tokens/train"}
-"""The part of a step, and the tokens that its rate counts."""
+"""The parts of a step that get a rate, each with the metric that counts its tokens."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Knows the machine that a run is on, and turns a step's times into rates."""
+    """The hardware and the models of a run, from which the rates of each step are computed."""
 
     num_gpus: int
-    """0 on CPUs."""
+    """The number of GPUs of the trainer; 0 on CPUs."""
     peak_flops: float | None = None
-    """bfloat16 FLOPs per second of one GPU; None where they are not known."""
+    """The peak bfloat16 FLOPs per second of one GPU; None if unknown."""
     shapes: tuple[ModelShape, ...] = ()
-    """The models that a step trains: the policy, and the critic where there is one."""
+    """The shapes of the models that a step trains: the policy, and the critic if there is one."""
 
     @classmethod
     def of_device(
@@ -37,8 +37,11 @@ class Throughput:
         models: Sequence[HfModel],
         adapter: Adapter | None = None,
     ) -> Throughput:
-        """Look up the device of this rank, of `world` like it. `adapter`: what is trained of the first
-        of the models."""
+        """Make the `Throughput` of a trainer with `world` devices of the type of `device`.
+
+        models: the models that are trained. adapter: the LoRA adapter of the first model; None if all
+        weights of this model are trained.
+        """
         if device.type != "cuda":
             return cls(0)
         peak = peak_flops(torch.cuda.get_device_name(device))
@@ -49,9 +52,10 @@ class Throughput:
         return cls(world, peak, shapes)
 
     def metrics(self, row: Mapping[str, float], groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """Return `throughput/*` of a step with the metrics `row`, its times among them.
+        """Return the metrics `throughput/*` of a step.
 
-        A part that the step did not have, such as the rollout of a run from saved rollouts, has none.
+        row: the other metrics of the step. A part that did not run, such as the rollout if rollouts
+        are loaded, has no rate. `throughput/mfu` is missing if `peak_flops` is None.
         """
         found: dict[str, float] = {}
         for part, tokens in PARTS.items():

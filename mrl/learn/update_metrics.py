@@ -1,6 +1,6 @@
-"""This module makes metrics over all ranks from what the optimizer steps of a rollout measured.
+"""Reduce the statistics of a rollout's passes and optimizer steps to metrics over all ranks.
 
-Every function is a collective.
+Every public function is a collective.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from mrl.config import MoeConfig
 from mrl.diagnosis.mismatch import effective_share, mismatch_statistics
 from mrl.types import MicroBatch, Statistics
-from parallel.forward import PassOutput
 from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
+from parallel.pass_output import PassOutput
 from parallel.reduce import merge, reduce_statistics
 
 COVERAGES = ("routing/replay_coverage", "routing/captured_coverage")
@@ -29,16 +29,17 @@ def policy_metrics(
     moe: MoeConfig,
     num_moe_layers: int,
 ) -> dict[str, float]:
-    """Return losses, `routing/*`, `mismatch/*` and the optimizer's numbers of step `step`.
+    """Return the losses, `routing/*`, `mismatch/*`, `grad_norm` and `lr` of step `step`.
 
-    before: the pass before the update over `batches`, which are all micro-batches of the step or those
-    of its first mini-batch; None where there was no pass at all, as no token is in the loss. steps: of
-    the policy; none where only the critic was trained.
+    batches: all micro-batches of the step, or all from its first update on. before: the output of a
+    pass over `batches` with the weights before the update; None if there was no such pass, because
+    no token is in the loss. steps: the policy's optimizer steps; empty if only the critic was
+    trained or if all steps were skipped.
     """
     if before is None:
         return dict(_NO_UPDATE)
     trained = merge([one.stats for one in steps])
-    # Disagreement is measured before the update; coverage must hold in every pass.
+    # Disagreement is measured before the update, coverage in every pass.
     early = {k: v for k, v in before.routing.items() if k not in COVERAGES}
     late = {k: v for k, v in trained.items() if k in COVERAGES or k not in early}
     coverage = merge([_only_coverage(before.routing), _only_coverage(late)])
@@ -57,7 +58,7 @@ def policy_metrics(
 
 
 def value_metrics(steps: Sequence[StepOutput]) -> dict[str, float]:
-    """Return `value/*` and the loss of the critic's steps; empty where it had none."""
+    """Return `value/*` and `loss/value` of the critic's optimizer steps; {} without a step."""
     if not steps:
         return {}
     metrics = reduce_statistics(merge([step.stats for step in steps]))
@@ -74,7 +75,8 @@ def _mean_grad_norm(steps: Sequence[StepOutput]) -> float:
 
 
 def _router_loss(metrics: dict[str, float], moe: MoeConfig, num_moe_layers: int) -> float:
-    """What the balancing losses of all MoE layers add to the loss."""
+    """Return the load-balancing loss and the router z-loss, each times its coefficient and summed
+    over the MoE layers."""
     aux = moe.aux_loss_coeff * metrics.get("moe/aux_loss", 0.0)
     z = moe.z_loss_coeff * metrics.get("moe/z_loss", 0.0)
     return (aux + z) * num_moe_layers

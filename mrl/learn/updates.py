@@ -1,7 +1,8 @@
-"""Takes the optimizer steps of a rollout, of the policy and of its critic, each under its guard."""
+"""Take the optimizer steps of the policy and of its critic for one rollout, each under a guard."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -9,40 +10,54 @@ from typing import Any, NamedTuple
 import torch
 
 from moe.routes import Replay
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms.base import Algorithm, traits
 from mrl.algorithms.entropy import with_entropy_bonus
 from mrl.algorithms.value_loss import critic_loss
 from mrl.config import Recipe
 from mrl.learn.guards import UpdateGuard, check_first_update, sequence_clip
 from mrl.learn.kl_control import KlControl
-from mrl.learn.low_ess import LowEssSteps
-from mrl.learn.nonfinite import NonFiniteSteps
+from mrl.learn.skipped_steps import LowEssSteps, NonFiniteSteps
 from mrl.run import console
 from mrl.system.heartbeat import phase
 from mrl.types import LossOutput, MicroBatch, TrainBatch
 from parallel.critic import Critic
+from parallel.forward import LossFunction
 from parallel.implementation import choose_dtype
 from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
+from parallel.pass_output import UNOBSERVED, Observer
 from parallel.policy import Policy
 
 
 class Updated(NamedTuple):
-    """What the optimizer steps of a rollout gave, without those that were skipped."""
+    """The results of the optimizer steps of a rollout, without the steps that were skipped."""
 
     steps: list[StepOutput]
-    """The policy's."""
+    """The outputs of the policy's steps."""
     value_steps: list[StepOutput]
-    """The critic's."""
+    """The outputs of the critic's steps."""
     metrics: dict[str, float]
-    """`guard/*`, and how many steps were empty or skipped."""
+    """The metrics `guard/*`, the number of empty mini-batches, and the numbers of skipped steps."""
     first_micro_batch: int
-    """The number, in the rollout, of the first micro-batch of the first step of the policy."""
+    """The index, in the rollout, of the first micro-batch of the policy's first step; 0 without
+    a step."""
+
+
+def with_own_old_logprobs(loss: LossFunction) -> LossFunction:
+    """Return `loss` for micro-batches that may lack `old_logprobs`: the log-probs of the pass itself,
+    without their gradient, take their place."""
+
+    def filled(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
+        if batch.old_logprobs is None:
+            batch = dataclasses.replace(batch, old_logprobs=logprobs.detach())
+        return loss(logprobs, batch)
+
+    return filled
 
 
 @dataclass
 class Updates:
-    """`Updates` takes the optimizer steps on one rank; `take` is a collective."""
+    """Takes the optimizer steps of a rollout on one rank. `take` is a collective."""
 
     recipe: Recipe
     algorithm: Algorithm
@@ -51,41 +66,62 @@ class Updates:
     critic: Critic | None
     kl: KlControl
     _has_updated: bool = False
-    """Whether this process has taken an optimizer step."""
+    """Whether this process has taken an optimizer step of the policy."""
 
     def __post_init__(self) -> None:
         limit = self.recipe.guards.max_nonfinite_steps
-        self._warn = console.warning if self.mesh.rank == 0 else lambda text: None
+        self._warn = console.warn_on(self.mesh.rank == 0)
         self._policy_steps = NonFiniteSteps("the policy", limit, self._warn)
         self._critic_steps = NonFiniteSteps("the critic", limit, self._warn)
         self._low_ess = LowEssSteps(self.recipe.guards, self._warn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many steps in a row were skipped last, of the policy and of the critic."""
+        """Return how many of the most recent steps were skipped in a row, by cause and model."""
         return {
             "nonfinite_steps": [self._policy_steps.in_a_row, self._critic_steps.in_a_row],
             "low_ess_steps": self._low_ess.in_a_row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue to count; a checkpoint of an earlier version counts from 0."""
+        """Continue the counts of a `state_dict`. A count that an older checkpoint lacks begins at 0."""
         found = state.get("nonfinite_steps", [0, 0])
         self._policy_steps.in_a_row, self._critic_steps.in_a_row = found
         self._low_ess.in_a_row = state.get("low_ess_steps", 0)
 
     def trains_policy(self, step: int) -> bool:
-        """Whether the policy is trained in a step; not while a critic warms up."""
+        """Return whether step `step` trains the policy. While the critic warms up, no step does."""
         return self.critic is None or step >= self.recipe.critic.warmup_steps
 
-    def take(
-        self, step: int, batches: list[TrainBatch], flat: list[MicroBatch], replay: Replay
-    ) -> Updated:
-        """Take one optimizer step per mini-batch of `batches`, whose micro-batches with advantages are
-        `flat`.
+    @property
+    def pass_is_old(self) -> bool:
+        """Whether the policy's forward pass in training can stand for a pass before the update.
 
-        A mini-batch without a loss token on any rank updates nothing: Adam's momentum would move the
-        weights. Raises NotFinite after too many steps in a row that were not finite, and RunFailed
-        after too many below `guards.min_ess`.
+        It can in a rollout with one optimizer step, because its weights are those before the update.
+        Two cases still need a pass before: the first update after a start, whose guard compares two
+        passes (`guards.ratio_tolerance`), and `guards.min_ess`, because a step that it skips has no
+        other metrics of the mismatch.
+        """
+        config = self.recipe.train
+        takes_one = config.num_steps_per_rollout * config.num_epochs_per_rollout == 1
+        return takes_one and self._has_updated and self.recipe.guards.min_ess is None
+
+    def take(
+        self,
+        step: int,
+        batches: list[TrainBatch],
+        flat: list[MicroBatch],
+        replay: Replay,
+        observer: Observer = UNOBSERVED,
+    ) -> Updated:
+        """Take one optimizer step per mini-batch and epoch.
+
+        flat: the micro-batches of all `batches` in order, with advantages; without `old_logprobs`
+        those of each forward pass take their place. observer: the observer of the policy's passes. A
+        mini-batch that has no loss token on any rank is left out, because Adam's momentum alone would
+        move the weights.
+
+        Raises NotFinite after too many steps in a row that were not finite, and RunFailed after too
+        many steps in a row whose effective sample size was below `guards.min_ess`.
         """
         trains_policy = self.trains_policy(step)
         starts = accumulate((len(batch.micro_batches) for batch in batches), initial=0)
@@ -101,7 +137,8 @@ class Updates:
                 continue
             ready = TrainBatch(flat[share], batch.num_loss_tokens, batch.num_samples)
             if trains_policy:
-                done = self._update_policy(step, ready, replay.of_batches(share), share.start, done)
+                routes = replay.of_batches(share)
+                done = self._update_policy(step, ready, routes, share.start, done, observer)
             if self.critic is not None:
                 with phase("train:critic"):
                     self._update_critic(step, ready, self.critic, done.value_steps)
@@ -120,9 +157,19 @@ class Updates:
         return done._replace(metrics=done.metrics | counts)
 
     def _update_policy(
-        self, step: int, batch: TrainBatch, replay: Replay, start: int, done: Updated
+        self,
+        step: int,
+        batch: TrainBatch,
+        replay: Replay,
+        start: int,
+        done: Updated,
+        observer: Observer,
     ) -> Updated:
-        """Return `done` with one more step, or unchanged where that was skipped."""
+        """Take one optimizer step of the policy.
+
+        Returns `done` with the output of the step added, or unchanged if the step was skipped.
+        start: the index of the step's first micro-batch in the rollout.
+        """
         algorithm, config = self.algorithm, self.kl.config
 
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
@@ -131,8 +178,12 @@ class Updates:
 
         guard = self._guard(step, is_first=not done.steps)
 
+        watched = guard.watch(loss)
+        if traits(algorithm).needs_old_logprobs:
+            watched = with_own_old_logprobs(watched)
+
         def train_step() -> StepOutput:
-            return self.policy.train_step(batch, guard.watch(loss), replay, guard.check)
+            return self.policy.train_step(batch, watched, replay, guard.check, observer)
 
         found = self._policy_steps.take(step, lambda: self._low_ess.take(step, guard, train_step))
         if found is None:
@@ -148,7 +199,7 @@ class Updates:
     def _update_critic(
         self, step: int, batch: TrainBatch, critic: Critic, steps: list[StepOutput]
     ) -> None:
-        """Take one step of the critic, and add it to `steps` unless it was skipped."""
+        """Take one optimizer step of the critic; add its output to `steps` if it was not skipped."""
         config = self.kl.config
 
         def loss(values: torch.Tensor, batch: MicroBatch) -> LossOutput:
@@ -162,7 +213,10 @@ class Updates:
             steps.append(found)
 
     def _guard(self, step: int, *, is_first: bool) -> UpdateGuard:
-        """Make the guard of one optimizer step; `is_first`: the first of the rollout."""
+        """Make the guard that checks one optimizer step of the policy before weights change.
+
+        is_first: whether no step of this rollout has updated the policy yet.
+        """
         recipe = self.recipe
         clip = sequence_clip(self.algorithm, recipe.algorithm)
         judge = None if self._has_updated else self._judge_first

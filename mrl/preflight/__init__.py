@@ -1,6 +1,7 @@
-"""Checks everything that can be known before the start, cheapest first; every failure is one line.
+"""Check everything that can be checked before a run starts, beginning with the cheapest checks.
 
-`check` makes a `Plan` of a recipe, or raises InputError with what is wrong and what to do.
+`check` returns a `Plan` for a recipe, or raises InputError with a one-line message that says what is
+wrong and what to do.
 """
 
 from mrl.preflight.check import check, load_tokenizer

@@ -1,6 +1,6 @@
-"""Checks what a recipe asks of its algorithm beside the algorithm itself.
+"""Check the settings around the algorithm: reference, critic, shaping of rewards, dynamic sampling.
 
-Reference, critic, shaping of rewards, dynamic sampling. All raise InputError.
+All functions raise InputError if a check fails.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from parallel.hf_config import HfModel
 def read_reference(
     algorithm: AlgorithmConfig, model: HfModel, *, deep: bool = False
 ) -> HfModel | None:
-    """Return the frozen model of the KL penalty; None without one.
+    """Return the frozen reference model of the KL penalty; None if `algorithm.kl_coef` is 0.
 
-    `deep`: as `check_weights` has it.
+    Without `algorithm.reference_path`, the reference is `model`, from which the policy starts.
+    `deep` is passed to `check_weights`.
     """
     path = algorithm.reference_path
     if not algorithm.kl_coef:
@@ -52,8 +53,11 @@ def read_reference(
 def read_critic(
     recipe: Recipe, needed: bool, model: HfModel, dims: ParallelDims, *, deep: bool = False
 ) -> HfModel | None:
-    """Return the model that the critic starts from; None where the algorithm needs none. `deep`: as
-    `check_weights` has it."""
+    """Return the model from which the critic starts; None if `needed` is false.
+
+    `needed` says whether the algorithm has a critic. Without `critic.path`, the critic starts from
+    `model`, the policy's model. `deep` is passed to `check_weights`.
+    """
     config, name = recipe.critic, recipe.algorithm.name
     if not needed:
         if config != CriticConfig():
@@ -74,32 +78,40 @@ def read_critic(
     if critic.sizes.vocab_size < model.sizes.vocab_size:
         raise InputError(
             f"critic.path {config.path}: a vocabulary of {critic.sizes.vocab_size}, expected at least "
-            f"the policy's {model.sizes.vocab_size}: it reads the same tokens"
+            f"the policy's {model.sizes.vocab_size}, because it reads the same tokens"
         )
     return critic
 
 
 def check_critic_stays(changes: Sequence[Change], needs_critic: bool) -> None:
-    """Raise InputError where a run that has begun gets a critic with another algorithm, or loses it."""
+    """Raise InputError if a change of the algorithm would add or remove the critic of a started run.
+
+    Nothing is checked if the old algorithm can no longer be loaded.
+    """
     for change in changes:
         if change.key != "algorithm.name":
             continue
         try:
             had = traits(load_algorithm(change.old)).needs_critic
-        except InputError:  # a file that is gone: the checkpoint's own check follows
+        except (
+            InputError
+        ):  # the old algorithm's file no longer exists; the checkpoint is checked when it loads
             continue
         if had != needs_critic:
             names = {had: change.old, needs_critic: change.new}
             raise InputError(
-                f"algorithm.name is {change.old!r} there and {change.new!r} now: {names[True]} has a "
-                f"critic and {names[False]} has none, which never changes in a run; start another run "
+                f"algorithm.name was {change.old!r} and is {change.new!r} now: {names[True]} has a "
+                f"critic and {names[False]} has none, which cannot change in a run; start another run "
                 "in a new output_dir"
             )
 
 
 def check_shaping(recipe: Recipe) -> None:
-    """Check that overlong shaping and filtering have single answers of several lengths, and that
-    turn rewards have turns."""
+    """Check the settings of overlong shaping, the overlong filter, and turn rewards.
+
+    Overlong shaping and the overlong filter work only if each sample has a single response, and if
+    responses can differ in length. Turn rewards need an environment.
+    """
     _check_turn_rewards(recipe)
     algorithm, rollout = recipe.algorithm, recipe.rollout
     buffer = algorithm.overlong_buffer_len
@@ -113,18 +125,21 @@ def check_shaping(recipe: Recipe) -> None:
         return
     if recipe.environment is not None:
         raise InputError(
-            f"algorithm.{used}: an episode has several answers, and rollout.max_response_len is for "
+            f"algorithm.{used}: an episode has several responses, and rollout.max_response_len limits "
             "each of them; leave it out, or let the environment judge lengths"
         )
     if rollout.min_response_len:
         raise InputError(
-            f"algorithm.{used}: with rollout.min_response_len {rollout.min_response_len} every answer "
-            "is cut off at the same length; set one of them to 0"
+            f"algorithm.{used}: with rollout.min_response_len {rollout.min_response_len} every "
+            "response is cut off at the same length; set one of them to 0"
         )
 
 
 def _check_turn_rewards(recipe: Recipe) -> None:
-    """Check that there are rewards of turns, and nothing that cannot be credited beside them."""
+    """Check that turn rewards come from an environment.
+
+    Also check that `gspo_token` does not combine turn rewards with a KL penalty in the reward.
+    """
     algorithm = recipe.algorithm
     if not algorithm.turn_rewards:
         return
@@ -136,16 +151,21 @@ def _check_turn_rewards(recipe: Recipe) -> None:
     if algorithm.name == "gspo_token" and algorithm.kl_coef and algorithm.kl_in == "reward":
         raise InputError(
             "algorithm.turn_rewards: gspo_token normalises turn rewards within a group, and the KL in "
-            "the reward would be subtracted from what is left; set algorithm.kl_in=loss"
+            "the reward would be subtracted from the normalised ones; set algorithm.kl_in=loss"
         )
 
 
 def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
-    """Check that a single sample of a prompt teaches anything."""
+    """Check `samples_per_prompt`: it must be at least 2 for an algorithm that compares samples.
+
+    Such an algorithm compares the samples of a prompt with each other, and with a single sample
+    every advantage is 0. Nothing is checked if the run only generates rollouts
+    (`debug.rollout_only`).
+    """
     if recipe.rollout.samples_per_prompt > 1 or recipe.debug.rollout_only:
         return
-    alone = [torch.tensor([0.0]), torch.tensor([1.0])]
-    if not any(bool(own.any()) for own in algorithm.advantages(alone, recipe.algorithm)):
+    rewards = [torch.tensor([0.0]), torch.tensor([1.0])]
+    if not any(bool(each.any()) for each in algorithm.advantages(rewards, recipe.algorithm)):
         raise InputError(
             f"rollout.samples_per_prompt is 1, but {recipe.algorithm.name} compares the samples of a "
             "prompt with each other: every advantage would be 0; raise it, or choose ppo, vapo or "
@@ -154,7 +174,10 @@ def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
 
 
 def check_dynamic_sampling(recipe: Recipe) -> None:
-    """Check dynamic sampling, whose rounds draw what is missing and wait for all of it."""
+    """Check dynamic sampling, which needs complete groups of at least two samples.
+
+    If dynamic sampling is off, `rollout.dynamic_sampling_rounds` must have its default value.
+    """
     rollout, on = recipe.rollout, recipe.algorithm.dynamic_sampling
     rounds = rollout.dynamic_sampling_rounds
     if not on and rounds != type(rollout).model_fields["dynamic_sampling_rounds"].default:
@@ -165,7 +188,7 @@ def check_dynamic_sampling(recipe: Recipe) -> None:
     if on and rollout.over_sampling != 1:
         raise InputError(
             f"algorithm.dynamic_sampling: rollout.over_sampling is {rollout.over_sampling:g}, but a "
-            "round knows which prompts have a signal only when all are whole; set it to 1"
+            "round knows which groups have a signal only when all of them are complete; set it to 1"
         )
     if on and rollout.samples_per_prompt < 2:
         raise InputError(

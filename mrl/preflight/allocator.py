@@ -1,4 +1,4 @@
-"""Checks the settings of the trainer's CUDA allocator, whose memory an engine reads."""
+"""Check the settings of the trainer's CUDA allocator, because engines read the trainer's memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from mrl.errors import InputError
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variables that torch reads: the present name and the older one."""
+"""The environment variables that torch reads: the current name and the older one."""
 KEY = "expandable_segments"
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """Raises InputError where the environment asks torch for expandable segments.
+    """Raise InputError if the environment turns on torch's expandable segments.
 
-    `rollout.weight_sync=tensor` hands the engine CUDA IPC handles of the trainer's buffers. Memory of
-    an expandable segment is mapped by cuMemMap, and cudaIpcGetMemHandle does not take it: torch then
-    sends file descriptors instead (c10/cuda/CUDACachingAllocator.cpp, ExpandableSegment::share), which
-    the engine can take over only where the kernel lets it (pidfd_getfd needs the right to trace us).
+    With `rollout.weight_sync=tensor` the engine receives CUDA IPC handles of the trainer's buffers.
+    Memory of an expandable segment is mapped with cuMemMap, and cudaIpcGetMemHandle fails for such
+    memory. torch then sends file descriptors instead (c10/cuda/CUDACachingAllocator.cpp,
+    ExpandableSegment::share). The engine duplicates them with pidfd_getfd, which the kernel permits
+    only to a process that may ptrace the trainer.
     """
     for name in VARIABLES:
         for setting in environment.get(name, "").split(","):

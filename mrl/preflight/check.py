@@ -1,4 +1,4 @@
-"""Checks a recipe before a start, the cheapest checks first."""
+"""Check a recipe before the start of a run, beginning with the cheapest checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.config.adapter import Adapter
-from mrl.config.foreign import of_algorithm
+from mrl.config.foreign import advice_for_algorithm
+from mrl.engines import load_engine, node_class
+from mrl.engines.sglang.limits import check_limits, check_route_layers
 from mrl.errors import InputError
 from mrl.preflight.algorithm import (
     check_critic_stays,
@@ -52,31 +54,33 @@ from mrl.preflight.sampling import check_recipe_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
 from mrl.preflight.weights import check_weights
-from mrl.rollout import load_engine, node_class
-from mrl.rollout.sglang.limits import check_limits, check_route_layers
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.run.history import Update
 from mrl.trackers import check_trackers
+from mrl.weight_sync.transports import opens_handles
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_implementation
 
 
 @contextmanager
-def _names_what_is_closed() -> Iterator[None]:
-    """Raises InputError that names the path, where the user may not read it."""
+def _refusing_unreadable_paths() -> Iterator[None]:
+    """Turn a PermissionError for a path into an InputError that names the path.
+
+    A PermissionError without a path is passed on unchanged.
+    """
     try:
         yield
     except PermissionError as error:
-        if error.filename is None:  # of a process or a socket, not of a path
+        if error.filename is None:  # a process or a socket, not a path
             raise
         raise InputError(
             f"{error.filename}: {error.strerror}; ask its owner for access, or give another path"
         ) from None
 
 
-@_names_what_is_closed()
+@_refusing_unreadable_paths()
 def check(
     recipe: Recipe,
     world: int,
@@ -87,14 +91,17 @@ def check(
     deep: bool = False,
     imports_rewards: bool = True,
 ) -> Plan:
-    """Validate a recipe for `world` ranks; the plan's recipe has the numbers that follow from others.
+    """Return the plan of a recipe for `world` ranks. Raises InputError for the first fault.
 
-    `saved_steps`: those that `debug.load_rollouts` must have, by default all that are left.
-    `elsewhere`: the ranks have GPUs that this machine does not have; what depends on them is left out.
-    `deep`: read every number of the weights.
-    `allowed`: the keys that may change in a run that is continued, see `RunFolder.check`.
-    `imports_rewards`: False leaves the user's rewards and environments to workers of another user.
-    Raises InputError with the first thing that is wrong.
+    In the plan's recipe, keys whose values follow from other keys are filled in.
+
+    `saved_steps`: the steps whose rollouts the folder `debug.load_rollouts` must contain; by
+    default, all remaining steps of the run. `allowed`: the keys that may change if the run is
+    continued; None allows every key that `--allow` can name (see `RunFolder.check`). `elsewhere`:
+    the recipe is for GPUs that this machine does not have; skip checks that need them. `deep`:
+    check that all weights are finite, not only a sample of them. `imports_rewards`: False if this
+    process must not import the user's rewards and environments, because only workers that run as
+    another user may import them.
     """
     is_main = os.environ.get("RANK", "0") == "0"
     warn = console.warning if is_main else lambda text: None
@@ -151,7 +158,10 @@ def _check_saved_steps(recipe: Recipe, steps: range) -> None:
 
 
 def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bool) -> HfModel:
-    """Read the model's folder, and check it against the layout and Megatron's options."""
+    """Read the model's folder, and check the model against the recipe.
+
+    The layout, the MoE settings and the options for Megatron must fit the model.
+    """
     model = HfModel.read(recipe.model.path, recipe.model.architecture)
     dims.check_model(model.sizes)
     check_weights(model, deep=deep)
@@ -163,12 +173,12 @@ def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bo
 
 
 def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
-    if pointer := of_algorithm(config.name):
+    if pointer := advice_for_algorithm(config.name):
         raise InputError(f"algorithm.name {config.name!r}: mrl has none of this name; {pointer}")
     algorithm = load_algorithm(config.name)
     check_algorithm(config)
     check_old_logprobs(config, algorithm)
-    try:  # refuses the supervised loss, which has no advantages
+    try:  # this raises InputError for the supervised loss, which has no advantages
         algorithm.advantages([torch.tensor([0.0, 1.0])], config)
     except InputError:
         raise
@@ -188,7 +198,11 @@ def _check_folder(
     algorithm: Algorithm,
     adapter: Adapter | None,
 ) -> Update:
-    """Return what continuing the run of the folder changes, where it may; check its trackers too."""
+    """Check the run folder and the trackers.
+
+    Return the changes that this start makes to the recipe of the run in the folder, if there is a
+    run.
+    """
     check_trackers(recipe.logging)
     if os.environ.get("RANK", "0") == "0":
         check_output(folder)
@@ -200,18 +214,21 @@ def _check_folder(
 
 
 def load_tokenizer(model: HfModel) -> Any:
-    """Return the tokenizer of the model folder. Raises InputError when it is missing or does not
-    fit."""
+    """Return the tokenizer of the model folder.
+
+    Raises InputError if the tokenizer is missing or cannot be loaded, or if it has more tokens than
+    the model's vocabulary.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-    except Exception as error:  # other people's code reads other people's files
+    except Exception as error:  # transformers raises many kinds of errors for damaged files
         message = " ".join(str(error).split()) or "no message"
         raise InputError(
             f"model.path {model.path}: no usable tokenizer ({type(error).__name__}: {message})"
         ) from None
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers found no files
         raise InputError(
             f"model.path {model.path}: no usable tokenizer (its vocabulary is empty); copy the model's "
             "tokenizer.json there"
@@ -228,7 +245,7 @@ def _check_rollout(recipe: Recipe, roles: Roles, model: HfModel) -> None:
     check_profile(recipe.profile, roles.num_trainers)
     rollout = recipe.rollout
     prompts, minis = rollout.prompts_per_step, recipe.train.num_steps_per_rollout
-    if not recipe.debug.load_rollouts:  # which starts no engine
+    if not recipe.debug.load_rollouts:  # saved rollouts need no engine
         if roles.engine_layout(rollout).num_nodes > 1:
             node_class(load_engine(rollout.engine), rollout.engine)
         check_engine_sizes(rollout, model.sizes)
@@ -237,28 +254,27 @@ def _check_rollout(recipe: Recipe, roles: Roles, model: HfModel) -> None:
             f"rollout.prompts_per_step {prompts} is not divisible by train.num_steps_per_rollout "
             f"{minis} ({prompts} = {prompts // minis} x {minis} + {prompts % minis})"
         )
-    if rollout.weight_sync == "distributed" and torch.cuda.is_available():
-        raise InputError(
-            "rollout.weight_sync=distributed: the engine is on the trainer's GPUs, and NCCL takes no "
-            "two ranks on one; use tensor or disk"
-        )
-    if rollout.weight_sync == "tensor" and torch.cuda.is_available():
+    if opens_handles(rollout.weight_sync) and torch.cuda.is_available():
         check_allocator(os.environ)
     if rollout.min_response_len not in (0, rollout.max_response_len):
         raise InputError(
             f"rollout.min_response_len {rollout.min_response_len}: expected 0 or max_response_len "
-            f"{rollout.max_response_len}; in between, the engine would forbid the end token, and its "
-            "log-probs would be those of another distribution than the trainer's"
+            f"{rollout.max_response_len}; with a value in between, the engine would forbid the end "
+            "token, and its log-probs would be of another distribution than the trainer's"
         )
     check_recipe_sampling(recipe, model.sizes.vocab_size)
 
 
 def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
-    """Check what the engine would refuse at its start."""
+    """Raise InputError for settings that the engine would refuse when it starts.
+
+    Only SGLang's limits are known here. Of any other engine, only the name is checked. Nothing is
+    checked if rollouts are loaded instead of generated.
+    """
     if recipe.debug.load_rollouts is not None:
         return
     load_engine(recipe.rollout.engine)
-    if recipe.rollout.engine == "sglang":  # of other engines only they know their limits
+    if recipe.rollout.engine == "sglang":  # the limits of other engines are unknown here
         routes = recipe.captures_routes
         check_limits(recipe.model.path, recipe.rollout, on_gpu=on_gpu, return_routes=routes)
         if routes and model.named is not None:

@@ -1,4 +1,4 @@
-"""Reads and checks the rows of a recipe: prompts, evaluation sets and supervised examples."""
+"""Read and check the rows of a recipe: prompts, eval sets and supervised examples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from parallel.hf_config import HfModel
 
 
 def sources_of(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]:
-    """Read the prompts; those that leave no room for an answer are handled as `data` says."""
+    """Read the prompts of all sources.
+
+    A prompt that leaves no room for the longest response in the context is dropped or raises
+    InputError, depending on `data.overlong`.
+    """
     rollout = recipe.rollout
     return read_sources(
         recipe.data,
@@ -42,7 +46,13 @@ def check_prompts(
     warn: Callable[[str], None],
     imports_rewards: bool,
 ) -> None:
-    """Check that the prompts fit the reward, or the environment if the recipe has one."""
+    """Check that the prompts have the columns that the rewards or the environment need.
+
+    If the recipe has an environment, also check that the environment can be reset with these
+    columns and, if prompts are lists of messages, that the chat template works. If rollouts are
+    loaded, the columns for rewards are not checked. If `imports_rewards` is false, the environment
+    is not reset, and only the columns for mrl's own rewards are checked.
+    """
     is_conversation = recipe.environment is not None
     for prompt in prompts:
         (check_environment_columns if is_conversation else check_columns)(prompt)
@@ -68,7 +78,10 @@ def eval_sets_of(
     warn: Callable[[str], None],
     imports_rewards: bool,
 ) -> list[EvalSet]:
-    """Read the evaluation sets, each checked as the recipe itself is."""
+    """Read the eval sets, and check the rewards, sampling parameters and prompts of each set.
+
+    `imports_rewards` is described in `check_prompts`.
+    """
     found = read_eval_sets(recipe, tokenizer, context_len)
     for each in found:
         check_task(each.recipe, each.config.name, imports_rewards=imports_rewards)
@@ -79,7 +92,10 @@ def eval_sets_of(
 
 
 def sft_examples_of(recipe: Recipe, tokenizer: Any, context_len: int) -> list[SftExample]:
-    """Read the supervised examples; none if the recipe has no `sft`."""
+    """Read the supervised examples; the list is empty if the recipe has no `sft` section.
+
+    Raises InputError if there are fewer examples than `sft.batch_size`.
+    """
     config = recipe.sft
     if config is None:
         return []
@@ -101,7 +117,7 @@ def check_caches(
     *,
     elsewhere: bool,
 ) -> None:
-    """Check that the engine's KV cache holds every request, including those of evaluation sets."""
+    """Check that the KV cache can hold the largest request of training and of each eval set."""
     on_gpu = elsewhere or torch.cuda.is_available()
     check_cache(recipe, prompts, context_len, on_gpu=on_gpu)
     for each in eval_sets:

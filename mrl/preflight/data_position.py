@@ -1,4 +1,7 @@
-"""Checks that the data of a resumed run fits the data position in its checkpoint."""
+"""Check that a resumed run can continue at the data position in its checkpoint.
+
+The data position says which prompts of each source come next.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,12 @@ def steps_done(
     update: Update,
     warn: Callable[[str], None],
 ) -> tuple[int | None, int | None]:
-    """Return the steps done in the newest checkpoint, and in the checkpoint or snapshot that the run
-    continues from, after checking the data position."""
+    """Check the data position, and return (step of the newest checkpoint, step to continue from).
+
+    The step of a checkpoint or snapshot is the number of training steps that were done when it was
+    saved. The run continues from a snapshot if that is newer than every checkpoint. The first
+    result is None if there is no checkpoint, and the second is None for a new run.
+    """
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
     check_data_position(folder, recipe, sources, update, step, warn)
@@ -43,11 +50,15 @@ def check_data_position(
     step: int | None,
     warn: Callable[[str], None],
 ) -> None:
-    """Check, before anything is written to the run folder, that training can continue at the data
-    position after `step` steps; `step` is None for a new run.
+    """Check that training can continue at the data position that was saved after `step` steps.
 
-    If the data has changed since then and `--allow` permits it, training starts over at the first rows,
-    and `warn(text)` says so. Raises InputError for a change that was not allowed. On rank 0 only.
+    If the recipe's data does not fit the saved position, the result depends on whether the keys of
+    `data` have changed since the position was saved. If they have changed (with `--allow`),
+    training will start over at the first rows, and `warn(text)` is called with the reason.
+    Otherwise InputError is raised.
+
+    Nothing is checked if the run is new (`step` is None), if no saved position can be read, or on
+    ranks other than 0.
     """
     if step is None or os.environ.get("RANK", "0") != "0":
         return
@@ -57,7 +68,10 @@ def check_data_position(
     changed = any(is_in(c.key, "data") and not c.is_moved for c in update.changes)
     if changed or folder.history.has_other_data(step):
         if why := why_other_data(folder, recipe, sources, state, step):
-            warn(f"all data starts over at its first rows, as it is not that of step {step}: {why}")
+            warn(
+                f"all data starts over at its first rows, because it has changed since step {step}: "
+                f"{why}"
+            )
     elif why := _why_other_rows(recipe, sources, state) or _why_other_rewards(recipe, state):
         raise InputError(f"cannot resume: {why}")
 
@@ -65,38 +79,48 @@ def check_data_position(
 def why_other_data(
     folder: RunFolder, recipe: Recipe, sources: Sequence[Source], state: dict[str, Any], step: int
 ) -> str:
-    """Return why changed data cannot continue from a collector's `state` after `step` steps; empty if
-    it can."""
+    """Return why a run whose data has changed cannot continue at its saved data position.
+
+    `state` is the collector's state that was saved after `step` steps. The result is empty if the
+    run can continue at that position.
+    """
     if why := _why_other_rows(recipe, sources, state):
         return why
     before = load_run(folder.root, config=folder.history.config_at(step)).data.rewards
     lost = [reward for reward in before if reward not in recipe.data.rewards]
-    # Pending prompts would still have to be scored by it.
+    # Pending prompts of a source whose reward was removed would still need that reward.
     return f"a source had the reward {lost[0]}" if lost else ""
 
 
 def _why_other_rewards(recipe: Recipe, state: dict[str, Any]) -> str:
-    """Return an error if a pending prompt could not be scored, because no source has its reward now."""
+    """Return an error message if the recipe no longer has the reward of a pending, unscored prompt.
+
+    A pending prompt was taken from the data, but no step has trained on it. The result is empty if
+    all pending prompts can be scored.
+    """
     for one in read_pending(state):
         reward = one.group.prompt.reward
         if reward is not None and not one.is_scored and reward not in recipe.data.rewards:
             return (
-                f"{one.group.prompt.source} is pending in the checkpoint and has to be scored by "
+                f"{one.group.prompt.source} is pending in the checkpoint and must be scored with "
                 f"{reward}, which no source has now; restore that reward, or start a new run"
             )
     return ""
 
 
 def _why_other_rows(recipe: Recipe, sources: Sequence[Source], state: dict[str, Any]) -> str:
-    if "seed" not in state:  # saved rollouts draw no prompts
+    if "seed" not in state:  # a run with saved rollouts takes no prompts from the data
         return ""
     cursor = PromptCursor(sources, seed=recipe.seed, shuffle=recipe.data.shuffle)
     return cursor.why_other(state)
 
 
 def _saved_position(folder: RunFolder, recipe: Recipe, step: int) -> dict[str, Any] | None:
-    """Return the collector's state in the checkpoint or the snapshot of `step`; None if neither can be
-    read."""
+    """Return the collector's state, which holds the data position, from the checkpoint of `step`.
+
+    If that checkpoint cannot be read, the state is taken from the snapshot of `step`. The result is
+    None if neither of them can be read, or if the run uses saved rollouts.
+    """
     if recipe.debug.load_rollouts is not None:
         return None
     snapshots = node_folder(folder.root, recipe.checkpoint.snapshot_folder)

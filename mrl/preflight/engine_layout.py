@@ -1,7 +1,7 @@
-"""Finds the ranks and nodes of an engine, and checks that SGLang can divide the model among them.
+"""Find the ranks and nodes of an engine, and check that SGLang can divide the model among them.
 
-R ranks of an engine (SGLang's tp_size), E expert-parallel ranks and D attention replicas among them:
-attention is split R / D ways and the experts' columns R / E ways.
+An engine has R ranks (SGLang's tp_size), expert-parallel size E, and D replicas of the attention. It
+splits each replica of the attention over R / D ranks, and the columns of each expert over R / E ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPLICAS = "rollout.data_parallel_attention_size"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Says which ranks the engines of a run span: each one spans neighbouring ranks."""
+    """The ranks that the engines of a run span. Each engine spans consecutive ranks."""
 
     num_engines: int
     ranks: int
@@ -30,16 +30,18 @@ class EngineLayout:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes that one engine spans."""
+        """Number of nodes that one engine spans."""
         return self.ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a trainer's rank, within its engine."""
+        """Return the index of a rank's node among the nodes of the rank's engine, counted from 0."""
         return rank % self.ranks // self.ranks_per_node
 
     def leads_node(self, rank: int) -> bool:
-        """Return whether this rank runs a process of its engine; rank 0 of an engine leads all of
-        it."""
+        """Return whether a rank is the one that runs its engine's process on its node.
+
+        If an engine spans several nodes, it has one such rank on each node.
+        """
         return rank % self.ranks_per_node == 0
 
     def describe(self) -> str:
@@ -48,10 +50,12 @@ class EngineLayout:
 
 
 def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) -> EngineLayout:
-    """Return the layout of `world` ranks, `local` of them on a node (by default as torchrun says).
+    """Return the layout of the engines on `world` ranks, with `local` ranks on each node.
 
-    Raises InputError, with the arithmetic, where engines do not fill the ranks, or would start in the
-    middle of a node, and for a weight sync that stays within a node.
+    `local` defaults to torchrun's LOCAL_WORLD_SIZE or, outside torchrun, to `world`. The number of
+    ranks of an engine is `rollout.tensor_parallel_size`. Raises InputError if `world` is not
+    divisible by that number, or if engines do not line up with nodes: the engine's ranks must
+    divide `local` or be a multiple of `local`.
     """
     local = local or int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     ranks = rollout.tensor_parallel_size
@@ -63,21 +67,18 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
         )
     if ranks <= local:
         _divide(RANKS, f"{local} ranks of a node", local, ranks)
-    if ranks > local and rollout.weight_sync == "distributed":
-        raise InputError(
-            f"rollout.weight_sync=distributed: its process group meets on loopback, and an engine of "
-            f"{ranks} ranks spans {ranks // local} nodes of {local}; use tensor"
-        )
     return EngineLayout(world // ranks, ranks, min(ranks, local))
 
 
 def check_engine_sizes(rollout: RolloutConfig, sizes: ModelSizes) -> None:
-    """Apply SGLang's own rules before it starts. Raises InputError: the first size that does not
-    divide.
+    """Raise InputError for the first size of the model that SGLang cannot split evenly over its ranks.
 
-    The rules are those of SGLang 0.5.20: arg_groups/parallel_hook.py (tp_size by dp_size),
-    models/qwen3_moe.py (heads, and key/value heads that are split or replicated),
-    layers/moe/fused_moe_triton/layer.py (experts by ep_size, their columns by tp_size / ep_size).
+    InputError is also raised if the expert-parallel size or the number of attention replicas does
+    not divide the engine's ranks, or if a model without experts is given expert parallelism. The
+    rules are taken from SGLang 0.5.20: arg_groups/parallel_hook.py (tp_size is divided by dp_size),
+    models/qwen3_moe.py (heads are split, key/value heads are split or replicated), and
+    layers/moe/fused_moe_triton/layer.py (the number of experts is divided by ep_size, their columns
+    by tp_size / ep_size).
     """
     ranks, experts = rollout.tensor_parallel_size, rollout.expert_parallel_size
     replicas = rollout.data_parallel_attention_size

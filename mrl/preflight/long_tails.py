@@ -1,4 +1,4 @@
-"""Checks what a recipe asks for against long tails."""
+"""Check importance weights, partial rollouts and over-sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from mrl.errors import InputError
 
 
 def check_importance(algorithm: AlgorithmConfig) -> None:
-    """Raise InputError for a range or a level without a weight, and for a range that holds nothing."""
+    """Raise InputError if the range of importance weights is empty.
+
+    InputError is also raised if a range or level is set although `algorithm.importance` is `none`.
+    """
     defaults = AlgorithmConfig()
     for name in ("importance_low", "importance_high", "importance_level"):
         value = getattr(algorithm, name)
@@ -25,14 +28,18 @@ def check_importance(algorithm: AlgorithmConfig) -> None:
 
 
 def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
-    """Raise InputError where no rollout can stay partial, or where training on it would be biased."""
+    """Raise InputError for settings of partial rollouts that have no effect or bias the training.
+
+    InputError is also raised if over-sampling has no effect on some engine, or is used with an
+    environment.
+    """
     rollout = recipe.rollout
     if rollout.over_sampling != 1:
         _check_shares(rollout, num_engines)
     if recipe.environment is not None and rollout.over_sampling != 1:
         raise InputError(
             f"rollout.over_sampling is {rollout.over_sampling:g}, but the episodes of an environment "
-            "advance turn by turn together: none is slow alone; set it to 1"
+            "advance turn by turn together, so a step waits for all of them; set it to 1"
         )
     if rollout.partial_rollouts != "drop" and rollout.over_sampling == 1:
         raise InputError(
@@ -48,14 +55,14 @@ def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
         and not corrects
     ):
         raise InputError(
-            "rollout.partial_rollouts is resume, but algorithm.importance is none: tokens of "
-            "older weights would count as if the present ones had sampled them; set "
+            "rollout.partial_rollouts is resume, but algorithm.importance is none: tokens sampled by "
+            "older weights would count as if the current weights had sampled them; set "
             "algorithm.importance=tis"
         )
 
 
 def _check_shares(rollout: RolloutConfig, num_engines: int) -> None:
-    """Check that each engine starts more prompts than it needs."""
+    """Raise InputError if an engine starts only as many prompts as the step needs from that engine."""
     for number in range(num_engines):
         started, wanted = (
             len(range(number, total, num_engines))
@@ -70,7 +77,7 @@ def _check_shares(rollout: RolloutConfig, num_engines: int) -> None:
 
 
 def check_started(rollout: RolloutConfig, num_prompts: int) -> None:
-    """Raise InputError where a step starts more prompts than there are."""
+    """Raise InputError if a step starts more prompts than the data set has."""
     if num_prompts < rollout.num_started:
         raise InputError(
             f"data.path has {num_prompts} prompts, a step starts {rollout.num_started} "

@@ -1,4 +1,4 @@
-"""Checks what a recipe asks of LoRA. Raises InputError."""
+"""Check the settings of LoRA. All functions raise InputError if a check fails."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mrl.config import Recipe
 from mrl.config.adapter import Adapter
+from mrl.engines.sglang.adapter.limits import refuse_layout, refuse_modules
 from mrl.errors import InputError
 from mrl.preflight.releases import check_serves_adapters
 from mrl.preflight.roles import Roles
-from mrl.rollout.sglang.adapter.limits import refuse_layout, refuse_modules
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import PeftFolder
@@ -17,15 +17,17 @@ from parallel.lora.rules import check_rank, module_name, read_adapter
 
 
 def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | None:
-    """Return the adapter that the recipe trains; None where it trains all weights. `num_nodes`: those
-    that an engine spans."""
+    """Return the adapter that the recipe trains; None if the recipe trains all weights.
+
+    `num_nodes` is the number of nodes that one engine spans.
+    """
     if recipe.lora is None:
         return None
     for key, is_set, why in (
         (
             "model.transformer_impl=transformer_engine",
             recipe.model.transformer_impl == "transformer_engine",
-            "adapters are built into mrl's native layers only; leave it at auto",
+            "only mrl's native layers support adapters; leave it at auto",
         ),
         (
             "rollout.true_on_policy=true",
@@ -35,17 +37,17 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
         (
             f"moe.expert_bias_update_rate={recipe.moe.expert_bias_update_rate}",
             recipe.moe.expert_bias_update_rate > 0,
-            "it would change the base, which an adapter leaves as it is; set it to 0",
+            "it would change the base model, which is frozen; set it to 0",
         ),
         (
             f"algorithm.reference_path={recipe.algorithm.reference_path}",
             recipe.algorithm.reference_path is not None,
-            "the reference of an adapter is the base with the adapter turned off; leave it out",
+            "the reference of an adapter is its base model without the adapter; leave it out",
         ),
         (
             "megatron.overlap_param_gather=true",
             bool(recipe.megatron.get("overlap_param_gather")),
-            "the matrices of an adapter are used without the hooks that it needs; leave it out",
+            "it needs hooks that the matrices of an adapter do not have; leave it out",
         ),
     ):
         if is_set:
@@ -59,7 +61,10 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
 
 
 def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: int) -> None:
-    """Check that the engine serves the adapter; of engines from outside only they know."""
+    """Check that SGLang can serve the adapter.
+
+    Nothing is checked with another engine, with `lora.rollout: merged`, or with loaded rollouts.
+    """
     assert recipe.lora is not None
     starts_engine = recipe.debug.load_rollouts is None and recipe.rollout.engine == "sglang"
     if starts_engine and recipe.lora.rollout == "adapter":
@@ -69,7 +74,11 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
 
 
 def read_lora(recipe: Recipe, model: HfModel, roles: Roles) -> tuple[Adapter | None, Recipe]:
-    """Return what `check_lora` does, and the recipe with the layers that adapters are built into."""
+    """Return the adapter that the recipe trains, and the recipe with `model.transformer_impl: local`.
+
+    Only mrl's native (`local`) layers support adapters. Without an adapter, return None and the
+    unchanged recipe.
+    """
     has_engine = recipe.lora is not None and recipe.debug.load_rollouts is None
     num_nodes = roles.engine_layout(recipe.rollout).num_nodes if has_engine else 1
     adapter = check_lora(recipe, model, num_nodes)

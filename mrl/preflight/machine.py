@@ -1,6 +1,7 @@
-"""Checks what this machine gives a run: open files, loopback, ports, shared memory, GPUs.
+"""Check the resources of this machine: open files, loopback, ports, shared memory, GPUs.
 
-All of it takes milliseconds. The peer access of GPUs has not run on a machine with several.
+The checks take milliseconds. The check of peer access between GPUs has not been tried on a machine
+with several GPUs.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ import torch
 from mrl.errors import InputError
 
 MIN_FILES = 256
-"""Open files of one process: a rank with an engine holds up to about a hundred."""
+"""Smallest limit of open files per process; a rank with an engine opens up to about a hundred."""
 NUM_PORTS = 8
-"""Ports of a rank and its engine."""
+"""Number of ports that a rank and its engine need."""
 CONNECT_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 16 << 20
-"""Bytes of /dev/shm a rank: NCCL, and the processes of an engine, keep buffers there."""
+"""Bytes of /dev/shm that a rank needs for buffers of NCCL and of the engine's processes."""
 
 
 def check_machine(num_ranks: int, warn: Callable[[str], None]) -> None:
-    """Raise InputError where this machine cannot run `num_ranks` ranks; `warn(text)` where slowly."""
+    """Raise InputError if this machine cannot run `num_ranks` ranks.
+
+    `warn(text)` is called if a GPU cannot access the memory of another GPU, because collectives are
+    then slow. GPUs are not checked on a machine without CUDA.
+    """
     check_open_files()
     check_loopback()
     check_shared_memory(num_ranks)
@@ -36,7 +41,10 @@ def check_machine(num_ranks: int, warn: Callable[[str], None]) -> None:
 
 
 def check_open_files() -> None:
-    """Raise InputError where a process may have too few files open; raise the soft limit if it may."""
+    """Increase this process's soft limit of open files to MIN_FILES if the limit is lower.
+
+    Raises InputError if the hard limit is lower than MIN_FILES.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
         return
@@ -51,7 +59,7 @@ def check_open_files() -> None:
 
 
 def check_loopback() -> None:
-    """Raise InputError where this machine cannot connect to itself, or has no free ports left."""
+    """Raise InputError if this machine cannot connect to itself, or has no free ports."""
     try:
         with ExitStack() as opened:
             listeners = [opened.enter_context(socket.socket()) for _ in range(NUM_PORTS)]
@@ -62,23 +70,28 @@ def check_loopback() -> None:
             opened.enter_context(socket.create_connection(address, CONNECT_TIMEOUT_S))
     except OSError as error:
         raise InputError(
-            f"a connection to 127.0.0.1 fails ({error.strerror or error}), with which ranks and engine "
-            "talk; expected a loopback interface that is up (ip link set lo up) and free ports "
-            "(sysctl net.ipv4.ip_local_port_range)"
+            f"a connection to 127.0.0.1 fails ({error.strerror or error}), but ranks and engines use "
+            "it to communicate; expected a loopback interface that is up (ip link set lo up) and free "
+            "ports (sysctl net.ipv4.ip_local_port_range)"
         ) from None
 
 
 def check_shared_memory(num_ranks: int, place: Path = SHARED_MEMORY) -> None:
-    """Raise InputError where /dev/shm is missing, closed, or too small for the ranks of this node."""
+    """Raise InputError if shared memory is missing, not writable, or too small for `num_ranks` ranks.
+
+    `place` is the folder of shared memory, and `num_ranks` the number of ranks on this node.
+    """
     need = num_ranks * MIN_SHARED_BYTES
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"{place} is no folder that this user may write to; mount a tmpfs there")
+        raise InputError(
+            f"{place} is not a folder that this user may write to; mount a tmpfs there"
+        )
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
     if free < need:
         raise InputError(
             f"{place} has {free >> 20} MiB free, expected at least {need >> 20} MiB for {num_ranks} "
-            "rank(s) of this node; remove what is left there, or give a container more (docker run "
+            "rank(s) of this node; remove stale files there, or give the container more (docker run "
             "--shm-size=16g)"
         )
 
@@ -89,10 +102,10 @@ def check_gpus(
     can_access: Callable[[int, int], bool],
     warn: Callable[[str], None],
 ) -> None:
-    """Raise InputError where a node has fewer GPUs than ranks; `warn(text)` where two GPUs cannot reach
-    each other's memory.
+    """Raise InputError if this node has fewer GPUs than ranks.
 
-    `can_access(a, b)`: whether GPU a can read that of b.
+    `warn(text)` is called if a GPU cannot access the memory of another one. `can_access(a, b)` returns
+    whether GPU a can access the memory of GPU b.
     """
     if num_ranks > num_gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -117,9 +130,10 @@ def check_gpus(
 
 
 def local_ranks(world: int, num_gpus: int | None = None) -> int:
-    """Return how many of `world` ranks this node runs: torchrun says so, or as many as it has GPUs.
+    """Return how many of `world` ranks this node runs.
 
-    `num_gpus`: by default those of this machine.
+    Under torchrun the result is LOCAL_WORLD_SIZE. Otherwise it is the smaller of `world` and
+    `num_gpus`, and at least 1. `num_gpus` defaults to the number of GPUs of this machine.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])

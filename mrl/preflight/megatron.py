@@ -1,4 +1,4 @@
-"""Checks `megatron:` of a recipe before a start: names, types, needs, and Megatron's own checks."""
+"""Check a recipe's `megatron:` section: names, types, mrl's rules, and Megatron's own rules."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from parallel.options.rules import Surroundings, check_rules
 def check_megatron(
     recipe: Recipe, dims: ParallelDims, model: HfModel, *, elsewhere: bool = False
 ) -> None:
-    """Raises InputError, one line. Imports Megatron where the recipe has such a branch.
+    """Raise InputError for options that mrl or Megatron refuses.
 
-    `elsewhere`: of a recipe for GPUs that this machine does not have, names and types only.
+    InputError is also raised if the flex token dispatcher cannot run here. Megatron is imported
+    only if the recipe has options for Megatron. `elsewhere`: the recipe is for GPUs that this
+    machine does not have; check only the names and types of the options.
     """
     if elsewhere:
         read_options(recipe.megatron)
@@ -55,7 +57,7 @@ def _check_flex(dims: ParallelDims) -> None:
         raise InputError(f"{where} there is no CUDA device; set it to alltoall")
     if dims.tp * dims.ep == 1:
         raise InputError(
-            f"{where} expert and tensor parallel sizes are 1, and it moves tokens between ranks only; "
+            f"{where} expert and tensor parallel sizes are 1, and it only moves tokens between ranks; "
             "set it to alltoall"
         )
 
@@ -63,7 +65,11 @@ def _check_flex(dims: ParallelDims) -> None:
 def _check_with_megatron(
     recipe: Recipe, around: Surroundings, model: HfModel, options: MegatronOptions
 ) -> None:
-    """Build the dataclasses that the run will build, in which Megatron checks its own rules."""
+    """Build the config dataclasses that the run will build, so that Megatron checks its own rules.
+
+    Only the dataclasses for which the recipe has options are built. Raises InputError if Megatron
+    rejects one of them.
+    """
     from parallel.optimizer import build_optimizer_config
     from parallel.transformer_config import build_config, build_ddp_config
 
@@ -93,6 +99,6 @@ def _check_with_megatron(
         except (ValueError, AssertionError, RuntimeError, ImportError, TypeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
-                f"megatron: megatron-core does not take {', '.join(given)} together with the rest of "
+                f"megatron: megatron-core does not accept {', '.join(given)} together with the rest of "
                 f"the recipe: {reason}"
             ) from None

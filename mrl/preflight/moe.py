@@ -1,4 +1,4 @@
-"""Checks what a recipe asks of routes and routers: replay, capture, balancing. Raises InputError."""
+"""Check the settings of MoE routing: replay, capture and balancing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from parallel.hf_config import HfModel
 
 
 def check_moe(recipe: Recipe, model: HfModel) -> None:
+    """Raise InputError for settings that contradict each other or that the model does not support."""
     if recipe.moe.routing_replay != "off" and not model.moe_layer_numbers:
         raise InputError(
             f"moe.routing_replay is {recipe.moe.routing_replay}, but {model.path} has no MoE layers; "
@@ -24,7 +25,7 @@ def _check_capture(recipe: Recipe, model: HfModel) -> None:
         )
     if recipe.rollout.return_routing_weights and not recipe.captures_routes:
         raise InputError(
-            "rollout.return_routing_weights is true, but the engine is asked for no routes; set "
+            "rollout.return_routing_weights is true, but no routes are requested from the engine; set "
             "moe.routing_replay=r3 or diagnosis.capture_routes=true, or leave it out"
         )
     replay, how = recipe.moe.replay, recipe.moe.routing_replay
@@ -37,16 +38,16 @@ def _check_capture(recipe: Recipe, model: HfModel) -> None:
         _check_order(recipe.parallel.moe_token_dispatcher_type)
     if "weights" in replay and how == "r3" and not recipe.rollout.return_routing_weights:
         raise InputError(
-            f"moe.replay is {replay} under moe.routing_replay=r3, but the engine returns expert ids "
-            "only; set rollout.return_routing_weights=true (engines on CPUs), or moe.routing_replay=r2"
+            f"moe.replay is {replay} with moe.routing_replay=r3, but the engine returns only expert "
+            "ids; set rollout.return_routing_weights=true (engines on CPUs), or moe.routing_replay=r2"
         )
 
 
 def _check_order(dispatcher: str) -> None:
     if dispatcher != "alltoall":
         raise InputError(
-            "moe.replay asks for the order of the experts, but parallel.moe_token_dispatcher_type is "
-            f"{dispatcher}, which adds them by number before a token is back; set it to alltoall"
+            "moe.replay includes the order of the experts, but parallel.moe_token_dispatcher_type is "
+            f"{dispatcher}, which adds up the experts' outputs by expert number; set it to alltoall"
         )
 
 

@@ -1,19 +1,24 @@
-"""This module checks a recipe whose ratio is against the engine's log-probs."""
+"""Check `algorithm.old_logprobs: rollout`, which uses the engine's log-probs for the old policy."""
 
 from __future__ import annotations
 
-from mrl.algorithms.base import Algorithm, either, traits
+from mrl.algorithms.base import Algorithm, or_default, traits
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 
 USUAL_GAP = 1e-3
-"""About what the mean of trainer - engine log-probs over a sequence is in bfloat16."""
+"""Typical difference between the trainer's and the engine's log-probs in bfloat16, averaged over
+the tokens of a sequence."""
 WITHOUT_EFFECT = ("token_mask", "sequence_mask")
-"""Masks by exp(old - rollout), which is 1 where the engine's log-probs are the old ones."""
+"""Names of masks that depend on `exp(old_logprobs - rollout_logprobs)`. This ratio is always 1 if
+the engine's log-probs are used as the old log-probs."""
 
 
 def check_old_logprobs(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """Raise InputError where `algorithm.old_logprobs: rollout` cannot be what is meant."""
+    """Raise InputError if `algorithm.old_logprobs: rollout` contradicts other settings.
+
+    Nothing is checked with `algorithm.old_logprobs: trainer`.
+    """
     if config.old_logprobs == "trainer":
         return
     start = "algorithm.old_logprobs is rollout, but"
@@ -24,7 +29,7 @@ def check_old_logprobs(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         )
     if known.sequence_range is not None:
         low, high = known.sequence_range
-        clip = min(either(config.clip_low, low), either(config.clip_high, high))
+        clip = min(or_default(config.clip_low, low), or_default(config.clip_high, high))
         if clip < 10 * USUAL_GAP:
             raise InputError(
                 f"{start} {config.name} clips the mean of logp - old over a sequence at {clip:g}: "
@@ -35,17 +40,17 @@ def check_old_logprobs(config: AlgorithmConfig, algorithm: Algorithm) -> None:
             )
     if config.importance != "none":
         raise InputError(
-            f"{start} algorithm.importance is {config.importance}, which weighs by exp(old - rollout): "
-            "always 1 then; leave one of them out"
+            f"{start} algorithm.importance is {config.importance}, which weighs by exp(old - rollout), "
+            "and that would always be 1; leave one of them out"
         )
     for mask in config.masks:
         if mask.name in WITHOUT_EFFECT:
             raise InputError(
-                f"{start} algorithm.masks has {mask.name}, by exp(old - rollout): always 1 then; leave "
-                "one of them out"
+                f"{start} algorithm.masks has {mask.name}, which masks by exp(old - rollout), and that "
+                "would always be 1; leave one of them out"
             )
     if config.kl_coef and config.kl_in == "reward":
         raise InputError(
-            f"{start} algorithm.kl_in is reward, which is of the trainer's own log-probs before the "
+            f"{start} algorithm.kl_in is reward, which needs the trainer's own log-probs before the "
             "update; leave it at trainer, or set kl_in=loss"
         )

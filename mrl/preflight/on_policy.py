@@ -1,4 +1,7 @@
-"""Checks a recipe with `rollout.true_on_policy`: other settings would lose the equality silently."""
+"""Check that the settings of a recipe fit `rollout.true_on_policy`.
+
+With unsuitable settings, the log-probs of trainer and engine would silently differ.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,21 @@ from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import (
-    check_invariant_engine,
+    check_batch_invariant,
     choose_dtype,
     choose_implementation,
 )
 
 ON_CPUS = ("qwen3_moe",)
-"""The architectures that were compared with SGLang's layer by layer."""
+"""The architectures for which each layer was compared with SGLang's layer on CPUs."""
 
 
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
-    """Raises InputError with the first key that does not go with `rollout.true_on_policy`, or with
-    `rollout.batch_invariant`, which is the engine's half of it."""
+    """Raise InputError for the first key whose value `rollout.true_on_policy` does not work with.
+
+    If only `rollout.batch_invariant` is on, which is the engine's half of `true_on_policy`, only the
+    keys that concern the engine are checked. Nothing is checked if both are off.
+    """
     if not recipe.rollout.true_on_policy:
         if recipe.rollout.batch_invariant:
             _refuse("rollout.batch_invariant", _of_engine(recipe), model)
@@ -32,28 +38,29 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         ("parallel.expert_tensor_parallel_size", dims.etp, 1),
         ("parallel.context_parallel_size", dims.cp, 1),
         ("parallel.moe_token_dispatcher_type", dims.dispatcher, "alltoall"),
-        # There is nothing left to replay: the engine has the trainer's weights and order.
+        # Routing weights and expert order need no replay: engine and trainer compute the same ones.
         ("moe.replay", recipe.moe.replay, "ids"),
     ]
     dtype = _dtype(recipe.model.dtype)
     if torch.cuda.is_available():
         implementation, _ = choose_implementation(recipe.model.transformer_impl)
         wanted.append(("model.transformer_impl", implementation, "transformer_engine"))
-        check_invariant_engine()
+        check_batch_invariant()
     else:
         wanted.append(("model.dtype", dtype, "float32"))
-    # The engine's last: its dtype follows from the model's, which is then the one to name.
+    # The engine's dtype comes last, because by default it follows from `model.dtype`. If that is wrong,
+    # the error should name it.
     wanted += _of_engine(recipe)
     wanted.append(("rollout.dtype", _dtype(recipe.rollout.engine_dtype(recipe.model)), dtype))
     _refuse("rollout.true_on_policy", wanted, model)
 
 
 def _of_engine(recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """Return (key, its value, what the engine's half needs)."""
+    """Return (key, value in the recipe, required value) for each key that concerns the engine."""
     rollout = recipe.rollout
     wanted: list[tuple[str, Any, Any]] = [
         ("rollout.engine", rollout.engine, "sglang"),
-        # A sum over ranks adds in another order than that of one rank.
+        # Several ranks would add up numbers in another order than a single rank.
         ("rollout.tensor_parallel_size", rollout.tensor_parallel_size, 1),
         ("rollout.expert_parallel_size", rollout.expert_parallel_size, 1),
         ("rollout.return_routing_weights", rollout.return_routing_weights, False),
@@ -76,8 +83,8 @@ def _refuse(mode: str, wanted: list[tuple[str, Any, Any]], model: HfModel) -> No
     kind = model.architecture.model_type
     if not torch.cuda.is_available() and kind not in ON_CPUS:
         raise InputError(
-            f"{mode} is on, but {model.path} is a {kind} model; on CPUs it is for "
-            f"{' and '.join(ON_CPUS)}"
+            f"{mode} is on, but {model.path} is a {kind} model; on CPUs the mode supports "
+            f"{' and '.join(ON_CPUS)} only"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks that the run folder can be created and written, by creating a folder there."""
+"""Check that the run folder can be created and written to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from mrl.system.disk import existing
 
 
 def check_output(folder: RunFolder) -> None:
-    """Create a folder in the run folder, or in its nearest existing parent, and remove it again.
+    """Raise InputError if no folder can be created in the run folder or its nearest existing parent.
 
-    Permissions alone are not enough: root has them everywhere, but cannot write in /proc. `check_room`
-    checks for a full disk. Raises InputError.
+    InputError is also raised if the path of a folder that the run needs is a file. The check
+    creates a folder and removes it again. Reading the permissions would not be enough: root has
+    every permission, but cannot write to /proc. A full disk is not an error here; `check_room`
+    checks the free space.
     """
     root = folder.root
     files = [each for each in _must_be_folders(folder) if each.exists() and not each.is_dir()]
@@ -31,12 +33,12 @@ def check_output(folder: RunFolder) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return
         raise InputError(
-            f"output_dir {root}: no folder can be made in {place} ({error.strerror}); choose another"
+            f"output_dir {root}: no folder can be created in {place} ({error.strerror}); choose another"
         ) from None
 
 
 def _must_be_folders(folder: RunFolder) -> list[Path]:
-    """Return the paths that must be folders: the run folder, its parents, and the folders in it."""
+    """Return the run folder, its parents and its subfolders, which must not be files."""
     root = folder.root.absolute()
     inner = (folder.rollouts, folder.tokens, folder.diagnosis, folder.checkpoints, folder.logs)
     return [*reversed(root.parents), root, *inner, folder.evals]

@@ -1,4 +1,4 @@
-"""A plan is a recipe that can start, with what was read to find that out."""
+"""The plan of a run: a checked recipe, with the models and data that the checks have read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mrl.config.adapter import Adapter
 from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
+from mrl.engines import engine_names
 from mrl.preflight.engine_layout import EngineLayout
 from mrl.preflight.roles import Roles
 from mrl.rewards.terms import terms_of
-from mrl.rollout import engine_names
 from mrl.run.history import Update
 from mrl.types import Prompt
 from parallel.dims import ParallelDims
@@ -27,34 +27,36 @@ from parallel.implementation import choose_dtype, choose_implementation
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan is a recipe that can start, with what was read to find that out."""
+    """A checked recipe, with the models and data that the checks have read."""
 
     recipe: Recipe
     roles: Roles
     dims: ParallelDims
-    """The layout of the ranks that train."""
+    """The parallel layout of the ranks that train."""
     model: HfModel
     adapter: Adapter | None
-    """The low-rank updates that are trained; None where all weights are."""
+    """The adapter to train; None if all weights are trained."""
     reference: HfModel | None
-    """The frozen model of the KL penalty; None where there is none."""
+    """The frozen reference model of the KL penalty; None if the recipe has no KL penalty."""
     critic: HfModel | None
-    """What the critic starts from; None where the algorithm needs none."""
+    """The model from which the critic starts; None if the algorithm needs no critic."""
     algorithm: Algorithm
     tokenizer: Any
     sources: list[Source]
     """The training data, read and tokenized."""
     sft_examples: list[SftExample]
-    """What SFT trains on; empty without SFT."""
+    """The examples for supervised fine-tuning; empty if the recipe has no `sft`."""
     eval_sets: list[EvalSet]
     context_len: int
+    """Largest number of tokens in a sequence, prompt and response together."""
     resume_step: int | None
-    """The steps done in what the run continues from, a checkpoint or a newer snapshot, unless a file of
-    it turns out to be damaged."""
+    """Number of steps done before this start, according to the checkpoint or snapshot from which
+    the run continues; None for a new run. If a file of that checkpoint or snapshot turns out to be
+    damaged, the run continues from an older checkpoint."""
     checkpoint_step: int | None
-    """The steps done in the newest checkpoint."""
+    """Number of steps done when the newest checkpoint was saved; None without a checkpoint."""
     update: Update
-    """What this start changes of the run that it continues."""
+    """The changes that this start makes to the recipe of the run that it continues."""
 
     @functools.cached_property
     def prompts(self) -> list[Prompt]:
@@ -70,9 +72,9 @@ class Plan:
         return self.roles.engine_layout(self.recipe.rollout)
 
     def rows(self, *, elsewhere: bool = False) -> list[tuple[str, str]]:
-        """Return what is about to run as (name, value) rows for the terminal.
+        """Describe the run in (name, value) rows for the terminal.
 
-        `elsewhere`: on GPUs that this machine does not have.
+        `elsewhere`: the run is for GPUs that this machine does not have.
         """
         recipe, model, rollout = self.recipe, self.model, self.recipe.rollout
         samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -102,7 +104,7 @@ class Plan:
 
 
 def _trainer(recipe: Recipe, elsewhere: bool) -> str:
-    """Return the layers and the number format."""
+    """Describe the implementation of the trainer's layers and their dtype."""
     config = recipe.model
     if elsewhere:
         return f"{config.transformer_impl} layers, {_dtype(config.dtype, elsewhere)}"
@@ -111,7 +113,7 @@ def _trainer(recipe: Recipe, elsewhere: bool) -> str:
 
 
 def _dtype(asked: Literal["auto", "float32", "bfloat16"], elsewhere: bool) -> str:
-    """Return the number format; `auto` is bfloat16 on GPUs."""
+    """Return the name of the dtype that `asked` means; `auto` is bfloat16 on GPUs, float32 on CPUs."""
     if elsewhere:
         return "bfloat16" if asked == "auto" else asked
     return str(choose_dtype(asked)).removeprefix("torch.")
@@ -123,7 +125,10 @@ def _updates(recipe: Recipe) -> str:
 
 
 def _passes(plan: Plan) -> str:
-    """How often the steps take the data set, where they draw no further prompts."""
+    """Describe how many epochs of the prompts the run's steps take.
+
+    Additional prompts of over-sampling and dynamic sampling are not counted.
+    """
     rollout, total = plan.recipe.rollout, len(plan.prompts)
     epochs = plan.recipe.train.num_steps * rollout.prompts_per_step / total
     return f"about {epochs:.3g} epoch(s) of {total} prompts"
@@ -138,7 +143,11 @@ def _engines(plan: Plan) -> str:
 
 
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return a row for one source, or a row for each and one for all."""
+    """Return (name, value) rows that describe the data.
+
+    A single source has one row. If there are several sources, the first row describes all of them,
+    and each source has a further row.
+    """
     config, sources, task = plan.recipe.data, plan.sources, _task(plan.recipe)
     if len(sources) == 1:
         return [("data", f"{config.describe()}: {sources[0].describe()}, {task}")]
@@ -163,7 +172,7 @@ def _task(recipe: Recipe) -> str:
 
 
 def _engine_name(engine: str) -> str:
-    """Add the version to the name of an engine that comes with mrl."""
+    """Return the engine's name, with its version if it is one of mrl's engines."""
     return f"{engine} {_version(engine)}" if engine in engine_names() else engine
 
 

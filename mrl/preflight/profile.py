@@ -1,4 +1,4 @@
-"""This module refuses what a recipe cannot profile."""
+"""Check the profiling settings of a recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mrl.errors import InputError
 
 
 def check_profile(config: ProfileConfig, world: int) -> None:
-    """Raise InputError for a rank that is not among the `world` ranks."""
+    """Raise InputError if steps are to be profiled on a rank that is not among the `world` ranks."""
     if not config.steps:
         return
     outside = sorted(rank for rank in config.ranks if rank >= world)

@@ -1,4 +1,4 @@
-"""Checks the installed releases of the libraries whose inside mrl relies on."""
+"""Check the installed releases of the libraries whose internals mrl relies on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from parallel.versions import installed_version
 
 
 def check_releases() -> None:
-    """Raise InputError for an installed release that mrl does not work with. One that is not installed
-    is missed by what needs it."""
+    """Raise InputError if the installed release of a library does not work with mrl.
+
+    A library that is not installed is not an error here; the code that needs it raises the error.
+    """
     for package in SUPPORTED:
         release = installed_version(package)
         if release is not None and (text := refusal(package, release)):
@@ -17,7 +19,10 @@ def check_releases() -> None:
 
 
 def check_serves_adapters() -> None:
-    """Raise InputError if the installed SGLang cannot serve mrl's adapters."""
+    """Raise InputError if the installed SGLang is too old to serve mrl's adapters.
+
+    A missing SGLang is not an error here.
+    """
     release = installed_version("sglang")
     if release is not None and numbers(release) < numbers(ADAPTERS_SINCE):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Checks what a run continues from: its checkpoint or snapshot, and the rows of the steps before it."""
+"""Find the checkpoint or snapshot that a run continues from, and check its metrics and adapter."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from parallel.checkpoint.snapshot_note import step_to_resume
 
 
 def resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
-    """Return the newest checkpoint that is all there. The ranks share the hashing when they load it.
+    """Return the step of the newest undamaged checkpoint; None if the run has no checkpoints.
 
-    Rows of metrics.jsonl that the start brings back are reported. Raises InputError where it cannot.
+    Here files are checked only by name and size; the ranks check digests when they load the
+    checkpoint. `warn(text)` is called for damaged checkpoints. On rank 0 it is also called if rows
+    of metrics.jsonl are missing or damaged; the run restores these rows from the checkpoint when it
+    starts. Raises InputError if the rows cannot be restored, or if all checkpoints are damaged.
     """
     found = newest_good(candidates(folder.checkpoints), partial(damage, digests=False), warn)
     if found is None:
@@ -42,12 +45,15 @@ def resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
 
 
 def check_adapter(folder: RunFolder, adapter: Adapter | None) -> None:
-    """Raise InputError where the newest checkpoint holds another adapter than the run trains, or all
-    weights where it trains an adapter, or the other way round."""
+    """Raise InputError if the adapter in the newest checkpoint is not the one that the run trains.
+
+    InputError is also raised if only the checkpoint or only the run has an adapter. Nothing is
+    checked without a readable checkpoint.
+    """
     for found in candidates(folder.checkpoints):
         try:
             saved = read_manifest(found)["model"]
-        except Damaged:  # `resume_step` says so
+        except Damaged:  # `resume_step` reports it
             continue
         if reason := other_adapter(saved_adapter(saved), adapter):
             raise InputError(f"checkpoint {found} {reason}")
@@ -55,8 +61,10 @@ def check_adapter(folder: RunFolder, adapter: Adapter | None) -> None:
 
 
 def snapshot_step(folder: RunFolder, recipe: Recipe, warn: Callable[[str], None]) -> int | None:
-    """Return the step of the snapshot that is newer than every checkpoint, as far as this node can
-    tell; None where there is none. Its rows are checked as those of a checkpoint are."""
+    """Return the step of the snapshot on this node if it is newer than every checkpoint, else None.
+
+    The rows of metrics.jsonl are checked in the same way as in `resume_step`.
+    """
     root = node_folder(folder.root, recipe.checkpoint.snapshot_folder)
     step = step_to_resume(folder.checkpoints, root, recipe.train.num_steps)
     if step is None or os.environ.get("RANK", "0") != "0":

@@ -1,4 +1,4 @@
-"""Finds rows without the columns that their reward needs."""
+"""Find rows that lack a column that the reward of the row needs."""
 
 from __future__ import annotations
 
@@ -25,32 +25,41 @@ def check_reward_columns(
     *,
     imports_rewards: bool = True,
 ) -> None:
-    """Check every prompt against `reward`, or against the reward of its own source.
+    """Check that every prompt has the columns that its rewards need.
 
-    `of_sources` is `DataConfig.rewards`. Where not `imports_rewards`, only mrl's own are asked what
-    they need.
+    A prompt is scored with `reward`, or with the reward of its data source if the source has one.
+    `of_sources` holds the rewards of the sources (`DataConfig.rewards`). If `imports_rewards` is
+    false, only mrl's own rewards are imported, and prompts are not checked against any other
+    reward.
 
-    Raises InputError that names the first row, its columns, and how many rows are like it, and for a
-    column whose name the function's call needs for itself. `warn(text)`
-    names the first null, for which mrl's own rewards give none; a column of nothing else is refused for
-    them.
+    Raises InputError
+
+    - if a needed column is missing in a row; the message names the first such row, the columns that the
+      row has, and the number of such rows;
+    - if a needed column is NaN or infinite in a row;
+    - if a needed column of one of mrl's own rewards is null in all rows;
+    - if a column has the name of another argument with which the reward function is called.
+
+    If a needed column is null in some rows, or in all rows for a user's reward, `warn(text)` is
+    called with the first such row. One of mrl's own rewards then gives no reward for these rows,
+    and a user's reward is called with None.
     """
     needed: dict[str, list[str]] = {}
     functions: dict[str, RewardFunction | None] = {}
     fit: set[tuple[str, ...]] = set()
-    """The rewards, with the columns that they were found to accept."""
+    """(reward, *columns) of the rows that were already checked for clashing names."""
     missing: dict[tuple[str, str], list[Prompt]] = {}
     empty: dict[tuple[str, str], list[Prompt]] = {}
-    specs = {key: [term.path for term in terms_of(own)] for key, own in of_sources.items()}
+    specs = {key: [term.path for term in terms_of(each)] for key, each in of_sources.items()}
     whole = [] if reward is None else [term.path for term in terms_of(reward)]
     num_prompts = 0
     for prompt in prompts:
         num_prompts += 1
         for spec in whole if prompt.reward is None else specs[prompt.reward]:
             if spec not in needed:
-                is_asked = imports_rewards or spec in reward_names()
-                needed[spec] = needed_columns(spec) if is_asked else []
-                functions[spec] = resolve_reward(spec) if is_asked else None
+                is_imported = imports_rewards or spec in reward_names()
+                needed[spec] = needed_columns(spec) if is_imported else []
+                functions[spec] = resolve_reward(spec) if is_imported else None
             shape = (spec, *prompt.columns)
             if shape not in fit and functions[spec] is not None:
                 fit.add(shape)
@@ -93,20 +102,20 @@ def _judge_empty(
                 f"{text}, so nothing has a reward; name the column that holds it: "
                 f"data.columns: {{{name}: NAME}}"
             )
-        gets = "such rows have no reward and train nothing" if is_own else "the reward gets None"
-        warn(f"{text}: {gets}; leave them out unless that is meant")
+        gets = "such rows have no reward and are masked" if is_own else "the reward gets None"
+        warn(f"{text}: {gets}; leave them out unless this is intended")
 
 
 def _refuse_clash(prompt: Prompt, spec: str, function: RewardFunction | None) -> None:
     if (name := clashing_column(function, prompt.columns)) is not None:
         raise InputError(
-            f"{prompt.source}: column {name!r} is a name that the call of the reward {spec!r} needs; "
-            f"rename it (data.columns: {{NEW: {name}}}), or leave it out ({{{name}: null}})"
+            f"{prompt.source}: column {name!r} has the name of another argument of the reward "
+            f"{spec!r}; rename it (data.columns: {{NEW: {name}}}), or leave it out ({{{name}: null}})"
         )
 
 
 def is_not_finite(value: object) -> bool:
-    """Return whether a column holds NaN or an infinity, in itself or in what it holds."""
+    """Return whether a value is NaN or infinite, or a list or dict that contains such a value."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, dict):
@@ -115,9 +124,10 @@ def is_not_finite(value: object) -> bool:
 
 
 def needed_columns(spec: str) -> list[str]:
-    """Return the columns that a reward function cannot do without: its arguments without default.
+    """Return the columns that a reward function requires, which are its arguments without a default.
 
-    Functions in the forms of verl and slime take whole rows, and have none.
+    The list is empty for functions in the forms of verl and slime, which take complete rows, and
+    for a callable without a Python signature.
     """
     try:
         function = resolve_reward(spec)

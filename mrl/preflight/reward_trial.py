@@ -1,8 +1,9 @@
-"""Calls the user's reward functions once on real rows, before an engine is started.
+"""Call the user's reward functions on a few real rows before an engine is started.
 
-A function runs in a process that is killed afterwards, as in training. It scores fixed texts: the row's
-answer, a wrong answer, and an empty text. mrl's own rewards are not called, nor are reward servers
-(a call may cost money or load) and reward models (they have checks of their own).
+As in training, a function runs in a worker process that can be killed. It scores fixed completions:
+the row's answer, a wrong answer, and an empty string. mrl's own rewards are not called. Reward
+servers are not called, because a call may cost money or load the server. Reward models are not
+called, because other checks cover them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt
 
 MAX_ROWS = 4
-"""Rows that a function is called on at most: the first one of each source or evaluation set."""
+"""Largest number of rows on which a function is called. Each is the first row of a source or eval
+set."""
 WRONG = "I do not know."
 WHAT_TO_DO = "mrl reward test tries it on more rows"
 
@@ -35,17 +37,20 @@ def try_rewards(
     tokenizer: Any,
     warn: Callable[[str], None],
 ) -> None:
-    """Call each function on the first row of each source, and of each evaluation set, that it scores.
+    """Call each of the user's reward functions on the first row of each source or eval set it scores.
 
-    `warn(text)` names the texts for which a function failed while it scored others. Raises InputError
-    if it scored none. Environments are not called: they give their rewards in a conversation.
+    A function is called on at most MAX_ROWS rows. If it fails for some completions of a row,
+    `warn(text)` names these completions. `warn` is also called if the function returns None for all
+    completions of a row. Raises InputError if the function fails for all completions of a row,
+    hangs, or does not return one entry per completion. Environments are not called, because they
+    give rewards only in a conversation.
     """
     rows: dict[str, dict[str | None, Prompt]] = {}
-    own = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
-    for each, name, of_it in own:
+    sets = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
+    for each, name, set_prompts in sets:
         if each.environment is not None or recipe.debug.load_rollouts is not None:
             continue
-        for prompt in of_it:
+        for prompt in set_prompts:
             rewards = each.reward if prompt.reward is None else each.data.rewards[prompt.reward]
             for term in () if rewards is None else terms_of(rewards):
                 if _is_called(term.path):
@@ -58,6 +63,7 @@ def try_rewards(
 
 
 def _is_called(spec: str) -> bool:
+    """Return whether `spec` names a user's function, not a built-in reward, a server or a model."""
     is_elsewhere = spec.lower().startswith(("http://", "https://")) or spec.startswith(REWARD_MODEL)
     return not is_elsewhere and spec not in reward_names()
 
@@ -70,13 +76,16 @@ def _try_row(
     timeout_s: float,
     warn: Callable[[str], None],
 ) -> None:
-    """Call with all texts; if that fails, with each text alone, as a run does."""
+    """Score all completions of a row in one call. If the call fails, score each completion alone.
+
+    A run handles a failed call in the same way.
+    """
     texts = _texts(prompt)
     where = f"{prompt.source}: the reward {spec!r}"
     reply = call_worker(worker, _request(prompt, texts, tokenizer), timeout_s)
     if "error" not in reply:
         if all(total_of(entry) is None for entry in reply["rewards"]):
-            warn(f"{where} gave None for {_shown(texts)}: such samples train nothing; {WHAT_TO_DO}")
+            warn(f"{where} gave None for {_shown(texts)}: such samples are masked; {WHAT_TO_DO}")
         return
     if reply["broken"] or reply["kind"] == HANG:
         raise InputError(f"{where} {_what_it_did(reply)}; {WHAT_TO_DO}")
@@ -97,13 +106,16 @@ def _try_row(
 def _what_it_did(reply: Mapping[str, Any]) -> str:
     """Describe a failure in words, without the names of mrl's own exceptions."""
     error, kind = str(reply["error"]), reply["kind"]
-    is_own = kind not in (RewardError.kind, HANG)
-    what = error.partition(": ")[2] if is_own and ": " in error else error
-    return what if is_own else f"failed ({what})"
+    is_from_mrl = kind not in (RewardError.kind, HANG)
+    what = error.partition(": ")[2] if is_from_mrl and ": " in error else error
+    return what if is_from_mrl else f"failed ({what})"
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    """Return the completions to score: the row's answer if it is text or a number, and others."""
+    """Return the completions to score: the row's answer, a wrong answer, and an empty string.
+
+    The row's answer is left out if it is neither a string nor a number.
+    """
     answer = prompt.columns.get("answer")
     known = [str(answer)] if isinstance(answer, (str, int, float)) else []
     return list(dict.fromkeys([*known, WRONG, ""]))

@@ -1,4 +1,4 @@
-"""Finds which ranks of a job train, and which lead engines only."""
+"""Decide which ranks of a job train, and which are rollout ranks that only lead engines."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ PLACEMENT = "rollout.placement"
 
 @dataclass(frozen=True)
 class Roles:
-    """Says what the ranks of a job do: the first ones train, the last ones may lead engines only."""
+    """The roles of a job's ranks. The first ranks train, and the last ones may be rollout ranks."""
 
     num_trainers: int
     num_rollout: int
-    """0 where every rank trains, and leads engines beside it."""
+    """Number of rollout ranks; 0 in a colocated run, in which every rank trains and generates."""
 
     @property
     def world(self) -> int:
-        """The number of ranks that the launcher starts."""
+        """Number of ranks that the launcher starts."""
         return self.num_trainers + self.num_rollout
 
     @property
     def num_engine_ranks(self) -> int:
-        """The number of ranks that engines span."""
+        """Number of ranks on which engines run."""
         return self.num_rollout or self.num_trainers
 
     def num_engines(self, rollout: RolloutConfig) -> int:
-        """Return the number of engines, of which there is one at least."""
+        """Return the number of engines, which is at least one."""
         return max(1, self.num_engine_ranks // rollout.tensor_parallel_size)
 
     def engine_layout(self, rollout: RolloutConfig) -> EngineLayout:
-        """Return how the engines span their ranks. Raises InputError where they do not fill them.
+        """Return the layout of the engines. Raises InputError if the ranks do not divide into engines.
 
-        An engine of rollout ranks is on one node, which its ranks check as they start
-        (`check_engine_on_node`): the trainers do not know how many ranks the other nodes have.
+        In a disaggregated run, each engine must be on one node. This is not checked here, because
+        trainers do not know how many ranks other nodes have. The rollout ranks check it when they
+        start (`check_engine_on_node`).
         """
         return engine_layout(rollout, self.num_engine_ranks, self.num_rollout or None)
 
     def is_rollout(self, rank: int) -> bool:
-        """Return whether a rank leads engines only."""
+        """Return whether a rank is a rollout rank."""
         return rank >= self.num_trainers
 
     def describe(self) -> str:
         if not self.num_rollout:
-            return f"colocated: {self.world} rank(s) train and generate in turns"
+            return f"colocated: {self.world} rank(s) take turns at training and generating"
         return (
             f"disaggregated: {_ranks(0, self.num_trainers)} for training, "
             f"{_ranks(self.num_trainers, self.world)} for rollout"
@@ -57,7 +58,7 @@ class Roles:
 
 
 def roles_of(recipe: Recipe, world: int) -> Roles:
-    """Return the roles of `world` ranks. Raises InputError where the recipe's do not fit."""
+    """Return the roles of `world` ranks. Raises InputError if the recipe cannot run on them."""
     if recipe.debug.load_rollouts is not None and recipe.rollout.placement == "disaggregated":
         raise InputError(
             f"{PLACEMENT} is disaggregated, but debug.load_rollouts starts no engine; set "
@@ -67,11 +68,15 @@ def roles_of(recipe: Recipe, world: int) -> Roles:
 
 
 def roles_of_engines(rollout: RolloutConfig, world: int) -> Roles:
-    """Return the roles of `world` ranks. Raises InputError where they do not fit the engines."""
+    """Return the roles of `world` ranks, which depend only on the recipe's `rollout` section.
+
+    Raises InputError if `world` ranks are too few, or if the keys of `rollout` contradict each
+    other.
+    """
     if rollout.placement == "colocated":
         if rollout.num_ranks is not None:
             raise InputError(
-                f"rollout.num_ranks is {rollout.num_ranks}, but {PLACEMENT} is colocated, where every "
+                f"rollout.num_ranks is {rollout.num_ranks}, but {PLACEMENT} is colocated, so every "
                 f"rank trains; set {PLACEMENT}=disaggregated, or leave num_ranks out"
             )
         return Roles(world, 0)
@@ -94,7 +99,10 @@ def roles_of_engines(rollout: RolloutConfig, world: int) -> Roles:
 
 
 def trainer_dims(recipe: Recipe, roles: Roles) -> ParallelDims:
-    """Return the layout of the ranks that train. Raises InputError where they do not fit it."""
+    """Return the parallel layout of the ranks that train.
+
+    Raises InputError if the parallel sizes in the recipe do not fit the number of these ranks.
+    """
     try:
         return ParallelDims.create(
             recipe.parallel, roles.num_trainers, fp8=bool(recipe.megatron.get("fp8"))
@@ -109,8 +117,11 @@ def trainer_dims(recipe: Recipe, roles: Roles) -> ParallelDims:
 
 
 def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: int) -> None:
-    """Raise InputError where the engine that a rollout rank leads would go beyond `last`, the last rank
-    of its node."""
+    """Raise InputError if the engine that rollout rank `rank` leads would not fit on one node.
+
+    `last` is the last rank of the node of `rank`. Nothing is checked if `rank` does not lead an
+    engine.
+    """
     ranks = rollout.tensor_parallel_size
     is_leader = (rank - roles.num_trainers) % ranks == 0
     if is_leader and rank + ranks - 1 > last:
@@ -122,7 +133,10 @@ def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: 
 
 
 def as_colocated(recipe: Recipe) -> Recipe:
-    """Return the recipe for commands that run the engines on the ranks of the trainer."""
+    """Return the recipe with colocated placement, for commands that start no rollout ranks.
+
+    `rollout.num_ranks` is removed, and the keys of `async` are set to their defaults.
+    """
     rollout = recipe.rollout.model_copy(update={"placement": "colocated", "num_ranks": None})
     return recipe.model_copy(update={"rollout": rollout, "asynchronous": AsyncConfig()})
 

@@ -1,4 +1,4 @@
-"""Checks that the disk of a run has room for two checkpoints: the newest, and the one being written."""
+"""Check that the disk of a run has space for two checkpoints: the newest and the one being written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mrl.errors import InputError
+from mrl.planner.adapter import count_adapter
 from mrl.preflight.plan import Plan
 from mrl.system.disk import existing, free_bytes
 from mrl.system.files import bytes_in_words
@@ -16,17 +17,18 @@ from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
 from parallel.implementation import choose_dtype
-from parallel.scaling.adapter import count_adapter
 
 STATE_BYTES = 8
-"""Adam's two moments of a parameter, in float32."""
+"""Bytes per parameter of Adam's two moments, which are float32."""
 
 
 def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
-    """Return in words how large a checkpoint is and how much is free, for the plan.
+    """Return in words how large a checkpoint is and how much space is free.
 
-    A file system's quotas are not known here. Warns where `checkpoint.keep` checkpoints will not fit.
-    Raises InputError where two do not.
+    The result is empty if the free space is unknown or the recipe writes no checkpoints. Quotas of
+    the file system are not considered. Raises InputError if there is not enough space for two
+    checkpoints, and calls `warn(text)` if there is not enough for `checkpoint.keep` + 1. Existing
+    checkpoints count towards these numbers, but there must be space for at least one more.
     """
     recipe = plan.recipe
     root = Path(recipe.output_dir) / "checkpoints"
@@ -40,10 +42,10 @@ def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
     what = f"a checkpoint takes {about}{bytes_in_words(size)}"
     left = f"{bytes_in_words(free)} are free in {existing(root)}"
     if free < needed:
-        also = ", one of which is there" if there else ""
+        also = "; one exists already" if there else ""
         raise InputError(
-            f"output_dir {recipe.output_dir}: {what}, and a run needs room for two (the newest, and "
-            f"the one that is being written{also}), {bytes_in_words(needed)} more; {left}; make room "
+            f"output_dir {recipe.output_dir}: {what}, and a run needs room for two (the newest and "
+            f"the one being written{also}), {bytes_in_words(needed)} more; {left}; make room "
             "there, or put the run folder elsewhere"
         )
     keep = recipe.checkpoint.keep
@@ -55,8 +57,12 @@ def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Estimate the bytes of a checkpoint: weights, float32 main parameters where the weights are none,
-    and Adam's moments, of the policy, or of its adapter alone, and of the critic."""
+    """Estimate the bytes of a checkpoint.
+
+    A checkpoint holds the weights of the policy (or only of its adapter) and of the critic, and
+    Adam's moments for these weights. If the weights are not float32, it also holds a float32 copy
+    of them (the optimizer's main parameters).
+    """
     dtype = choose_dtype(plan.recipe.model.dtype)
     each = STATE_BYTES + (4 if dtype == torch.float32 else 2 + 4)
     critic = _num_parameters(plan.critic) if plan.critic else 0
@@ -73,7 +79,7 @@ def _num_parameters(model: HfModel) -> int:
 
 
 def _size_of(folders: list[Path]) -> int:
-    """Return the bytes of the newest checkpoint whose manifest can be read; 0 where there is none."""
+    """Return the bytes of the newest checkpoint whose manifest can be read; 0 if none can be read."""
     for folder in folders:
         try:
             return sum(file["bytes"] for file in read_manifest(folder)["files"].values())

@@ -1,4 +1,4 @@
-"""Warns of rows that are read without an error and are probably not meant: copies, and NaN."""
+"""Warn of rows that are valid but probably unintended: duplicates, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mrl.types import Prompt
 
 
 def check_rows(prompts: Iterable[Prompt], warn: Callable[[str], None]) -> None:
-    """Call `warn(text)` with the first copy of a row, and with the first column that holds NaN."""
+    """Call `warn(text)` once for all duplicate rows, and once per column with non-finite values."""
     first: dict[int, Prompt] = {}
     copies: list[tuple[Prompt, Prompt]] = []
     odd: dict[str, list[Prompt]] = {}
@@ -28,7 +28,7 @@ def check_rows(prompts: Iterable[Prompt], warn: Callable[[str], None]) -> None:
         copy, original = copies[0]
         warn(
             f"{copy.source} is the same row as {original.source}, and {len(copies)} of {num_prompts} "
-            "rows are such copies: they are trained on more often; remove them unless that is meant"
+            "rows are such copies: they are trained on more often; remove them unless this is intended"
         )
     for name, rows in odd.items():
         warn(

@@ -1,25 +1,27 @@
-"""This module checks what cuts the distribution that samples come from, and what ends them."""
+"""Check the sampling parameters, the sampling mask, and the size of the engine's KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mrl.config import Recipe, RolloutConfig
+from mrl.engines.base import SamplingParams
+from mrl.engines.sampling import check_sampling_params
+from mrl.engines.sglang.limits import cache_len
+from mrl.engines.sglang.settings import CPU_MAX_TOTAL_TOKENS
 from mrl.errors import InputError
-from mrl.rollout.base import SamplingParams
-from mrl.rollout.sampling import check_sampling_params
-from mrl.rollout.sglang.limits import cache_len
-from mrl.rollout.sglang.settings import CPU_MAX_TOTAL_TOKENS
 from mrl.types import Prompt
 
 MASK_TOKENS = 4096
-"""The most kept tokens that SGLang returns for a token, where sampling_mask_max_tokens is not set."""
+"""Largest number of token ids in the sampling mask that SGLang returns for a token, if
+`rollout.server_args` does not set `sampling_mask_max_tokens`."""
 
 
 def check_sampling(rollout: RolloutConfig, vocab_size: int, where: str = "rollout") -> None:
     """Raise InputError for sampling parameters of `rollout` that are impossible or contradictory.
 
-    `where` is the branch of the recipe that has them, for the message.
+    Stop strings together with `partial_rollouts: resume` are also refused. In the message, `where`
+    is written before the name of the key.
     """
     exact = rollout.max_response_len if rollout.min_response_len else 0
     try:
@@ -50,11 +52,12 @@ def check_cache(
     on_gpu: bool,
     where: str = "rollout",
 ) -> None:
-    """Raise InputError if the engine's KV cache is too small for one request of a recipe, or of an
-    evaluation set: its longest prompt with the longest answer, or a conversation that fills the
-    context.
+    """Raise InputError if the engine's KV cache is too small for the largest request.
 
-    If the size of the cache is not known yet, the engine refuses such a request when it is sent.
+    The largest request is the longest of `prompts` with the longest response or, in an environment,
+    a conversation that fills the context. `recipe` is the recipe of training or of an eval set. If
+    the size of the cache is not known yet, nothing is checked; the engine then refuses a request
+    that is too large. Nothing is checked with engines other than SGLang, or with loaded rollouts.
     """
     rollout = recipe.rollout
     if rollout.engine != "sglang" or recipe.debug.load_rollouts is not None:
@@ -75,13 +78,16 @@ def check_cache(
 
 
 def check_recipe_sampling(recipe: Recipe, vocab_size: int) -> None:
-    """Check the sampling of the training; that of the evaluation sets is for `check_sampling`."""
+    """Raise InputError for invalid sampling parameters or an invalid sampling mask in training.
+
+    `mrl.preflight.data.eval_sets_of` checks the sampling parameters of the eval sets.
+    """
     check_sampling(recipe.rollout, vocab_size)
     check_sampling_mask(recipe)
 
 
 def check_sampling_mask(recipe: Recipe) -> None:
-    """Raise InputError where `rollout.sampling_mask` is on with what it does not work with."""
+    """Raise InputError if `rollout.sampling_mask` is on and another setting does not work with it."""
     rollout = recipe.rollout
     if not rollout.sampling_mask:
         return
@@ -90,13 +96,14 @@ def check_sampling_mask(recipe: Recipe) -> None:
     if not 2 <= rollout.top_k <= most:
         raise InputError(
             f"rollout.top_k is {rollout.top_k}, but rollout.sampling_mask needs 2 to {most}, which "
-            "bounds how many kept tokens the engine returns; set it, beside a top_p of your choice "
-            "(512 cuts hardly more), or turn the mask off"
+            "bounds the size of the mask that the engine returns; set it in addition to any top_p "
+            "(a top_k of 512 removes almost no further tokens), or turn the mask off"
         )
     if rollout.true_on_policy:
         raise InputError(
             "rollout.true_on_policy is on, but with rollout.sampling_mask the engine computes "
-            "log-probs in another way than the trainer, and their last bits differ; turn one off"
+            "log-probs in another way than the trainer, and their last bits differ; turn one of them "
+            "off"
         )
     if not recipe.train.logprob_chunk_tokens:
         raise InputError(

@@ -1,4 +1,4 @@
-"""This module computes the steps over which a run trains and its learning rate decays."""
+"""Compute the number of steps of a run, and the number of steps over which its learning rate decays."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from mrl.config import OptimizerConfig, Recipe
 from mrl.errors import InputError
 
-_OF_DECAY = ("lr_decay_steps", "min_lr", "wsd_decay_steps", "lr_wsd_decay_style")
-"""Keys of `optimizer` that do nothing while the learning rate is constant."""
+_DECAY_KEYS = ("lr_decay_steps", "min_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+"""Keys of `optimizer` that have no effect if the learning rate is constant."""
 
 
 def with_schedule(recipe: Recipe, num_prompts: int) -> Recipe:
-    """Return the recipe with the numbers that follow from others and a data set of `num_prompts`.
+    """Return the recipe with the steps of its schedule filled in, for a data set of `num_prompts`.
 
-    These are `train.num_steps` where `train.num_epochs` is given, which then is null, and
-    `optimizer.lr_decay_steps` where the learning rate decays. Raises InputError where the keys of the
-    schedule contradict each other.
+    `train.num_steps` is computed from `train.num_epochs` if that is given; `train.num_epochs` is null
+    in the result. `optimizer.lr_decay_steps` is filled in if the learning rate decays. Raises
+    InputError if the keys of the schedule contradict each other.
     """
     return with_decay(_with_steps(recipe, num_prompts))
 
@@ -44,10 +44,10 @@ def _with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
             else "rollout.over_sampling"
         )
         raise InputError(
-            f"train.num_epochs is {train.num_epochs:g}, but with {other} nobody knows how many prompts "
-            "a step draws; give train.num_steps"
+            f"train.num_epochs is {train.num_epochs:g}, but with {other} the number of prompts that a "
+            "step draws is not known in advance; give train.num_steps"
         )
-    # Less a trifle: 0.1 x 30 is a little more than 3.
+    # The epsilon absorbs rounding: in floating point, 0.1 x 30 is a little more than 3.
     steps = math.ceil(train.num_epochs * num_prompts / rollout.prompts_per_step - 1e-9)
     return recipe.model_copy(
         update={"train": train.model_copy(update={"num_steps": steps, "num_epochs": None})}
@@ -55,10 +55,11 @@ def _with_steps(recipe: Recipe, num_prompts: int) -> Recipe:
 
 
 def with_decay(recipe: Recipe) -> Recipe:
-    """Return the recipe with `optimizer.lr_decay_steps`, where the learning rate decays.
+    """Return the recipe with `optimizer.lr_decay_steps` filled in, if the learning rate decays.
 
-    By default these are all optimizer steps of the policy, which does not train while its critic
-    warms up. Raises InputError where the keys of the schedule contradict each other.
+    A value that the recipe gives is kept. The default is the number of optimizer steps in which the
+    policy is trained, so the warm-up steps of the critic do not count, unless the critic warms up
+    for the complete run. Raises InputError if the keys of the schedule contradict each other.
     """
     config, train = recipe.optimizer, recipe.train
     if config.lr_decay_style == "constant":
@@ -72,8 +73,8 @@ def with_decay(recipe: Recipe) -> Recipe:
     if config.lr_warmup_steps >= steps:
         raise InputError(
             f"optimizer.lr_warmup_steps is {config.lr_warmup_steps}, but the learning rate has decayed "
-            f"after {steps} optimizer steps (optimizer.lr_decay_steps, warm-up included); give it more "
-            "of them, or a shorter warm-up"
+            f"after {steps} optimizer steps (optimizer.lr_decay_steps, warm-up included); raise that, "
+            "or shorten the warm-up"
         )
     if config.min_lr > config.lr:
         raise InputError(
@@ -87,7 +88,7 @@ def with_decay(recipe: Recipe) -> Recipe:
 
 def _refuse_without_decay(config: OptimizerConfig) -> None:
     plain = OptimizerConfig()
-    for name in _OF_DECAY:
+    for name in _DECAY_KEYS:
         if getattr(config, name) != getattr(plain, name):
             raise InputError(
                 f"optimizer.{name} is {getattr(config, name)}, but optimizer.lr_decay_style is "

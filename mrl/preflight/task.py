@@ -1,4 +1,4 @@
-"""Checks what scores the samples: rewards or an environment, and that they can be loaded."""
+"""Check that the recipe has rewards or an environment, and that they can be loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from mrl.rewards.terms import all_terms
 def check_task(
     recipe: Recipe, eval_set: str | None = None, *, imports_rewards: bool = True
 ) -> None:
-    """Check that there is either a reward for every sample or an environment, and load it.
+    """Check that the recipe has either rewards or an environment, and load them.
 
-    `recipe` is that of the run, or of the evaluation set with the name `eval_set`. `imports_rewards`:
-    see `mrl.preflight.check`. Raises InputError.
+    `recipe` is the run's recipe, or the recipe of the eval set named `eval_set`. If
+    `imports_rewards` is false, only rewards and environments that come with mrl are loaded. If
+    rollouts are loaded instead of generated, no reward or environment is loaded, but the folder of
+    the rollouts must exist.
+
+    Raises InputError if the recipe has both rewards and an environment, or neither of them, or if
+    one of them cannot be loaded.
     """
     reward, environment = recipe.reward, recipe.environment
     if environment is not None and recipe.data.rewards:
@@ -28,7 +33,7 @@ def check_task(
     if reward is not None and environment is not None:
         raise InputError(
             "reward and environment: both are given, expected exactly one; an environment gives the "
-            "rewards itself (reward=null leaves the recipe's out)"
+            "rewards itself (reward=null removes the recipe's)"
         )
     if reward is None and environment is None and not recipe.data.has_all_rewards:
         raise InputError(
@@ -36,7 +41,7 @@ def check_task(
             f"reward=math_verify{_who_needs_it(recipe, eval_set)}"
         )
     if (saved := recipe.debug.load_rollouts) is not None:
-        if not Path(saved).is_dir():  # the steps that are needed depend on the run folder
+        if not Path(saved).is_dir():  # which steps are needed depends on the run folder
             raise InputError(
                 f"debug.load_rollouts: no folder {saved}; give the rollouts/ of a run with "
                 "debug.save_rollouts=true"
@@ -50,7 +55,10 @@ def check_task(
 
 
 def _who_needs_it(recipe: Recipe, eval_set: str | None) -> str:
-    """Return what has no reward of its own, where others have one."""
+    """Return the end of a message, which names the eval set or the source that has no reward.
+
+    The result is empty if `eval_set` is None and no source has its own reward.
+    """
     if eval_set is not None:
         return f"; the evaluation set {eval_set} has no reward of its own"
     without = [source_name(each) for each in recipe.data.sources if each.reward is None]

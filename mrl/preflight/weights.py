@@ -1,20 +1,20 @@
-"""Checks the weights of a model folder: files, names, shapes, types, and that numbers are finite."""
+"""Check the weights in a model folder: files, names, shapes, dtypes, and that numbers are finite."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from parallel.expected_tensors import check_tensors
-from parallel.finite_tensors import check_finite_tensors
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors, check_names, check_sizes
+from parallel.hf_tensors import HfTensors, check_finite_tensors, check_names, check_sizes
 
 
 def check_weights(model: HfModel, *, deep: bool, may_lack: Collection[str] = ()) -> None:
-    """Read the headers of all files and a sample of the numbers; `deep`: every number.
+    """Check the headers of all files, and that the weights are finite.
 
-    `may_lack`: tensors that the folder need not have; it may then have others, too, as a critic's may.
-    Raises InputError with the first thing that is wrong.
+    Only a sample of the weights is tested for finite values, or all of them if `deep`. `may_lack`
+    has the names of tensors that a critic's folder may lack. If `may_lack` is not empty, the folder
+    may also have unknown tensors. Raises InputError for the first fault.
     """
     with HfTensors(model) as tensors:
         if not may_lack:

@@ -1,4 +1,4 @@
-"""Finds the answer in a completion, for the rewards that compare it with a gold one."""
+"""Extraction of the answer from a completion, for rewards that compare it with a gold answer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 END_OF_TEXT = re.compile(r"<\|(?:endoftext|im_end|eot_id|end)\|>|</s>")
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LEAD = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
-"""`The answer is`, `Final answer:` before the answer itself."""
+"""Matches the text before the answer: `The answer is`, `Final answer:`."""
 
 
-def spoken(completion: str) -> str:
-    """Return the completion up to the end token, without the text between `<think>` tags.
+def without_thinking(completion: str) -> str:
+    """Return the completion up to the end token, without the thinking.
 
-    Thoughts that the end of the context cut off leave nothing. Where the prompt opened the tag, only
-    the closing one is there to see: what follows the last is kept.
+    All text up to the last `</think>` is removed. The opening tag may be missing, because the prompt
+    may already contain it. If thinking was cut off, all text from `<think>` to the end is removed.
     """
     text = END_OF_TEXT.split(completion, maxsplit=1)[0]
     _, closed, rest = text.rpartition("</think>")
@@ -24,14 +24,20 @@ def spoken(completion: str) -> str:
 
 
 def answer_of(completion: str) -> str:
-    """Return what was said, or what its last `<answer>` tags hold if there are any."""
-    text = spoken(completion)
+    """Return the content of the completion's last `<answer>` tags, without thinking.
+
+    If the completion has no such tags, all of its text except the thinking is returned.
+    """
+    text = without_thinking(completion)
     tagged = TAGGED.findall(text)
     return tagged[-1].strip() if tagged else text
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds; None where there is none or its brace stays open."""
+    r"""Return the content of the last `\boxed{...}` in `text`.
+
+    The result is None if `text` has no `\boxed{`, or if the brace of the last one is not closed.
+    """
     start = text.rfind("\\boxed{")
     depth = 0
     for index in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
@@ -42,12 +48,13 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(completion: str) -> str:
-    r"""The answer alone: the first of these that is there.
+    r"""Return only the final answer of a completion.
 
-    The last `\boxed{...}`, the last `<answer>` tags, what follows the last `####` (GSM8K), the last
-    line that is not empty; that less `The answer is`.
+    It is the first of these that exists: the content of the last `\boxed{...}`, the content of the last
+    `<answer>` tags, the text after the last `####` (GSM8K), or the last non-empty line without a lead
+    such as `The answer is`.
     """
-    text = spoken(completion)
+    text = without_thinking(completion)
     marked = boxed(text)
     if marked is None and TAGGED.search(text):
         marked = answer_of(text)
@@ -55,13 +62,17 @@ def final_answer(completion: str) -> str:
         marked = text.rpartition("####")[2].strip()
     if marked is not None:
         return marked
-    lines = text.splitlines() or [""]  # the last is not empty: spoken() strips
+    lines = text.splitlines() or [""]  # the last line is not empty, because the text is stripped
     return LEAD.split(lines[-1])[-1].strip()
 
 
 def gold_answer(answer: str | float) -> str:
-    """Return a row's `answer`, or what it marks where it is a whole solution. Raises ValueError on
-    other types."""
+    r"""Return a row's `answer` as a string, without surrounding spaces.
+
+    If `answer` is a solution in which the final answer is marked (`\boxed{...}`, `<answer>` tags or
+    `####`), only the final answer is returned. Raises ValueError if `answer` is neither a string
+    nor a number.
+    """
     if not isinstance(answer, (str, int, float)):
         raise ValueError(f"answer is a {type(answer).__name__}, expected text or a number")
     text = str(answer).strip()

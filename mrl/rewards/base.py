@@ -1,4 +1,4 @@
-"""What a reward function is, and how one fails."""
+"""The interface of a reward function, and the ways in which a reward function can fail."""
 
 from __future__ import annotations
 
@@ -6,43 +6,53 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 HANG = "hang"
-"""The kind of failure of a call without an answer; the others are below."""
+"""Name of the kind of failure in which a call does not return in time. The other kinds are the
+attributes `kind` of the exceptions below."""
 
 
 class RewardError(ValueError):
     """The function did not return usable rewards."""
 
     kind = "exception"
-    """The name of this kind of failure in `mrl reward test`."""
+    """Name of this kind of failure in `mrl reward test`."""
 
 
 class BrokenReward(RewardError):
-    """There is not one reward for each completion; scoring fewer at a time would hide it, or not
-    help."""
+    """The function did not return a list with one reward per completion.
+
+    The call is not repeated with fewer completions, because that could hide the error and would not
+    fix it.
+    """
 
     kind = "wrong type or length"
 
 
 class NotANumber(RewardError):
-    """One entry is neither a number nor None."""
+    """An entry is neither a number nor None."""
 
     kind = "not a number"
 
 
 class NotFinite(RewardError):
-    """One entry is NaN or infinite, or would be as a float32."""
+    """An entry is NaN or infinite, or would become infinite in float32."""
 
     kind = "NaN or infinite"
 
 
 Entry = float | dict[str, float | None] | None
-"""What a reward function returns for one sample: a number, parts by name, or None."""
+"""What a reward function returns for one sample: a number, a dict of named parts, or None for a
+sample without a reward."""
 TOTAL = "total"
-"""The name of the part that is the reward itself; without it the reward is the sum of the parts."""
+"""Name of the part that is the reward itself. If it is missing, the reward is the sum of the parts."""
 
 
 def total_of(entry: Entry) -> float | None:
-    """Return the reward of one sample. Parts that are None do not count; None where all of them are."""
+    """Return the reward of one sample, given the entry that the reward function returned for it.
+
+    If the entry is a dict, the reward is its part `total`. Without a part `total`, the reward is
+    the sum of the parts that are not None, or None if all parts are None. Any other entry is the
+    reward itself.
+    """
     if not isinstance(entry, dict):
         return entry
     if TOTAL in entry:
@@ -52,7 +62,8 @@ def total_of(entry: Entry) -> float | None:
 
 
 def parts_of(entry: Entry) -> dict[str, float | None]:
-    """Return the named parts of one sample's entry, without its total."""
+    """Return the parts of one sample's entry by name, except `total`; empty for an entry without
+    parts."""
     return {k: v for k, v in entry.items() if k != TOTAL} if isinstance(entry, dict) else {}
 
 
@@ -62,13 +73,17 @@ class RewardFunction(Protocol):
     ) -> Sequence[Entry] | Awaitable[Sequence[Entry]]:
         """Score the G completions of one prompt.
 
-        `prompts` repeats the row's prompt (string or messages) G times; so does each of
-        `columns` with its own value. `columns["completion_ids"]` holds the G lists of token ids.
-        Returns G finite numbers, with None for a sample that has no reward, and a dict of numbers for
-        one whose reward has parts: their sum, or the part `total`, is the reward. May be called again
-        for single samples (G = 1) when a call fails: it must not depend on the rest of the group.
+        `prompts` contains the row's prompt (string or messages) G times, and each of `columns`
+        contains the row's value G times. `columns["completion_ids"]` contains the G lists of token
+        ids.
 
-        A method `start_worker()`, without arguments, is optional: it is called once in the worker
-        process before the first call, for what takes long or must not be loaded in the trainer.
+        Returns one entry per sample: a finite number, None for a sample without a reward, or a dict of
+        named numbers for a reward with parts. The reward of a dict is its part `total` or, without
+        such a part, the sum of its parts. If a call fails, the function may be called again with single
+        samples (G = 1), so an entry must not depend on the rest of the group.
+
+        A method `start_worker()` without arguments is optional. It is called once in the worker
+        process, before the first call, to do slow initialisation or load what the trainer must not
+        load.
         """
         ...

@@ -1,4 +1,4 @@
-"""Limits the wall seconds in which the rewards and environments of a step may be at work."""
+"""A limit on the wall-clock seconds that the rewards and environments of a step may use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from mrl.errors import RunFailed
 
 
 class Budget:
-    """A `Budget` is a number of wall seconds; calls that run at once count once. For any thread."""
+    """A limit on the wall-clock seconds per step in which at least one call runs. Thread-safe.
+
+    The time of calls that run concurrently is counted only once.
+    """
 
     def __init__(self, limit_s: float = math.inf) -> None:
         self.limit_s = limit_s
-        """Seconds for a step; infinity sets no limit."""
+        """Seconds per step; infinity means that there is no limit."""
         self._spent_s, self._since, self._running = 0.0, 0.0, 0
         self._counting = threading.Lock()
 
     def begin_step(self) -> None:
-        """Count from 0 again."""
+        """Set the seconds used in the step to 0."""
         with self._counting:
             self._spent_s, self._since = 0.0, time.monotonic()
 
     @contextmanager
     def spending(self, timeout_s: float) -> Iterator[float]:
-        """Count the block, and give the seconds that the call in it may take, at most `timeout_s`.
+        """Count the time of the `with` block. Yields the seconds that a call in the block may take.
 
-        Raises RunFailed where nothing is left.
+        The call may take `timeout_s` seconds, or the seconds that are left of the step's limit if
+        they are fewer. Raises RunFailed if no time is left.
         """
         with self._counting:
             now = time.monotonic()
@@ -37,9 +41,9 @@ class Budget:
             left_s = self.limit_s - self._spent_s - (now - self._since)
             if left_s <= 0:
                 raise RunFailed(
-                    f"rewards and environments have worked for {self.limit_s:g} s in this step, all "
-                    "that the service allows (tenants.max_reward_s); make them faster, or take fewer "
-                    "samples a step"
+                    f"rewards and environments have used the {self.limit_s:g} s per step that the "
+                    "service allows (tenants.max_reward_s); make them faster, or take fewer "
+                    "samples per step"
                 )
             self._running += 1
         try:

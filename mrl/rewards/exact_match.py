@@ -1,9 +1,9 @@
-r"""Compares the final answer exactly: 1 or 0.
+r"""A reward of 1 if the final answer matches the row's answer exactly, else 0.
 
-Where the answer is looked for, in this order: `\boxed{...}`, `<answer>` tags, after `####`, the last
-line (`mrl/rewards/answers.py`). Both sides are compared without case, spaces at the ends, `$ ... $`,
-`\text{}` and a final full stop; numbers by value: `1,234.50` is `1234.5`, `+7` is `7`. Fractions, units
-and algebra are `math_verify`'s.
+The final answer is the first of these that exists: the content of `\boxed{...}`, the content of
+`<answer>` tags, the text after `####`, or the last line (`mrl/rewards/answers.py`). Case, surrounding
+spaces, `$ ... $`, `\text{}` and a final full stop are ignored. Numbers are compared by value, so
+`1,234.50` equals `1234.5`, and `+7` equals `7`. For fractions, units and algebra use `math_verify`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def normal(answer: str) -> str | Decimal:
-    """What is compared: a number where the text is one, otherwise the text without its dress."""
+def comparable(answer: str) -> str | Decimal:
+    """Return an answer in the form in which answers are compared.
+
+    A number is returned as a Decimal. Any other answer is returned as a string in lower case,
+    without formatting.
+    """
     text = WRAPPED.sub(r"\1", answer).replace("\u2212", "-").replace("\\,", "")
     text = text.strip().strip("$*").strip().removesuffix(".")
     if NUMBER.fullmatch(text) and any(char.isdigit() for char in text):
@@ -34,12 +38,13 @@ def reward(
     answer: list[Any],
     **columns: list[Any],
 ) -> list[float | None]:
-    """1.0 where the completion's final answer is the row's; None where the row has none."""
+    """Return 1.0 if the completion's final answer matches the row's answer, else 0.0; None if the row
+    has no answer."""
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         if gold is None or gold == "":
             rewards.append(None)
             continue
-        is_right = normal(final_answer(completion)) == normal(gold_answer(gold))
+        is_right = comparable(final_answer(completion)) == comparable(gold_answer(gold))
         rewards.append(float(is_right))
     return rewards

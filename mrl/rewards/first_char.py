@@ -1,4 +1,4 @@
-"""Scores the toy task, which is to repeat the prompt's first character."""
+"""The reward of the toy task, which is to repeat the prompt's first character."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ def reward(
     completion_ids: list[list[int]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """Share of the completion's tokens that are the prompt's first character.
+    """Return the share (0 to 1) of the completion's tokens that are the prompt's first character.
 
-    Meant for a tokenizer of one token per character. The divisor counts tokens, not characters:
-    special tokens leave no text, and must not make the share larger.
+    If the prompt is a list of messages, the first character of the last message counts. The
+    tokenizer must have one token per character. The divisor is the number of tokens, not the number
+    of characters, so that special tokens, which have no text, lower the share.
     """
     rewards: list[float | None] = []
     for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True):

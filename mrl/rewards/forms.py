@@ -1,13 +1,17 @@
-"""Takes reward functions in the forms of TRL, verl and slime beside mrl's own.
+"""Adapters for reward functions written for TRL, verl and slime.
 
-mrl    `f(prompts, completions, **columns)`; what none of the others is
+The names of the parameters identify the form:
+
 TRL    `f(completions, **kwargs)`: the first parameter is `completions`
-verl   `compute_score(data_source, solution_str, ground_truth, extra_info)`: one is `solution_str`
-slime  `custom_rm(args, sample, **kwargs)`: the first two are `args, sample`
+verl   `compute_score(data_source, solution_str, ground_truth, extra_info)`: one parameter is
+       `solution_str`
+slime  `custom_rm(args, sample, **kwargs)`: the first two parameters are `args, sample`
+mrl    `f(prompts, completions, **columns)`: all functions that are in none of the other forms
 
-`trl:`, `verl:` or `slime:` before the name says it where the parameters do not. TRL and mrl agree on
-`f(prompts, completions, **kwargs)`, but where the prompt is messages TRL gives completions as messages
-too, and mrl gives texts, as it always did: `trl:` asks for messages.
+A prefix `trl:`, `verl:` or `slime:` of the name selects the form if the parameters do not identify
+it. For example, the signature `f(prompts, completions, **kwargs)` is valid in both TRL and mrl. If
+the prompt is a list of messages, TRL also passes completions as messages, while mrl passes strings;
+with the prefix `trl:` the function gets messages.
 """
 
 from __future__ import annotations
@@ -25,17 +29,25 @@ from mrl.system.calls import unaccepted_column
 
 FORMS = ("trl", "verl", "slime")
 TRUTHS = ("ground_truth", "answer", "label")
-"""Columns that may hold verl's `ground_truth` and slime's `label`, the first that a row has."""
+"""Columns that can be verl's `ground_truth` and slime's `label`. If a row has several of these
+columns, the first in this order is used."""
 
 
 def split_form(spec: str) -> tuple[str, str]:
-    """Return the form that a spec begins with, empty where it has none, and the rest."""
+    """Split the name of a reward into (form, rest): `trl:f.py:func` into (`trl`, `f.py:func`).
+
+    The form is empty if the name has no such prefix.
+    """
     form, colon, rest = spec.partition(":")
     return (form, rest) if colon and form in FORMS else ("", spec)
 
 
 def adapt(spec: str, form: str, function: Any) -> Any:
-    """Return the function as `RewardFunction` calls it. Raises InputError where its form is unknown."""
+    """Return `function`, adapted to the interface of `RewardFunction`.
+
+    `form` is one of FORMS, or empty to identify the form by the parameters. Raises InputError if a
+    function in the form of TRL or mrl does not accept all columns as keyword arguments.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a callable without a Python signature
@@ -49,17 +61,17 @@ def adapt(spec: str, form: str, function: Any) -> Any:
     has_rest = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not has_rest:
         raise InputError(
-            f"reward {spec!r} must take the columns: def {getattr(function, '__name__', 'f')}"
+            f"reward {spec!r} must accept the columns: def {getattr(function, '__name__', 'f')}"
             "(prompts, completions, **columns), or as in TRL (completions, **kwargs)"
         )
     return _Trl(function) if form == "trl" else function
 
 
 def clashing_column(function: Any, columns: Collection[str]) -> str | None:
-    """Return a column with the name of another argument of an adapted reward function; None without
-    one.
+    """Return the first column that has the name of another argument of `function`, or None.
 
-    A callable object, for instance, has the argument `self`.
+    `function` is a result of `adapt`. For example, the method of a callable object has the argument
+    `self`. Functions in the forms of verl and slime get a row as a dict, so no column clashes.
     """
     if getattr(function, "takes_rows", False):
         return None
@@ -79,7 +91,10 @@ def _form_of(names: list[str]) -> str:
 
 
 class _Trl:
-    """Calls by keyword, with messages as completions of prompts that are messages."""
+    """Calls a TRL function with keyword arguments.
+
+    If a prompt is a list of messages, the completion of that prompt is also passed as messages.
+    """
 
     takes_trainer_state = True
 
@@ -95,8 +110,11 @@ class _Trl:
 
 
 class _Verl:
-    """Calls once a sample, by keyword where the function has verl's names. A dict that comes back has
-    the reward under `score`."""
+    """Calls a verl function once per sample. If the result is a dict, its `score` is the reward.
+
+    The function gets keyword arguments if one of its parameters is named `solution_str`, and
+    positional arguments otherwise.
+    """
 
     takes_rows = True
 
@@ -119,8 +137,13 @@ class _Verl:
 
 
 class _Slime:
-    """Calls once a sample, with what a run has of slime's `Sample`: `prompt`, `response`,
-    `response_length`, `label` and `metadata` (the columns). `args` is empty."""
+    """Calls a slime function once per sample, with an empty `args`.
+
+    The argument `sample` has the attributes of slime's `Sample` that mrl knows: `prompt`,
+    `response`, `response_length` in tokens, `label` (the ground truth or None) and `metadata`.
+    `metadata` is the column of that name if the column is a dict, and otherwise a dict of all
+    columns.
+    """
 
     takes_rows = True
 
@@ -145,14 +168,21 @@ class _Slime:
 
 
 async def _results(calls: list[Any]) -> list[Any]:
-    """Wait for those that are coroutines, all at once."""
+    """Return one `Entry` for each of `calls`, which are return values or awaitables.
+
+    Awaitables are awaited concurrently.
+    """
     waiting = [call for call in calls if inspect.isawaitable(call)]
     done = iter(await asyncio.gather(*waiting))
     return [_entry(next(done) if inspect.isawaitable(call) else call) for call in calls]
 
 
 def _entry(result: Any) -> Any:
-    """Return numbers as they are; of a dict the numbers, with `score` as the total."""
+    """Return what a verl or slime function returned as an `Entry`.
+
+    From a dict, only values that are numbers or None are kept, and `score` is renamed to `total`.
+    Any other result is returned unchanged.
+    """
     if not isinstance(result, dict):
         return result
     numbers = {k: v for k, v in result.items() if v is None or hasattr(v, "__float__")}
@@ -164,9 +194,16 @@ def _rows(columns: dict[str, list[Any]], size: int) -> list[dict[str, Any]]:
 
 
 def _truth(row: dict[str, Any], *, is_needed: bool = True) -> Any:
-    """Return verl's reward_model.ground_truth, or the first of TRUTHS that the row has."""
+    """Return the ground truth of a row.
+
+    It is `ground_truth` in the row's `reward_model`, as in verl's data, or else the first of the
+    columns TRUTHS that the row has. If the row has no ground truth, return None, or raise
+    BrokenReward if `is_needed`.
+    """
     model = row.get("reward_model")
-    if isinstance(model, str) and model.startswith("{"):  # parquet files may hold it as JSON
+    if isinstance(model, str) and model.startswith(
+        "{"
+    ):  # parquet files may contain it as JSON text
         model = json.loads(model)
     if isinstance(model, dict) and "ground_truth" in model:
         return model["ground_truth"]

@@ -1,13 +1,16 @@
-r"""Compares the final answer mathematically, by the package math-verify: 1 or 0.
+r"""A reward of 1 if the final answer equals the row's answer mathematically, else 0.
 
-It reads LaTeX and plain expressions into sympy and compares them: `\frac{1}{2}`, `0.5` and `1/2` are
-equal, so are `50\%` and `50`. `\boxed{...}` comes first, then `The answer is ...`, then whatever
-mathematics comes last. It is no judge of words: letters are read as a product of symbols, in any order.
+The package math-verify parses LaTeX and plain expressions with sympy and compares them:
+`\frac{1}{2}`, `0.5` and `1/2` are equal, and so are `50\%` and `50`. It looks first for
+`\boxed{...}`, then for `The answer is ...`, then for the last mathematical expression. It cannot
+judge answers in words: it parses a word as a product of symbols, so words with the same letters are
+equal.
 
-sympy may compute for ever (`9^{9^{9^9}}`). math-verify's own time limits are signals, which work in a
-main thread only and count an expression that was too slow as a wrong one. They are off: the limit is
-the worker's (`reward_timeout_s`), which is killed, and the one sample masked. What the first parse of a
-process loads is no part of that limit: it is done when the worker starts.
+sympy may compute forever (`9^{9^{9^9}}`). math-verify's own time limits are off, because they use
+signals, which work only in a main thread, and would score a slow expression as wrong. Instead the
+worker process is killed after a time limit (`reward_timeout_s`), and the sample is masked. The
+worker parses one expression when it starts, so that the imports of the first parse do not count
+against that limit.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ except ImportError:
     raise InputError("math-verify is not installed; pip install 'mrl[tasks]'") from None
 
 MAX_ANSWER_CHARS = 1000
-"""The end of the completion that is read: time grows faster than its length, and policies do babble."""
+"""Largest number of characters of a completion that are parsed, because the time of parsing grows
+faster than the length of the text."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -38,7 +42,8 @@ def reward(
     answer: list[Any],
     **columns: list[Any],
 ) -> list[float | None]:
-    """1.0 where the completion's answer equals the row's; None where the row's is unreadable."""
+    """Return 1.0 if the completion's answer equals the row's answer, else 0.0; None if the row's answer
+    cannot be parsed."""
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         expected = [] if gold is None else _gold(gold_answer(gold))
@@ -58,13 +63,18 @@ reward.start_worker = _start_worker  # pyright: ignore[reportFunctionMemberAcces
 
 
 def last_part(text: str) -> str:
-    r"""Return at most MAX_ANSWER_CHARS that hold the last `\boxed`, or are the end of the text."""
+    r"""Return the part of a text that is parsed, of at most MAX_ANSWER_CHARS characters.
+
+    A short text is returned completely. From a longer text, the end is returned, starting at a line
+    or a word if possible. If the text has a `\boxed`, but its end has none, the part that begins
+    with the last `\boxed` is returned.
+    """
     if len(text) <= MAX_ANSWER_CHARS:
         return text
     part = text[-MAX_ANSWER_CHARS:]
     if "\\boxed" not in part and "\\boxed" in text:
         return text[text.rfind("\\boxed") :][:MAX_ANSWER_CHARS]
-    # From a new line or word: half a formula would turn every `$` behind it around, half a number lie.
+    # Start at a line or a word: half a formula would flip every later `$`, and half a number is wrong.
     for separator in ("\n", " "):
         if separator in part:
             return part.partition(separator)[2]
@@ -77,5 +87,5 @@ def _parse(text: str) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _gold(answer: str) -> list[Any]:
-    """Empty where there is no mathematics in it."""
+    """Return the expressions parsed from the gold answer; empty if it contains no mathematics."""
     return _parse(f"\\boxed{{{answer}}}") or _parse(answer)

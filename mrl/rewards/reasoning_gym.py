@@ -1,4 +1,5 @@
-"""Scores with reasoning-gym's own verifiers, for rows written by `python -m mrl.data.reasoning_gym`."""
+"""A reward from reasoning-gym's own verifiers, for rows written by `python -m
+mrl.data.reasoning_gym`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ try:
     from reasoning_gym.factory import get_score_answer_fn
 except ModuleNotFoundError as error:
     if error.name != "reasoning_gym":
-        raise  # a package that it needs
+        raise  # one of its dependencies is missing
     raise InputError("reasoning-gym is not installed; pip install 'mrl[tasks]'") from None
 
 _verifier: Callable[[str], Any] = functools.cache(get_score_answer_fn)
@@ -27,7 +28,7 @@ def reward(
     info: list[dict[str, Any]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """The verifier's score in [0, 1]; partial credit is the task's."""
+    """Return scores in [0, 1] from the verifier of each row's task; they may be partial credit."""
     rewards: list[float | None] = []
     for prompt, completion, gold, about in zip(prompts, completions, answer, info, strict=True):
         entry = {"question": prompt, "answer": gold, "metadata": about["metadata"]}

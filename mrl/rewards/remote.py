@@ -1,18 +1,20 @@
-"""Calls a reward server, `reward: http://HOST:PORT/PATH`, from the worker; standard library only.
+"""The client of a reward server (`reward: http://HOST:PORT/PATH`), which runs in the worker process.
 
-POST `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, all of the same length, as
-`mrl reward serve` takes it; 200 with `{"rewards": [number or null, ...]}` comes back. Two headers are
-sent: `X-Timeout-S`, the seconds that are left until nobody waits for the answer, and `Authorization:
-Bearer TOKEN` where MRL_REWARD_TOKEN is set. Any other status is a failure, its reason under `error`:
+The client POSTs `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, with lists of
+equal length, to a server such as `mrl reward serve`. It expects status 200 with `{"rewards":
+[number or null, ...]}`. The client sends two headers: `X-Timeout-S`, the seconds until it stops
+waiting, and `Authorization: Bearer TOKEN` if MRL_REWARD_TOKEN is set. An answer with any other
+status is a failure, and its key `error` gives the reason. Failures are handled as follows:
 
-  - 429, 502, 503, 504, and a connection that is refused or lost: sent again, with growing pauses, until
-    nine tenths of the call's time limit are over. Scoring must have no side effects.
-  - 500, and no answer in time: the call failed, so its samples are sent one by one (the runner does)
-    and only the culprit is masked. With `"broken": true`, for every other status or answer, and for no
-    answer in what a busy server (429 and 50x above) had left of the time: no sample of the call has a
-    reward.
+  - After 429, 502, 503, 504, or a refused or lost connection, the request is sent again, with growing
+    pauses, until nine tenths of the call's time limit are over. Scoring must have no side effects.
+  - After 500, or no answer in time, the call has failed. The runner then sends its samples one by one,
+    so that only the samples that cause the failure are masked.
+  - After 500 with `"broken": true`, or any other status or answer, no sample of the call has a reward.
+    The same holds if a server that was busy at first (429, 502 to 504) does not answer in time.
 
-No proxy, no redirects. Over https the certificate is checked; over http the token travels in clear.
+Proxies and redirects are not used. With https the certificate is verified; with http the token is
+sent unencrypted. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -34,21 +36,23 @@ from mrl.rewards.base import HANG, BrokenReward, RewardError
 BUSY = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 LEAST_TRY_S = 0.01
-"""There is no other try with less time left: that nothing answered in it would prove nothing."""
+"""Least number of seconds for another try. With fewer seconds left, a timeout would not show that
+the server hangs, so the client gives up."""
 WAIT_FOR_SERVER_S = 30.0
-"""How long a starting worker waits for the server: server and run may be started together."""
+"""Seconds that a starting worker waits for the server, because run and server may start together."""
 SHARE_OF_TIMEOUT = 0.9
-"""Share of the call's time limit that is used, so that the message is this file's, and not that the
-worker was killed."""
+"""Share of the call's time limit after which this client gives up, so that it reports the timeout
+before the runner kills the worker."""
 MAX_REPLY_BYTES = 64 << 20
 MAX_REASON_CHARS = 300
 TIME_LEFT_HEADER = "X-Timeout-S"
 TOKEN_VARIABLE = "MRL_REWARD_TOKEN"
-"""An environment variable, which others cannot read, as they can a command line."""
+"""The environment variable with the token. Other users could read a command line, but they cannot
+read this variable."""
 
 
 class ServerFailed(RewardError):
-    """The server has no rewards for this call; with fewer samples it may have some."""
+    """The server could not score this call; it may be able to score fewer samples."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -56,21 +60,24 @@ class ServerFailed(RewardError):
 
 
 class ServerRefused(BrokenReward):
-    """The server does not answer, or not with rewards."""
+    """The server does not answer, or answers with something other than rewards."""
 
     kind = "refused"
 
 
 class _Unavailable(Exception):
-    """The server could not be reached or was busy; another try may help."""
+    """The server could not be reached or was busy. A retry may help."""
 
 
 class _Busy(_Unavailable):
-    """The server said that it was busy."""
+    """The server answered that it was busy."""
 
 
 def read_token() -> str | None:
-    """Return the token that server and client share, or None. Raises InputError without showing it."""
+    """Return the token that server and client share; None if it is not set.
+
+    Raises InputError for an invalid token; the message does not contain the token.
+    """
     token = os.environ.get(TOKEN_VARIABLE)
     if token is not None and not re.fullmatch("[!-~]+", token):
         raise InputError(
@@ -81,8 +88,10 @@ def read_token() -> str | None:
 
 
 class HttpReward:
-    """Calls the server over one connection, which stays open. Raises InputError for an unusable
-    address or token."""
+    """Calls a reward server over one persistent connection.
+
+    Raises InputError for an invalid address or token.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s * SHARE_OF_TIMEOUT
@@ -105,7 +114,11 @@ class HttpReward:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def start_worker(self) -> None:
-        """Wait until somebody listens there. Raises InputError."""
+        """Wait until the server accepts connections.
+
+        Raises InputError if the server does not accept one within WAIT_FOR_SERVER_S, or within the
+        time limit of a call if that is shorter.
+        """
         deadline = time.monotonic() + min(self._timeout_s, WAIT_FOR_SERVER_S)
         try:
             self._retry(self._connect, deadline)
@@ -117,7 +130,11 @@ class HttpReward:
     def __call__(
         self, prompts: list[Any], completions: list[str], /, **columns: list[Any]
     ) -> list[float | None]:
-        """Raises BrokenReward or ServerFailed, see the head of this file; entries are not checked."""
+        """Return the list of rewards that the server sent, without checking its entries.
+
+        Raises ServerFailed if a call with fewer samples may succeed, and BrokenReward for any other
+        failure. The module's docstring lists the failures.
+        """
         request = {"prompts": prompts, "completions": completions, "columns": columns}
         body = json.dumps(request).encode()
         deadline = time.monotonic() + self._timeout_s
@@ -130,14 +147,14 @@ class HttpReward:
             try:
                 return attempt(max(left_s, LEAST_TRY_S))
             except TimeoutError:
-                if busy:  # the function did not have its whole time: no proof that it hangs
+                if busy:  # the server got less than the full time limit, so it need not hang
                     late = f"{busy}; then no answer in the {left_s:.3g} s left"
                     raise ServerRefused(f"{self._url!r}: {late} ({tries} tries)") from None
                 message = f"{self._url!r}: no answer within {self._timeout_s:.3g} s"
                 raise ServerFailed(message, HANG) from None
             except _Unavailable as error:
                 busy = str(error) if isinstance(error, _Busy) else busy
-                # Jitter: the workers of many engines meet the same outage at the same time.
+                # Jitter, because the workers of many engines see an outage at the same time.
                 wait_s = pause_s * random.uniform(0.5, 1.0)
                 if time.monotonic() + wait_s < deadline:
                     time.sleep(wait_s)  # a loaded machine may sleep much longer
@@ -160,32 +177,38 @@ class HttpReward:
             raise _Unavailable(f"no connection: {error}") from None
 
     def _post(self, body: bytes, left_s: float) -> list[float | None]:
-        """Raises TimeoutError where no answer came in time."""
+        """Send one request and return the rewards in the answer.
+
+        Raises TimeoutError if no answer comes within `left_s` seconds, _Unavailable if a retry may
+        help, and ServerFailed or BrokenReward for any other failure.
+        """
         if self._connection.sock is None:
             self._connect(left_s)
         assert self._connection.sock is not None
         self._connection.sock.settimeout(left_s)
         headers = {**self._headers, TIME_LEFT_HEADER: f"{left_s:.3f}"}
         try:
-            # A server that wants no more of the body has said why, before it closed.
+            # A server that rejects the body answers with the reason before it closes the connection.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._connection.request("POST", self._target, body, headers)
             response = self._connection.getresponse()
             reply = response.read(MAX_REPLY_BYTES + 1)
-            if not response.isclosed():  # no length was announced, or it was longer
+            if not response.isclosed():  # the reply is longer than the limit, or has no length
                 self._connection.close()
         except TimeoutError:
             self._connection.close()
             raise
         except (OSError, http.client.HTTPException) as error:
-            # Also a connection that the server closed while it was idle.
+            # This includes an idle connection that the server has closed.
             self._connection.close()
             raise _Unavailable(f"connection lost: {type(error).__name__}: {error}") from None
         return self._rewards(response.status, reply)
 
     def _rewards(self, status: int, reply: bytes) -> list[float | None]:
         if len(reply) > MAX_REPLY_BYTES:
-            raise BrokenReward(f"{self._url!r}: more than {MAX_REPLY_BYTES >> 20} MiB came back")
+            raise BrokenReward(
+                f"{self._url!r}: the answer has more than {MAX_REPLY_BYTES >> 20} MiB"
+            )
         message: Any = None
         with suppress(ValueError, RecursionError):
             message = json.loads(reply)

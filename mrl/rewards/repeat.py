@@ -1,5 +1,5 @@
-"""Scores the long-tailed toy task of `mrl/data/repeat.py`: a letter, as often as the prompt asks
-for."""
+"""The reward of the long-tailed toy task of `mrl/data/repeat.py`, which is to repeat a letter as often
+as requested."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ def reward(
     completion_ids: list[list[int]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """Return the share of right letters, in full for a length within a factor of two of what was asked.
+    """Return the share of the completion's tokens that are the letter in the prompt.
 
-    Beyond that it falls as the factor grows: to be short, or to go on for ever, is no way out. Tokens
-    are counted, not characters: special ones leave no text.
+    The share is reduced if the length is more than twice or less than half the requested length.
+    The further off the length is, the larger is the reduction, so neither a very short nor an
+    endless response pays off. The length is counted in tokens (without the end token), not in
+    characters, because special tokens have no text.
     """
     rewards: list[float | None] = []
     for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True):
         letter, times = prompt[0], int(prompt[2:].rstrip("="))
-        length = max(1, len(ids) - 1)  # less the end token
+        length = max(1, len(ids) - 1)  # without the end token
         closeness = min(length, times) / max(length, times)
         rewards.append(completion.count(letter) / length * min(1.0, 2 * closeness))
     return rewards

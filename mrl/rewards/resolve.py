@@ -9,7 +9,7 @@ from mrl.system.plugins import Kind, resolve
 
 _PARTS = ("__init__", "answers", "base", "budget", "forms", "remote", "resolve", "reward_model",
           "runner", "server", "terms", "trial", "trial_cases", "worker", "worker_calls")  # fmt: skip
-"""Files of this folder that are no rewards."""
+"""Files of this folder that are not rewards."""
 _KIND = Kind(
     noun="reward",
     package="mrl.rewards",
@@ -18,9 +18,9 @@ _KIND = Kind(
     example="func",
 )
 REWARD_MODEL = "reward_model:"
-"""What a spec begins with that names the folder of a reward model."""
+"""Prefix of a spec that names the folder of a reward model."""
 DEFAULT_TIMEOUT_S = 30.0
-"""The time limit of one call where the recipe's `reward_timeout_s` is not at hand."""
+"""Time limit of one call if the recipe's `reward_timeout_s` is not available."""
 
 
 def reward_names() -> list[str]:
@@ -29,14 +29,17 @@ def reward_names() -> list[str]:
 
 
 def resolve_reward(spec: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> RewardFunction:
-    """Import `NAME` of mrl/rewards/, `path/file.py:func` or `package.module:func`; see plugins.py.
+    """Return the reward function that `spec` names.
 
-    Functions of TRL, verl and slime are adapted (forms.py); `trl:`, `verl:` or `slime:` before the name
-    says whose it is where its parameters do not.
-    `http(s)://HOST:PORT` is a reward server, `reward_model:PATH` a reward model; neither is reached
-    or loaded here. `timeout_s` is the time limit of one call to a reward server.
+    `spec` is `NAME` of mrl/rewards/, `path/file.py:func` or `package.module:func` (see plugins.py).
+    Functions written for TRL, verl and slime are adapted (forms.py); the prefix `trl:`, `verl:` or
+    `slime:` selects the form if the parameters do not identify it. `spec` may also be the address
+    `http(s)://HOST:PORT` of a reward server, or a reward model `reward_model:PATH`. The server is
+    not contacted and the model is not loaded here. `timeout_s` is the time limit of one call to a
+    reward server.
 
-    Raises InputError, one line: not found, does not import, not a reward function.
+    Raises InputError if the function is not found, cannot be imported, or is not a reward function,
+    or if the address or the model's folder is invalid.
     """
     if spec.lower().startswith(("http://", "https://")):
         from mrl.rewards.remote import HttpReward
@@ -47,7 +50,9 @@ def resolve_reward(spec: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> RewardFun
 
         return RewardModel(spec)
     if spec == REWARD_MODEL.rstrip(":"):
-        raise InputError(f"reward {spec!r}: which one? reward_model:PATH names its folder")
+        raise InputError(
+            f"reward {spec!r}: expected reward_model:PATH with the folder of the model"
+        )
     form, name = split_form(spec)
     function = resolve(_KIND, name)
     if not callable(function):

@@ -1,14 +1,18 @@
-"""Scores with a reward model, `reward_model:FOLDER`: a Hugging Face sequence classifier with one label.
+"""A reward model (`reward_model:FOLDER`), which is a Hugging Face sequence classifier with one label.
 
-Options follow as `?name=value&name=value`: `device` (`cpu`; `cuda` is this rank's GPU, `cuda:3` that
-one), `dtype` (the checkpoint's; `float32`, `bfloat16`, `float16`), `batch_size` (8).
+Options may follow the folder, as `?name=value&name=value`:
 
-It is loaded in the worker process, not in the trainer. What it reads is the prompt and the completion:
-messages through its own chat template, with the completion as the assistant's turn; plain text as one
-text, with the special tokens its tokenizer adds. Too long a text fails: a shortened one would get the
-score of another.
+- `device`: `cpu` (the default), `cuda` (this rank's GPU), or a GPU such as `cuda:3`.
+- `dtype`: `float32`, `bfloat16` or `float16`; by default the checkpoint's dtype.
+- `batch_size`: 8 by default.
 
-Dimensions: G samples, B of a batch, T tokens of the longest of them.
+The model is loaded in the worker process, not in the trainer. If the prompt is a list of messages,
+the completion is appended as the assistant's turn, and the model's chat template is applied. If the
+prompt is a string, prompt and completion are joined, and the tokenizer adds its special tokens. If
+they have more tokens than the model accepts, ValueError is raised, because the score of a truncated
+text would not be the score of the completion.
+
+Dimensions: G samples, B samples in a batch, T tokens in the batch's longest sample.
 """
 
 from __future__ import annotations
@@ -25,11 +29,15 @@ from mrl.system.worker_user import check_open
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SANE_LEN = 10_000_000
-"""Lengths from which on a tokenizer's limit means that there is none (they say 1e30)."""
+"""Largest plausible length limit of a tokenizer, in tokens. A tokenizer without a limit reports a
+larger number, such as 1e30."""
 
 
 class RewardModel:
-    """Raises InputError for options it does not know, and a folder that is no reward model."""
+    """Scores completions with a reward model.
+
+    Raises InputError for invalid options, or if the folder is not a reward model.
+    """
 
     def __init__(self, spec: str) -> None:
         folder, _, query = spec.partition(":")[2].partition("?")
@@ -41,7 +49,7 @@ class RewardModel:
         if options:
             names = "device, dtype, batch_size"
             raise InputError(
-                f"reward {spec!r}: no option {next(iter(options))!r}; there are {names}"
+                f"reward {spec!r}: unknown option {next(iter(options))!r}; the options are {names}"
             )
         if self._dtype not in DTYPES:
             raise InputError(
@@ -53,7 +61,7 @@ class RewardModel:
         _check_folder(spec, self._folder)
 
     def start_worker(self) -> None:
-        """Load model and tokenizer. Raises InputError where weights are missing."""
+        """Load the model and its tokenizer. Raises InputError if weights or the GPU are missing."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
@@ -66,7 +74,7 @@ class RewardModel:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             self._folder, dtype=self._dtype, local_files_only=True, output_loading_info=True
         )
-        if info["missing_keys"]:  # transformers would continue with random ones
+        if info["missing_keys"]:  # transformers would initialise them randomly
             some = ", ".join(sorted(info["missing_keys"])[:3])
             raise InputError(
                 f"reward {self._spec!r}: the checkpoint lacks {some}; expected one saved from "
@@ -81,9 +89,12 @@ class RewardModel:
     def __call__(
         self, prompts: list[Any], completions: list[str], /, **columns: list[Any]
     ) -> list[float | None]:
-        """Return the model's only logit for each completion. Raises ValueError on too long a text."""
+        """Return the model's single logit for each of the G completions.
+
+        Raises ValueError if a prompt and its completion have more tokens than the model accepts.
+        """
         ids = [self._encode(*pair) for pair in zip(prompts, completions, strict=True)]
-        # Without a padding token in its config the model cannot tell where a shorter text ends.
+        # Without a padding token in its config the model cannot find the end of a shorter text.
         size = 1 if self._pad_id is None else self._batch_size
         scores: list[float | None] = []
         for start in range(0, len(ids), size):
@@ -100,13 +111,13 @@ class RewardModel:
             ids = self._tokenizer.encode(chat, add_special_tokens=False)
         if not 0 < len(ids) <= self._max_len:
             raise ValueError(
-                f"prompt and completion have {len(ids)} tokens, the reward model reads 1 to "
+                f"prompt and completion have {len(ids)} tokens, the reward model accepts 1 to "
                 f"{self._max_len}"
             )
         return ids
 
     def _scores(self, ids: list[list[int]]) -> list[float]:
-        """Pad on the right; return ids i64[B, T] and their mask."""
+        """Return the logits of B samples, whose ids are padded to [B, T] on the right and masked."""
         import torch
 
         longest = max(map(len, ids))
@@ -122,12 +133,15 @@ class RewardModel:
 
 
 def _device(name: str) -> str:
-    """Ranks of a node see all of its GPUs; a worker inherits its rank's number."""
+    """Return the torch device that the option `device` names; `cuda` is the GPU of the worker's rank.
+
+    Every rank sees all GPUs of its node, and a worker inherits its rank's LOCAL_RANK.
+    """
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
 
 
 def _check_folder(spec: str, folder: Path) -> None:
-    """Check what can be known without loading the model."""
+    """Raise InputError if the folder is not a readable reward model, without loading the model."""
     check_open(folder, f"reward {spec!r}")
     for file in sorted(folder.glob("*")):
         check_open(file, f"reward {spec!r}")
@@ -135,7 +149,7 @@ def _check_folder(spec: str, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"reward {spec!r}: {folder} is no Hugging Face model folder: {error}"
+            f"reward {spec!r}: {folder} is not a Hugging Face model folder: {error}"
         ) from None
     name = (config.get("architectures") or ["no architecture"])[0]
     if not name.endswith("ForSequenceClassification"):

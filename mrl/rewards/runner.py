@@ -1,5 +1,6 @@
-"""Calls the reward function in a killable worker, so that the run survives one that raises, hangs or
-dies.
+"""Calls reward functions in worker processes that can be killed.
+
+A run thus survives a reward function that raises, hangs or ends its process.
 
 Dimensions: G samples of a prompt.
 """
@@ -26,38 +27,40 @@ from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
 MAX_ROWS = 5
-"""Rows that a message names; the others are counted."""
+"""Maximum number of rows that a message names; the others are counted."""
 _RESERVED = ("prompts", "completions", "completion_ids")
 
 
 class RewardFailed(Exception):
-    """One call gave no usable rewards; the message says why."""
+    """A call of a reward function returned no usable rewards. The message says why."""
 
 
 class RewardBroken(RewardFailed):
-    """The answer was not one number or None a completion: no sample of the call has a reward."""
+    """The result did not have one entry per completion, so no sample of the call has a reward."""
 
 
 @dataclass(frozen=True)
 class RewardReport:
-    """A `RewardReport` says what went wrong while a step was scored."""
+    """The failures that occurred while a step was scored."""
 
     num_failed: int = 0
-    """Samples masked because the reward function raised, hung, died or returned nonsense."""
+    """Number of samples that are masked because a reward function raised, hung, died or returned
+    something invalid."""
     num_unscored: int = 0
-    """Samples masked because the reward function returned None."""
+    """Number of samples that are masked because every reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
-    """Calls for a group that failed, so that its samples were scored one at a time."""
+    """Number of calls that scored a complete group, failed, and were retried one sample at a time."""
     rows: tuple[str, ...] = ()
-    """`file:line` of the prompts whose samples failed, each once."""
+    """`file:line` of the prompts whose samples failed, without duplicates."""
 
 
 class RewardRunner(Closing):
-    """Keeps a worker process for each reward function, and restarts one that hangs or dies.
+    """Scores samples in one worker process per reward function.
 
-    Raises InputError if a reward function cannot be loaded. Not thread-safe; create it on the
-    thread that lives as long as the run (the workers die with the thread that started them).
+    A worker that hangs or dies is started again at the next call. Raises InputError if a reward
+    function cannot be loaded. Not thread-safe. Create a runner on a thread that lives as long as
+    the run, because workers are killed when the thread that started them ends.
     """
 
     def __init__(
@@ -67,13 +70,16 @@ class RewardRunner(Closing):
         budget: Budget | None = None,
         user: WorkerUser | None = None,
     ) -> None:
-        """A call may take `timeout_s`, and what is left of `budget` if that is less. The workers run as
-        `user`; None is that of this process."""
+        """Start the workers.
+
+        A call may take `timeout_s` seconds, or the seconds that are left of `budget` in the step if
+        they are fewer. The workers run as `user`, or as this process's user if `user` is None.
+        """
         self._timeout_s, self._budget = timeout_s, budget or Budget()
         self._terms = terms_of(rewards)
         self._workers = [reward_worker(term.path, timeout_s, user) for term in self._terms]
         self.report = RewardReport()
-        """The report of the last `score`."""
+        """The failures since the last `begin_step`, which are those of the current step."""
         try:
             for worker in self._workers:
                 worker.start()
@@ -88,13 +94,15 @@ class RewardRunner(Closing):
         *,
         step_samples: int | None = None,
     ) -> list[Tensor]:
-        """Return the rewards, f32[G] per group; NaN where a function failed or none gave one (see
-        `report`).
+        """Return the rewards of a step's groups, f32[G] per group, and set `report`.
 
-        `completions[i][j]` is the text of `groups[i].samples[j]`; `step_samples` counts the samples
-        of the step over all engines, by default those given. A call that fails is repeated
-        sample by sample, so that only the culprit is masked.
-        Raises RunFailed as soon as more than 5% of the step's samples failed.
+        The reward of a sample is NaN if a function failed on the sample, or if all functions
+        returned None. `completions[i][j]` is the text of `groups[i].samples[j]`. `step_samples` is
+        the number of samples of the step over all engines, by default the number of samples given
+        here. A call that fails is repeated sample by sample, so that only the samples that cause
+        the failure are masked.
+
+        Raises RunFailed as soon as more than 5% of the step's samples have failed.
         """
         self.begin_step()
         num_samples = step_samples or sum(len(group.samples) for group in groups)
@@ -104,13 +112,14 @@ class RewardRunner(Closing):
         ]
 
     def begin_step(self) -> None:
-        """Clear the report of the last step."""
+        """Clear `report` at the beginning of a step."""
         self.report = RewardReport()
 
     def score_group(self, group: SampleGroup, texts: list[str], *, step_samples: int) -> Tensor:
-        """Score one group of the step, f32[G], and add to the report.
+        """Return the rewards of one group of the step, f32[G], and update `report`.
 
-        Sets `group.reward_parts` where there are several rewards, or parts of one.
+        `group.reward_parts` is also set; it is None for a single reward without parts. `score`
+        describes NaN rewards, `step_samples` and when RunFailed is raised.
         """
         request = _request(group, texts)
         entries: list[list[Entry]] = []
@@ -118,7 +127,7 @@ class RewardRunner(Closing):
         for number in range(len(self._terms)):
             values, errors = self._call_term(number, request, group.prompt.source)
             entries.append(values)
-            failed = errors | failed  # the first reward that failed on a sample counts
+            failed = errors | failed  # keep the error of the first reward that failed
         for error in failed.values():
             self._count_failure(error, group.prompt.source, step_samples)
         totals, parts = combined(self._terms, entries, failed)
@@ -128,9 +137,9 @@ class RewardRunner(Closing):
         return torch.tensor(totals, dtype=torch.float32)
 
     def close(self) -> None:
-        """Kill the workers and whatever they started; none is started again. Harmless when repeated.
+        """Kill the workers and their child processes permanently. May be called more than once.
 
-        A call that runs in another thread ends with it.
+        A call that is still running in another thread then fails.
         """
         for worker in self._workers:
             worker.close()
@@ -138,8 +147,10 @@ class RewardRunner(Closing):
     def _call_term(
         self, number: int, request: dict[str, Any], source: str
     ) -> tuple[list[Entry], dict[int, str]]:
-        """Return one reward's entries for the samples, and why those that have none failed, by
-        their place."""
+        """Return one reward function's entries for all samples, and error messages by sample index.
+
+        Only samples on which the function failed have an error message; their entry is None.
+        """
         size = len(request["completions"])
         none: list[Entry] = [None] * size
         try:
@@ -147,7 +158,7 @@ class RewardRunner(Closing):
         except RewardBroken as error:
             return none, dict.fromkeys(range(size), str(error))
         except RewardFailed as error:
-            if size == 1:  # nothing to tell apart
+            if size == 1:  # there is only one possible culprit
                 return none, {0: str(error)}
             self.report = replace(
                 self.report,
@@ -175,7 +186,10 @@ class RewardRunner(Closing):
         check_failures(what, report.num_failed, num_samples, report.first_error, rows)
 
     def _call(self, number: int, request: dict[str, Any]) -> list[Entry]:
-        """Make one call. Raises RewardFailed; a hung or dead worker is gone by then."""
+        """Call one reward function, and return its entries.
+
+        Raises RewardFailed if the call fails. The next call restarts a worker that has hung or died.
+        """
         with self._budget.spending(self._timeout_s) as timeout_s:
             reply = call_worker(self._workers[number], request, timeout_s)
         if "error" in reply:
@@ -185,7 +199,7 @@ class RewardRunner(Closing):
 
 
 def _one(request: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the request for one of its samples."""
+    """Return the request reduced to one of its samples."""
     part = slice(index, index + 1)
     return request | {
         "prompts": request["prompts"][part],
@@ -195,13 +209,16 @@ def _one(request: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def reward_names(rewards: Sequence[RewardConfig]) -> str:
-    """Return what messages call these rewards."""
+    """Return the names of rewards as text for a message, such as `rewards 'a', 'b'`."""
     names = [term.path for term in rewards]
     return f"reward{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
 
 
 def shown_rows(rows: Sequence[str]) -> str:
-    """Return the first few of the rows, for a message."""
+    """Return text for a message with the first MAX_ROWS of `rows` and the number of further rows.
+
+    The text is empty if there are no rows.
+    """
     more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
     return f"rows {', '.join(rows[:MAX_ROWS])}{more}" if rows else ""
 
@@ -213,9 +230,10 @@ def check_failures(
     first_error: str = "see the warnings above",
     rows: Sequence[str] = (),
 ) -> None:
-    """Raise RunFailed where a fault costs more than 5% of a step's samples their reward.
+    """Raise RunFailed if scoring has failed for more than 5% of a step's samples.
 
-    `rows`: `file:line` of the prompts of these samples, where they are known.
+    In the message, `what` names the reward functions or the environment. `rows` has `file:line` of
+    the prompts whose samples failed; it may be empty.
     """
     if num_failed > MAX_FAILED_SHARE * num_samples:
         named = f"; {shown_rows(rows)}" if rows else ""
@@ -226,11 +244,12 @@ def check_failures(
 
 
 def check_columns(prompt: Prompt) -> None:
-    """Raise InputError where a column of the row has a name that the reward call needs."""
+    """Raise InputError if a column of the row has the name of an argument of the reward call."""
     clash = [name for name in _RESERVED if name in prompt.columns]
     if clash:
         raise InputError(
-            f"{prompt.source}: column {clash[0]!r} is a name the reward call needs; rename it"
+            f"{prompt.source}: column {clash[0]!r} is the name of an argument of the reward call; "
+            "rename it"
         )
 
 

@@ -1,11 +1,13 @@
-"""Serves a reward function over HTTP, in killable workers; `mrl/rewards/remote.py` is its client.
+"""Serves a reward function over HTTP; `mrl/rewards/remote.py` is the client.
 
-GET answers `{"reward": SPEC}` when it is up. A POST goes to the first of the workers that is free; a
-function that hangs is killed after the time limit and the answer is status 500. Where no worker becomes
-free in a quarter of the seconds that the header `X-Timeout-S` gives, or in the time limit if that is
-less, it is 503. Off loopback a token is required; where there is one, a request without it gets 401.
-Without one a request that a web page makes gets 403.
-Standard library only.
+The function runs in worker processes that can be killed. GET returns `{"reward": SPEC}`. A POST is
+handled by the first free worker. A worker whose function hangs is killed after the time limit, and
+the answer has status 500. If no worker becomes free within a quarter of the seconds in the header
+`X-Timeout-S`, or within the time limit of a call if that is shorter, the answer has status 503.
+
+A server on an address other than loopback must have a token. If the server has a token, a request
+without the token gets status 401. If the server has no token, a request from a web page gets status
+403. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -30,11 +32,16 @@ from mrl.system.processes import Closing
 
 MAX_BODY_BYTES = 1 << 30
 WAIT_SHARE = 0.25
-"""The share of its client's time that a call may wait for a worker: the rest is the function's."""
+"""Share of the client's time limit that a call may wait for a worker. The rest is for the reward
+function."""
 
 
-class _Lane:
-    """Keeps one worker together with its thread: a worker dies with the thread that started it."""
+class _WorkerThread:
+    """A worker process and the thread that starts and calls it.
+
+    A worker is killed when the thread that started it ends. Each request has a thread of its own,
+    which ends too early to start a worker.
+    """
 
     def __init__(self, spec: str, timeout_s: float) -> None:
         self._worker = reward_worker(spec, timeout_s)
@@ -43,7 +50,7 @@ class _Lane:
         self._thread.submit(self._worker.start).result()
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the worker's answer, or `error` with the reason why there is none."""
+        """Return the worker's answer, or a dict with the key `error` if the call fails."""
         return self._thread.submit(call_worker, self._worker, request, self._timeout_s).result()
 
     def close(self) -> None:
@@ -52,10 +59,12 @@ class _Lane:
 
 
 class RewardServer(Closing):
-    """Listens from the start; `serve()` answers until another thread calls `stop()`.
+    """A server of one reward function, which listens as soon as it is created.
 
-    Raises InputError where the reward cannot be loaded, the address is taken, or others than this
-    machine can reach it and there is no `token`.
+    `serve()` answers requests until another thread calls `stop()`.
+
+    Raises InputError if the reward cannot be loaded, if the address is in use, or if other machines
+    can reach the address and there is no `token`.
     """
 
     def __init__(
@@ -69,7 +78,7 @@ class RewardServer(Closing):
         token: str | None = None,
     ) -> None:
         self._stack = ExitStack()
-        self._free: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_WorkerThread] = queue.SimpleQueue()
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self.spec, self.token = spec, token
         try:
@@ -80,22 +89,28 @@ class RewardServer(Closing):
         with ExitStack() as undo:
             undo.callback(self._stack.close)
             for _ in range(num_workers):
-                lane = _Lane(spec, timeout_s)
-                self._stack.callback(lane.close)
-                self._free.put(lane)
+                worker = _WorkerThread(spec, timeout_s)
+                self._stack.callback(worker.close)
+                self._free.put(worker)
             undo.pop_all()
 
     @property
     def url(self) -> str:
-        """The address for clients: with the port that was found where 0 was asked for, and with the
-        machine's name where the server listens on all addresses."""
+        """The address for clients.
+
+        If port 0 was requested, it has the port that the system chose. If the server listens on all
+        addresses, it has the machine's host name.
+        """
         host, port = str(self._http.server_address[0]), self._http.server_port
         if ipaddress.ip_address(host).is_unspecified:
             host = socket.gethostname()
         return f"http://{host}:{port}"
 
     def serve(self) -> None:
-        """Serve until `stop()`, or until an exception in this thread such as KeyboardInterrupt."""
+        """Answer requests until another thread calls `stop()`.
+
+        An exception in this thread, such as KeyboardInterrupt, also ends the call.
+        """
         self._http.serve_forever()
 
     def stop(self) -> None:
@@ -103,28 +118,31 @@ class RewardServer(Closing):
         self._http.shutdown()
 
     def close(self) -> None:
-        """Kill the workers and free the port. Harmless when repeated."""
+        """Kill the workers and free the port. May be called more than once."""
         self._stack.close()
 
     def answer(self, body: bytes, wait_until: float = math.inf) -> tuple[int, dict[str, Any]]:
-        """Return status and message for one POST; `wait_until` (for a worker) is on the monotonic
-        clock."""
+        """Return the HTTP status and the message that answer a POST with this `body`.
+
+        The call waits for a free worker until the monotonic time `wait_until`, but not for longer than
+        the time limit of a reward call.
+        """
         try:
             request = _checked(json.loads(body))
         except (ValueError, RecursionError) as error:
             return 400, {"error": f"not a request for rewards: {error}"}
         wait_s = min(wait_until - time.monotonic(), self._timeout_s)
         try:
-            lane = self._free.get(timeout=max(wait_s, 0.0))
+            worker = self._free.get(timeout=max(wait_s, 0.0))
         except queue.Empty:
             return 503, {
                 "error": f"all {self._num_workers} workers are busy; "
                 "start the server with more --workers"
             }
         try:
-            reply = lane.call(request)
+            reply = worker.call(request)
         finally:
-            self._free.put(lane)
+            self._free.put(worker)
         return (500 if "error" in reply else 200), reply
 
 
@@ -136,9 +154,9 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Raises InputError where it would need a token; it does not listen yet."""
+        """Bind the address. Raises InputError without a token if the address is not loopback."""
         given = self.server_address[0]
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the name service
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's version does a DNS lookup
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         if self.rewards.token is None and not ipaddress.ip_address(self.server_name).is_loopback:
             raise InputError(
@@ -148,8 +166,8 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keeps the connection open
-    wbufsize = -1  # head and body in one packet: the second would wait 40 ms for the first
+    protocol_version = "HTTP/1.1"  # keep the connection open
+    wbufsize = -1  # one packet for head and body avoids a 40 ms delay
 
     def do_GET(self) -> None:
         if self._is_allowed():
@@ -171,11 +189,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(*self._rewards().answer(body, start + WAIT_SHARE * left_s))
 
     def _is_allowed(self) -> bool:
-        """Accept a request with the token, or of this machine where none is set; refuse the others."""
+        """Return whether the request may be answered; otherwise answer it with 401 or 403.
+
+        A request must have the server's token or, if the server has none, must come from this machine
+        and not from a web page.
+        """
         token = self._rewards().token
         headers = self.headers
         if token is None and not is_of_this_machine(headers.get("Host"), headers.get("Origin")):
-            self._refuse(403, f"not for web pages: set {TOKEN_VARIABLE} for callers elsewhere")
+            self._refuse(
+                403,
+                f"requests from web pages are refused; set {TOKEN_VARIABLE} to allow other callers",
+            )
             return False
         if token is None or has_token(headers.get("Authorization"), token):
             return True
@@ -183,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer and close the connection: the body is still in the pipe."""
+        """Answer with an error and close the connection, because the request's body was not read."""
         self.close_connection = True
         self._send(status, {"error": why})
         with suppress(OSError):
@@ -207,11 +232,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: one line for each call would bury what the function prints."""
+        """Log nothing, because one line per call would hide what the reward function prints."""
 
 
 def _seconds(text: str) -> float | None:
-    """Read the seconds of a header; None where that is no number above 0."""
+    """Return the number of seconds in a header; None if the header is not a number above 0."""
     try:
         seconds = float(text)
     except ValueError:
@@ -220,7 +245,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _checked(request: Any) -> dict[str, Any]:
-    """Return the request as the worker takes it. Raises ValueError."""
+    """Return a request without unknown keys. Raises ValueError if the request is invalid."""
     if not isinstance(request, dict):
         raise ValueError("expected a JSON object")
     prompts, completions = request.get("prompts"), request.get("completions")
@@ -231,5 +256,5 @@ def _checked(request: Any) -> dict[str, Any]:
         raise ValueError("columns must be an object")
     for name, values in {**columns, "prompts": prompts}.items():
         if not isinstance(values, list) or len(values) != len(completions):
-            raise ValueError(f"{name} must be a list of {len(completions)}, one a completion")
+            raise ValueError(f"{name} must be a list of {len(completions)}, one per completion")
     return {"prompts": prompts, "completions": completions, "columns": columns}

@@ -1,4 +1,4 @@
-"""Adds up several rewards, and parts of one, to the reward of each sample.
+"""Combines several rewards, and the parts of a reward, into one reward per sample.
 
 Dimensions: G samples of a prompt.
 """
@@ -16,12 +16,15 @@ from mrl.rewards.base import Entry, parts_of, total_of
 
 
 def terms_of(rewards: str | Sequence[RewardConfig]) -> list[RewardConfig]:
-    """Return a recipe's rewards as a list; a single one has the name that its path gives it."""
+    """Return a recipe's rewards as a list.
+
+    A recipe may give a single reward as a string, which is the reward's path; its weight is then 1.
+    """
     return [RewardConfig(path=rewards)] if isinstance(rewards, str) else list(rewards)
 
 
 def all_terms(recipe: Recipe) -> list[RewardConfig]:
-    """Return the rewards of a recipe and of the sources of its data, each path once."""
+    """Return the rewards of a recipe and of its data sources, without repeated paths."""
     own = () if recipe.reward is None else terms_of(recipe.reward)
     of_sources = (term for rewards in recipe.data.rewards.values() for term in terms_of(rewards))
     return list({term.path: term for term in (*of_sources, *own)}.values())
@@ -30,12 +33,15 @@ def all_terms(recipe: Recipe) -> list[RewardConfig]:
 def combined(
     terms: Sequence[RewardConfig], entries: Sequence[Sequence[Entry]], failed: Mapping[int, str]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the reward of each of the G samples, and f32[G] of each part by name.
+    """Return the reward of each of the G samples, and the values f32[G] of each part by name.
 
-    The reward is the sum of weight x reward over the rewards that have one for the sample, as in TRL: a
-    reward that is None leaves the sum and masks nothing else. A sample has no reward (NaN) where all
-    are None, and where one failed on it (`failed`, by place): the rest would be on another scale.
-    A single reward without parts has no parts here.
+    `entries[i][j]` is what reward function `i` returned for sample `j`. As in TRL, a sample's
+    reward is the weighted sum of the functions' rewards that are not None. It is NaN if all of them
+    are None. It is also NaN if a function failed on the sample (the sample's index is in `failed`),
+    because the sum of the other functions' rewards would be on another scale.
+
+    If there are several functions, the reward of each function is also one of the parts. A single
+    reward without parts has no parts.
     """
     size = len(entries[0])
     totals, parts = [math.nan] * size, {}

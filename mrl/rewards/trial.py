@@ -1,7 +1,9 @@
-"""Tries a reward out: `mrl reward test`. Times it and finds what would spoil a run.
+"""A trial run of a reward function (`mrl reward test`).
 
-Every row is called twice for all its completions; the first rows also for each alone, as the runner
-does after a failure. What it finds is a `Finding`, filed under one of PROBLEMS.
+The trial times the function, and finds problems that would spoil a training run. Every row is
+scored twice with all of its completions. For the first NUM_ROWS_ALONE rows, each completion is also
+scored alone, as the runner does after a failure. Every problem becomes a `Finding` of one of the
+kinds in PROBLEMS.
 """
 
 from __future__ import annotations
@@ -21,24 +23,25 @@ PROBLEMS = {
     "hang": "gave no answer in time and was killed",
     "refused": "could not be reached, or its server answered with an error status",
     "exception": "raised, or its process died",
-    "wrong type or length": "did not return one entry a completion",
+    "wrong type or length": "did not return one entry per completion",
     "not a number": "returned an entry that is neither number nor None",
     "NaN or infinite": "returned NaN or an infinite number",
-    "forks": "forked, and the child returned from the call as if it were the worker",
-    "changes": "gave the same call another value",
-    "depends on the group": "gave a completion another value when it was alone",
+    "forks": "forked, and the child process returned from the call like the worker",
+    "changes": "returned another value for the same call",
+    "depends on the group": "returned another value for a completion that was scored alone",
     "gold": "did not score the gold answer above the wrong ones",
-    "constant": "gave everything, or all of a row, the same value: nothing can be learned",
+    "constant": "returned the same value for everything, or for all of a row: nothing can be learned",
 }
 """The kinds of findings, in the order in which they are shown."""
 MAX_HANGS = 3
-"""The number of hangs that end a trial: each costs the time limit, for the row and for its culprit."""
+"""A trial ends after hangs on this many rows. Each hang costs the time limit twice: once for the
+row, and once for the completion that causes the hang."""
 NUM_ROWS_ALONE = 8
 TOLERANCE = 1e-6
-"""Difference of two rewards of the same call."""
+"""Allowed difference between two results of the same call."""
 ALONE_TOLERANCE = 1e-2
-"""Relative tolerance for a completion that is scored alone: in bfloat16 another batch size rounds
-differently."""
+"""Relative tolerance for a completion that is scored alone, because bfloat16 rounds differently
+with another batch size."""
 MAX_SHOWN_CHARS = 60
 
 
@@ -46,32 +49,35 @@ MAX_SHOWN_CHARS = 60
 class Finding:
     kind: str
     source: str
-    """`file:line`; empty where no row is to blame."""
+    """`file:line`; empty if no single row is the cause."""
     detail: str
 
 
 @dataclass
 class Trial:
-    """A `Trial` holds what was seen so far."""
+    """The results, so far, of a trial run of a reward."""
 
     findings: list[Finding] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Seconds of each call that answered for a whole row."""
+    """Seconds of the first call for each row, if that call succeeded."""
     values: list[float] = field(default_factory=list)
     num_rows: int = 0
-    """The number of rows that were tried; fewer than there are after too many hangs."""
+    """Number of rows that were tried. After too many hangs, the remaining rows are not tried."""
     num_unscored: int = 0
     num_compared: int = 0
-    """The number of rows with several completions that all have a reward."""
+    """Number of rows with several different completions, all of which have a reward."""
     num_level: int = 0
-    """The number of these rows whose rewards are all equal."""
+    """How many of the `num_compared` rows give all completions the same reward."""
     num_gold: int = 0
-    """The number of rows whose gold answer was scored."""
+    """Number of rows that have a gold answer and were scored without a failure."""
     num_right: dict[str, int] = field(default_factory=dict)
-    """The number of rows in which a spelling scored above every wrong completion, by spelling."""
+    """For each spelling of the gold answer (SPELLINGS), the number of rows in which the answer in
+    that spelling scored above every wrong completion."""
 
     def add(self, kind: str, case: Case, detail: str) -> None:
-        known = kind if kind in PROBLEMS else RewardError.kind  # a server may say anything
+        known = (
+            kind if kind in PROBLEMS else RewardError.kind
+        )  # a server may report an unknown kind
         self.findings.append(Finding(known, case.source, detail))
 
     def num_hangs(self) -> int:
@@ -84,7 +90,11 @@ def run_trial(
     encode: Callable[[str], list[int]],
     timeout_s: float,
 ) -> Trial:
-    """Call the function of `worker`, which is started, for every case. `encode` gives token ids."""
+    """Call the reward function for every case, and return the results.
+
+    The function runs in `worker`, which has been started. `encode` returns the token ids of a text.
+    The trial ends early after hangs on MAX_HANGS rows.
+    """
     trial = Trial()
     for number, case in enumerate(cases):
         if trial.num_hangs() >= MAX_HANGS:
@@ -102,7 +112,7 @@ def run_trial(
         detail = f"in each of {trial.num_compared} rows all completions have the same value"
         trial.findings.append(Finding("constant", "", detail))
     if not scored and trial.num_unscored:
-        trial.findings.append(Finding("constant", "", "it never returned a reward (always None)"))
+        trial.findings.append(Finding("constant", "", "it returned None for all completions"))
     return trial
 
 
@@ -142,11 +152,11 @@ class _Failure:
     kind: str
     text: str
     broken: bool
-    """Whether it would be useless to score each completion alone."""
+    """Whether scoring each completion alone would be useless."""
 
 
 class _Caller:
-    """Return the rewards of a request, or why there are none."""
+    """Sends requests to the worker. A call returns the rewards, or the failure of the request."""
 
     def __init__(self, worker: JsonWorker, timeout_s: float) -> None:
         self._worker, self._timeout_s = worker, timeout_s
@@ -165,8 +175,11 @@ def _blame(
     encode: Callable[[str], list[int]],
     failure: _Failure,
 ) -> None:
-    """Add a finding for a failed call, with its row and the completion that fails alone."""
-    culprit = "no single completion does it alone"
+    """Add a finding for a failed call with all completions of a row.
+
+    The finding names the first completion that also fails when it is scored alone, if there is one.
+    """
+    culprit = "no completion fails when it is scored alone"
     if len(case.texts) == 1:
         culprit = _quote(case, 0)
     elif not failure.broken:
@@ -197,7 +210,11 @@ def _report_change(
 
 
 def _compare_gold(trial: Trial, case: Case, values: list[float | None]) -> None:
-    """Check that at least one spelling of the gold answer scores above every wrong completion."""
+    """Compare the gold answer's scores with those of the wrong completions, and count the result.
+
+    A finding is added if no spelling of the gold answer scores above every wrong completion.
+    Nothing is compared if the case has no gold answer.
+    """
     if not case.num_gold:
         return
     trial.num_gold += 1

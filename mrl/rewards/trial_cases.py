@@ -1,4 +1,4 @@
-"""Makes what `mrl reward test` scores: the rows of a file, with completions that should differ.
+"""The cases that `mrl reward test` scores: rows of a file, with completions that should differ.
 
 Dimensions: G completions of a row.
 """
@@ -16,27 +16,31 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
     ("boxed", "\\boxed{{{}}}"),
     ("tagged", "<answer>{}</answer>"),
 )
-"""How the gold answer is written. A reward need not understand all of them."""
+"""Ways to write the gold answer, as (name, format string). A reward need not understand all of them."""
 RESERVED = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A `Case` is one row with its G completions."""
+    """One row with its G completions."""
 
     source: str
     """`file:line`."""
     prompt: Any
     texts: tuple[str, ...]
-    """The row's own `completion`; or the gold answer in each of SPELLINGS, then wrong ones."""
+    """The completions in the row's column `completion`. Without that column, the gold answer in each of
+    SPELLINGS (left out if the row has no gold answer), followed by wrong answers."""
     num_gold: int
-    """The number of `texts`, from the first, that are the gold answer."""
+    """How many of the `texts` are spellings of the gold answer. They come first."""
     columns: dict[str, Any]
 
     def request(
         self, encode: Callable[[str], list[int]], only: int | None = None
     ) -> dict[str, Any]:
-        """Return the request for all of `texts`, or for one of them."""
+        """Return the reward request for all `texts`, or only for the text with the index `only`.
+
+        `encode` returns the token ids of a text.
+        """
         texts = list(self.texts) if only is None else [self.texts[only]]
         columns: dict[str, Any] = {key: [value] * len(texts) for key, value in self.columns.items()}
         columns["completion_ids"] = [encode(text) for text in texts]
@@ -44,7 +48,11 @@ class Case:
 
 
 def make_cases(rows: list[tuple[str, dict[str, Any]]]) -> list[Case]:
-    """Make one case for each row, `(file:line, columns)`. Raises InputError where a row is to blame."""
+    """Make one case per row. A row is given as (`file:line`, columns).
+
+    Raises InputError if a row has no valid prompt, an invalid `completion`, or a reserved column
+    name.
+    """
     answers = [_text(row.get("answer")) for _, row in rows]
     return [_case(source, row, answers) for source, row in rows]
 
@@ -56,7 +64,7 @@ def _case(source: str, row: dict[str, Any], answers: list[str]) -> Case:
     for name in RESERVED:
         if name in row:
             raise InputError(
-                f"{source}: column {name!r} is a name the reward call needs; rename it"
+                f"{source}: column {name!r} is the name of an argument of the reward call; rename it"
             )
     columns = {key: value for key, value in row.items() if key not in ("prompt", "completion")}
     if "completion" in row:
@@ -74,6 +82,6 @@ def _case(source: str, row: dict[str, Any], answers: list[str]) -> Case:
 
 
 def _text(answer: Any) -> str:
-    """Return the gold answer as a completion; empty where it cannot be written as one."""
+    """Return the gold answer as a completion; empty if the answer is neither a string nor a number."""
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     return str(answer).strip() if is_number or isinstance(answer, str) else ""

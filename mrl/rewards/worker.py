@@ -1,8 +1,9 @@
-"""Runs the user's reward function in a process: JSON lines in, JSON lines out, no pickle.
+"""The worker process that runs a reward function and communicates in JSON lines (no pickle).
 
-The first line out is `{"ready": true}` or `{"input_error": text}`. Each request
-`{"prompts", "completions", "columns"}` is answered by `{"rewards": [...]}` or `{"error", "broken",
-"kind"}`: a text, whether to score fewer at a time is useless, and the sort of fault.
+The first line of output is `{"ready": true}` or `{"input_error": text}`. Each request `{"prompts",
+"completions", "columns"}` is answered by `{"rewards": [...]}`, or by `{"error", "broken", "kind"}`
+if the call fails. `error` is a message. `broken` is true if scoring fewer samples at a time would
+not help. `kind` is the kind of failure (`mrl.rewards.base`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from mrl.system.worker_connection import WorkerConnection, describe
 
 PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
 MAX_PARTS = 32
-"""Parts of a reward: each is a metric of the run."""
+"""Maximum number of parts of a reward; each is a metric of the run."""
 
 
 def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[Entry]:
-    """Call once and check what comes back.
+    """Call the function once, and return one entry per sample.
 
-    Raises BrokenReward on a wrong type or length, NotANumber or NotFinite on a wrong entry.
+    An entry is a Python float, a dict of named floats, or None. Raises BrokenReward if the function
+    returns another type than a list or another number of entries, and NotANumber or NotFinite for
+    an invalid entry.
     """
     columns = request["columns"]
     if "step" in request and getattr(function, "takes_trainer_state", False):
@@ -80,7 +83,7 @@ def _number(reward: Any, what: str) -> float | None:
         raise NotANumber(f"{what} is {reward!r}, expected a number or None")
     try:
         number = float(reward)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         raise NotFinite(f"{what} is too large, expected a finite number") from None
     if not math.isfinite(number) or abs(number) > 3.4e38:
         raise NotFinite(f"{what} is {number}, expected a finite number")
@@ -88,7 +91,10 @@ def _number(reward: Any, what: str) -> float | None:
 
 
 def serve(spec: str, timeout_s: float, connection: WorkerConnection) -> None:
-    """Answer requests until the other side closes; a call may take `timeout_s`."""
+    """Load the reward function, and answer requests until the other side closes the connection.
+
+    `timeout_s` is the time limit of one call to a reward server.
+    """
     try:
         function = resolve_reward(spec, timeout_s)
         start_worker = getattr(function, "start_worker", None)
@@ -97,8 +103,8 @@ def serve(spec: str, timeout_s: float, connection: WorkerConnection) -> None:
     except InputError as error:
         connection.send({"input_error": str(error)})
         return
-    except Exception as error:  # user code, and what reads a model's files
-        connection.send({"input_error": f"reward {spec!r} does not start: {describe(error)}"})
+    except Exception as error:  # from user code, or from loading a model
+        connection.send({"input_error": f"reward {spec!r} cannot be started: {describe(error)}"})
         return
     connection.send({"ready": True})
     for request in connection.requests():
@@ -108,7 +114,7 @@ def serve(spec: str, timeout_s: float, connection: WorkerConnection) -> None:
 def _answer(function: RewardFunction, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"rewards": call_reward(function, request)}
-    except (Exception, SystemExit) as error:  # user code: anything can happen
+    except (Exception, SystemExit) as error:  # user code may raise anything
         broken = isinstance(error, BrokenReward)
         kind = error.kind if isinstance(error, RewardError) else RewardError.kind
         return {"error": describe(error), "broken": broken, "kind": kind}

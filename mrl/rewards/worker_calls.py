@@ -1,4 +1,4 @@
-"""Starts the process that runs a reward function (`mrl.rewards.worker`), and calls it."""
+"""Starts and calls the process that runs a reward function (`mrl.rewards.worker`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from mrl.system.json_worker import START_TIMEOUT_S, JsonWorker, WorkerLost
 from mrl.system.worker_user import WorkerUser
 
 MODEL_START_TIMEOUT_S = 1800.0
-"""The time limit for reading a reward model."""
+"""Time limit for loading a reward model."""
 
 
 def reward_worker(spec: str, timeout_s: float, user: WorkerUser | None = None) -> JsonWorker:
-    """Return the process that calls the function, not yet started; `user`: None is that of this one."""
+    """Return a worker for the reward function `spec`, without starting the worker.
+
+    The worker runs as `user`, or as this process's user if `user` is None. `timeout_s` is the time
+    limit of one call to a reward server.
+    """
     is_model = spec.startswith(REWARD_MODEL)
     return JsonWorker(
         "mrl.rewards.worker",
@@ -28,9 +32,9 @@ def reward_worker(spec: str, timeout_s: float, user: WorkerUser | None = None) -
 
 
 def call_worker(worker: JsonWorker, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Return the worker's answer to `request`, as `mrl.rewards.worker` describes it.
+    """Return the worker's answer to `request`, as described in `mrl.rewards.worker`.
 
-    Where the worker hung or died it is gone afterwards, and the answer says so.
+    If the worker hangs or dies, the answer is an error, and the next call starts a new process.
     """
     start = time.monotonic()
     try:

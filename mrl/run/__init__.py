@@ -1,1 +1,1 @@
-"""Holds the run folder and its files, the comparison of two runs, and the terminal output."""
+"""The run folder and its files, the comparison of two runs, and the terminal output."""

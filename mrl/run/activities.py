@@ -1,7 +1,7 @@
-"""This module names what an engine of a disaggregated run does at any time, and gives idle shares.
+"""The activities of an engine in a disaggregated run, and the idle shares of engines and trainer.
 
-A worker is in exactly one activity at a time, so the seconds of all of them add up to the wall-clock
-time. The keys are in metrics.jsonl and in timeline.jsonl.
+An engine is in exactly one activity at a time, so the seconds of its activities add up to the
+wall-clock time. Metrics and timeline.jsonl use the names of the activities.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ BUSY = {
     "drain": "finishes what runs before newer weights",
     "evaluate": "evaluates",
 }
-"""Activities in which the engine generates, with what the page and the terminal say of them."""
+"""Activities in which the engine generates, with their descriptions for the page of `mrl view`."""
 IDLE = {
     "bound": "waits: the bound allows no more",
     "weights": "waits for weights",
     "score": "waits for rewards",
 }
-"""Activities in which the engine has nothing to do, by the cause."""
+"""Activities in which the engine is idle, each named after its cause."""
 UPKEEP = {
     "load": "loads and verifies weights",
     "start": "starts, or is replaced",
@@ -28,16 +28,20 @@ UPKEEP = {
 """Activities in which the engine cannot generate."""
 ACTIVITIES = BUSY | IDLE | UPKEEP
 WAIT = "time/batch_wait_s"
-"""The seconds that the trainer waited for engines."""
+"""Name of the metric that holds the seconds in which the trainer waited for engines."""
 
 
 def seconds_key(activity: str) -> str:
-    """Return the metric with the seconds of an activity, a mean over engines."""
+    """Return the name of the metric that holds an activity's seconds, averaged over the engines."""
     return f"time/engine_{activity}_s"
 
 
 def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the idle share of each role in a step; nothing where engines and trainer take turns."""
+    """Return the idle shares (0 to 1) of engines and trainer in a step, by metric name.
+
+    The share of the engines is NaN if no activity of an engine was recorded. The result is empty if
+    `metrics` has no WAIT, as in a colocated run, where engines and trainer take turns.
+    """
     if WAIT not in metrics:
         return {}
     seconds = {name: metrics.get(seconds_key(name), 0.0) for name in ACTIVITIES}
@@ -49,6 +53,6 @@ def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def main_cause(metrics: Mapping[str, float]) -> str:
-    """Return the activity in which the engines were idle for the longest; empty where they were not."""
+    """Return the idle activity with the most seconds; empty if the engines were never idle."""
     cause = max(IDLE, key=lambda name: metrics.get(seconds_key(name), 0.0))
     return cause if metrics.get(seconds_key(cause), 0.0) > 0 else ""

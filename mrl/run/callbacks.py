@@ -1,4 +1,4 @@
-"""What user code can be told while a run trains: `mrl.train(recipe, callbacks=[...])`."""
+"""Callbacks of user code during training: `mrl.train(recipe, callbacks=[...])`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,36 @@ if TYPE_CHECKING:  # the name alone must not import torch
 
 
 class Callback(Protocol):
-    """A callback is told of the steps and evaluations of a run. Subclass it and write what you need.
+    """Methods that a run calls after each step and each evaluation.
 
-    Every rank calls its own callbacks. An exception in one ends the run as any other does: what was
-    saved is kept.
+    Subclass this class, and override the methods that you need. Every rank calls its own callbacks.
+    An exception in a callback ends the run like any other exception; checkpoints that were saved
+    remain.
     """
 
     def on_step(
         self, step: int, metrics: Mapping[str, float], groups: Sequence[SampleGroup]
     ) -> bool | None:
-        """Receives a step when its line is in metrics.jsonl and before a checkpoint is saved.
+        """Handle the end of a step.
 
-        `metrics` are the numbers of that line, the same on every rank but for the times, with NaN
-        where the file has null. `groups` are the step's sample groups in prompt order, with `prompt`,
-        `texts`, `rewards` f32[G] and `advantages` f32[G]. On several ranks a group is whole on the
-        rank that rolled it out (`sample.is_held`); the others have its rewards and lengths, and
-        `texts` is None there. Do not change them, nor keep them: they hold the routes.
+        The step's line is already in metrics.jsonl, but a checkpoint of the step is not saved yet.
+        `metrics` holds the numbers of that line, with NaN instead of null. All numbers except the
+        times are the same on every rank.
 
-        Return True to stop the run here, after a checkpoint; a later start continues it.
+        `groups` are the step's sample groups in prompt order, with `prompt`, `texts`, `rewards`
+        f32[G] and `advantages` f32[G]. If there are several ranks, only the rank whose engine
+        generated a group has the complete group (`sample.is_held`). On all other ranks the group
+        has rewards and lengths, but no tokens, and `texts` is None. Do not change the groups. Do
+        not keep references to them, because they hold the expert ids of all tokens, which need much
+        memory.
+
+        Return True to save a checkpoint and stop the run; a later start continues the run.
         """
         return None
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Receives an evaluation: `eval/NAME/...` of the weights after `step` steps."""
+        """Handle the end of an evaluation of the weights after `step` steps.
+
+        The keys of `metrics` are `eval/NAME/...`, where NAME is the name of an eval set.
+        """
         return None

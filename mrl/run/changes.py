@@ -1,7 +1,8 @@
-"""Which keys of a recipe may change while a run goes on: one table, and what it says of two recipes.
+"""Rules that say which keys of a recipe may change during a run, and the comparison of two recipes.
 
-`RULES` is the table of docs/checkpoints.md, written there by `python -m benchmarks.changes_table`. The
-longest name in it decides.
+`python -m benchmarks.changes_table` writes `RULES` into docs/checkpoints.md. A branch is a section
+of the recipe, such as `rollout`, with all keys in it. The rule of a key is the rule that lists the
+key itself. If no rule lists the key, it is the rule of the innermost branch that contains the key.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from mrl.errors import InputError
 
 
 class Kind(StrEnum):
-    """Says what it takes to change a key."""
+    """The condition under which a start of a run may change a key of the recipe."""
 
     FREE = "free"
-    """Any start may change it."""
+    """Any start may change the key."""
     ALLOW = "with --allow"
-    """A start changes it only with `--allow KEY`."""
+    """A start may change the key only with `--allow KEY`."""
     NEVER = "never"
-    """A run keeps it from its first step to its last."""
+    """No start may change the key, except before the run's first step."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule gives the class of some keys or of whole branches."""
+    """A rule for some keys of the recipe, or for all keys in some branches."""
 
     kind: Kind
     what: str
-    """What the keys have in common, for the reader of the table."""
+    """A short description of what the keys have in common, for the table in docs/checkpoints.md."""
     keys: tuple[str, ...]
     by_contents: bool = False
-    """The value names files or folders: another path with equal contents is free."""
+    """Whether the values name files or folders whose contents are compared. A start may freely
+    change such a value to another path with the same contents."""
 
 
 RULES = (
@@ -134,8 +136,8 @@ RULES = (
     Rule(Kind.NEVER, "SFT, which is over when the first step begins", ("sft",), by_contents=True),
     Rule(Kind.NEVER, "the order of prompts and all random numbers", ("seed",)),
 )
-"""Every key of the recipe, or the branch that it is in. Beside this, `algorithm.name` never changes to
-an algorithm with a critic, or back: a checkpoint has the critic's state, or it has not."""
+"""Rules for every key of the recipe. In addition, `algorithm.name` never changes between an algorithm
+with a critic and an algorithm without, because checkpoints with a critic hold more state."""
 
 _RULE_OF = {key: rule for rule in RULES for key in rule.keys}
 WHY = {
@@ -147,14 +149,14 @@ WHY = {
 
 @dataclass(frozen=True)
 class Change:
-    """A `Change` is one key whose value, or the contents of the files that it names, differ."""
+    """A key of the recipe whose value has changed, or which names files whose contents have changed."""
 
     key: str
     old: Any
     new: Any
     kind: Kind
     is_moved: bool = False
-    """Another path with equal contents."""
+    """Whether only the path has changed, and the files at the new path have the same contents."""
 
     def __str__(self) -> str:
         if self.old == self.new:
@@ -162,12 +164,12 @@ class Change:
         return f"{self.key} is {self.old!r} there and {self.new!r} now ({WHY[self.kind]})"
 
     def as_override(self) -> str:
-        """Return `key=value` as a shell takes it."""
+        """Return `key=value` with the new value, quoted for a shell."""
         return shlex.quote(f"{self.key}={_yaml(self.new)}")
 
 
 def rule_of(key: str) -> Rule:
-    """Return the rule of a dotted key. Raises KeyError where the table lacks it."""
+    """Return the rule of a dotted key. Raises KeyError if the table has no rule for it."""
     name = key
     while name not in _RULE_OF:
         name, dot, _ = name.rpartition(".")
@@ -182,10 +184,11 @@ def find_changes(
     old_contents: Mapping[str, str],
     new_contents: Mapping[str, str],
 ) -> list[Change]:
-    """Compare two recipes by their dotted keys (`flatten`).
+    """Return the changes between two recipes, given as their values by dotted key (`flatten`).
 
-    `old_contents` and `new_contents` are digests of what keys name, see `mrl.run.contents`. A key
-    without a digest on one of the sides is judged by its value alone.
+    `old_contents` and `new_contents` hold, by key, the digests of the files that the key names
+    (`mrl.run.contents`). If the old or the new digest of a key is missing, only the values of the
+    key are compared.
     """
     found = []
     for key in sorted(old.keys() | new.keys()):
@@ -200,10 +203,11 @@ def find_changes(
 
 
 def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, what: str) -> None:
-    """Raise InputError where a change is not free and `allowed` does not name its key or branch.
+    """Raise InputError if a change is not permitted.
 
-    The message names each key with its values and its class, and what to type. `run` is the run folder,
-    and `what` the start of the message.
+    Keys of the kind NEVER may not change, and keys of the kind ALLOW only if `allowed` names the key or
+    a branch that contains it. The message begins with `what`, lists the changes, and shows the commands
+    with which to continue. `run` is the run folder.
     """
     never = [change for change in changes if change.kind is Kind.NEVER]
     closed = [
@@ -229,11 +233,14 @@ def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, w
 
 
 def check_keys(allowed: Iterable[str]) -> None:
-    """Raise InputError where `--allow` names no key of a recipe, or one that never changes."""
+    """Raise InputError if a name after `--allow` is not a key or branch of a recipe.
+
+    InputError is also raised if no key that the name covers may ever change (`Kind.NEVER`).
+    """
     known = all_keys()
     leaves = {key for key in known if not any(k.startswith(f"{key}.") for k in known)}
     for name in allowed:
-        # Keys like `megatron` and `rollout.server_args` hold names that only others know.
+        # `megatron` and `rollout.server_args` contain names that Megatron and SGLang define.
         found = [k for k in known if is_in(k, name) or (k in leaves and is_in(name, k))]
         if not found:
             raise InputError(f"--allow {name}: there is no such key{suggest(name)}")
@@ -244,7 +251,7 @@ def check_keys(allowed: Iterable[str]) -> None:
 
 
 def is_in(key: str, branch: str) -> bool:
-    """Whether a dotted key is `branch` or in it."""
+    """Return whether a dotted key is `branch` or inside it."""
     return key == branch or key.startswith(f"{branch}.")
 
 
@@ -257,7 +264,7 @@ def _yaml(value: Any) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the branches as dotted keys, as overrides write them."""
+    """Return the values of a nested mapping by dotted key, such as `rollout.engine`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

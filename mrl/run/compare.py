@@ -1,7 +1,8 @@
-"""Compares two runs: recipe, versions, data order, samples and metrics, and where they part.
+"""Comparison of two runs: recipe, versions, data order, samples, metrics, and where they diverge.
 
-Within a step the order of causes is: prompts, samples, metrics. Times, memory and
-throughput depend on the machine and are left out, and so is what waits in a disaggregated run.
+Within a step, prompts are compared first, then samples, then metrics, because different prompts cause
+different samples, and different samples cause different metrics. Times, memory, throughput and the
+`async/` metrics are left out, because they differ even between two starts of the same run.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
 MACHINE = ("time/", "memory/", "throughput/", "async/")
-"""Prefixes of the metrics that differ between two starts of one run."""
+"""Prefixes of the metrics that differ between two starts of the same run."""
 NOT_ASKED = ("output_dir",)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A `Pair` is one thing with its values in both runs; None where a run has none."""
+    """A named value in each of the two runs; None for a run that has no such value."""
 
     key: str
     a: Any
@@ -40,7 +41,7 @@ class Pair:
 
     @property
     def difference(self) -> float | None:
-        """The difference of two numbers, relative to the larger; None for other values."""
+        """`|a - b| / max(|a|, |b|)`; None if `a` or `b` is not a number."""
         numbers = [v for v in (self.a, self.b) if isinstance(v, (int, float))]
         if len(numbers) < 2:
             return None
@@ -48,41 +49,49 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """A `Parting` is the first step in which something differs."""
+class Divergence:
+    """The first step in which the prompts, samples or metrics of two runs differ."""
 
     step: int
     pairs: list[Pair]
+    """The values of the step that differ."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A `Comparison` is what `mrl diff` prints. Where everything is empty or None, the runs are the
-    same as far as both go."""
+    """The result that `mrl diff` prints.
+
+    If every list is empty and every divergence None, the runs are the same in the steps that both have.
+    """
 
     steps_a: int
     steps_b: int
     config: list[Pair]
     versions: list[Pair]
-    prompts: Parting | None
-    """The prompt ids that differ; the key is the number of the sample in its step."""
-    samples: Parting | None
-    """The first sample that differs, where prompts are the same."""
-    metrics: Parting | None
+    prompts: Divergence | None
+    """The first step with different prompt ids. The key of each pair names a sample by its index in
+    the step."""
+    samples: Divergence | None
+    """The first step in which a sample differs although the prompts are the same. Its one pair is the
+    first difference."""
+    metrics: Divergence | None
 
     @property
     def first_step(self) -> int | None:
-        """The first step in which the runs differ."""
+        """The first step in which the runs differ; None if they do not differ."""
         steps = [p.step for p in (self.prompts, self.samples, self.metrics) if p is not None]
         return min(steps, default=None)
 
     def verdict(self) -> str:
-        """Say in one line where the runs part."""
+        """Return one line that says in which step the runs first differ, and in what.
+
+        If they do not differ, the line says so.
+        """
         for name in ("prompts", "samples", "metrics"):
-            parting: Parting | None = getattr(self, name)
-            if parting is not None and parting.step == self.first_step:
-                before = f", the same up to step {parting.step - 1}" if parting.step else ""
-                return f"other {name} in step {parting.step}{before}"
+            found: Divergence | None = getattr(self, name)
+            if found is not None and found.step == self.first_step:
+                before = f", the same up to step {found.step - 1}" if found.step else ""
+                return f"other {name} in step {found.step}{before}"
         return f"the same in the {min(self.steps_a, self.steps_b)} steps that both have"
 
     def as_json(self) -> dict[str, Any]:
@@ -91,7 +100,7 @@ class Comparison:
 
 
 def compare_runs(a: Path, b: Path) -> Comparison:
-    """Compare two runs. Raises InputError where one is not a run folder."""
+    """Compare two runs. Raises InputError if one of the paths is not a run folder."""
     one, two = open_run(a), open_run(b)
     rows = [{row["step"]: row for row in folder.read_metrics()} for folder in (one, two)]
     recipes = [flatten(load_recipe(folder.config).model_dump()) for folder in (one, two)]
@@ -109,17 +118,20 @@ def compare_runs(a: Path, b: Path) -> Comparison:
 
 
 def open_run(path: Path) -> RunFolder:
-    """Return the run folder at `path`. Raises InputError where it is none."""
+    """Return the run folder at `path`. Raises InputError if there is none."""
     folder = RunFolder(path)
     if not folder.config.is_file():
-        raise InputError(f"{path}: no config.yaml there; give the output_dir of an mrl train")
+        raise InputError(f"{path}: no config.yaml there; give the output_dir of a run")
     return folder
 
 
 def differences(
     a: Mapping[str, Any], b: Mapping[str, Any], leave_out: tuple[str, ...] = ()
 ) -> list[Pair]:
-    """Return the keys whose values differ, or that one side lacks; a NaN equals a NaN."""
+    """Return the keys whose values differ or that only one of the mappings has, with both values.
+
+    Two NaNs count as equal. Keys that begin with one of `leave_out` are ignored.
+    """
     keys = [key for key in sorted(a.keys() | b.keys()) if not key.startswith(leave_out)]
     pairs = [Pair(key, a.get(key), b.get(key)) for key in keys]
     return [pair for pair in pairs if not _same(pair.a, pair.b)]
@@ -131,27 +143,34 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _versions(folder: RunFolder) -> dict[str, str]:
-    """Return the versions in its newest checkpoint with a readable manifest; empty without one."""
+    """Return the versions of packages that are recorded in the newest checkpoint.
+
+    Checkpoints whose manifest cannot be read are skipped. The result is empty if no checkpoint
+    remains.
+    """
     for checkpoint in candidates(folder.checkpoints):
         with suppress(Damaged, InputError):
             return read_manifest(checkpoint).get("versions", {})
     return {}
 
 
-def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Parting | None:
+def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Divergence | None:
     for step in sorted(a.keys() & b.keys()):
         if pairs := differences(a[step], b[step], MACHINE):
-            return Parting(step, sorted(pairs, key=lambda p: -(p.difference or 0.0)))
+            return Divergence(step, sorted(pairs, key=lambda p: -(p.difference or 0.0)))
     return None
 
 
-def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Parting | None, Parting | None]:
-    """Return the first step with other prompts, and the first with other samples before that."""
-    samples: Parting | None = None
+def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Divergence | None, Divergence | None]:
+    """Return the first step whose prompts differ, and the first step before it whose samples differ.
+
+    Either result is None if there is no such step.
+    """
+    samples: Divergence | None = None
     for step in _common_steps(one, two):
         a, b = one.read_rollouts(step), two.read_rollouts(step)
         if pairs := differences(_prompt_ids(a), _prompt_ids(b)):
-            return Parting(step, pairs), samples
+            return Divergence(step, pairs), samples
         if samples is None:
             samples = _samples(one, two, step, a, b)
     return None, samples
@@ -171,26 +190,32 @@ def _common_steps(one: RunFolder, two: RunFolder) -> list[int]:
 
 def _samples(
     one: RunFolder, two: RunFolder, step: int, a: list[dict], b: list[dict]
-) -> Parting | None:
-    """Return the first sample whose tokens differ (or text, where tokens were not saved)."""
+) -> Divergence | None:
+    """Return the first sample of a step whose tokens or log-probs differ; None if no sample differs.
+
+    If one of the runs did not save tokens, only the texts of the samples are compared.
+    """
     files = [saved_step(folder.rollouts, step) for folder in (one, two)]
     if all(file.is_file() for file in files):
         both = [[s for g in load_groups(file) for s in g.samples] for file in files]
         if len(both[0]) != len(both[1]):
-            return Parting(step, [Pair("saved samples", len(both[0]), len(both[1]))])
+            return Divergence(step, [Pair("saved samples", len(both[0]), len(both[1]))])
         for i, (mine, theirs) in enumerate(zip(*both, strict=True)):
             if pair := _tokens(i, mine, theirs):
-                return Parting(step, [pair])
+                return Divergence(step, [pair])
         return None
     for i, (mine, theirs) in enumerate(zip(a, b, strict=True)):
         if mine["completion"] != theirs["completion"]:
             pair = Pair(f"sample {i}, text", mine["completion"], theirs["completion"])
-            return Parting(step, [pair])
+            return Divergence(step, [pair])
     return None
 
 
 def _tokens(number: int, a: Sample, b: Sample) -> Pair | None:
-    """Return the first token that differs, or log-prob of the engine."""
+    """Return the first token that differs or, if all are equal, the first log-prob that differs.
+
+    The result is None if the samples are the same.
+    """
     for what, mine, theirs in (
         ("token", a.token_ids, b.token_ids),
         ("rollout log-prob", a.rollout_logprobs, b.rollout_logprobs),

@@ -1,6 +1,6 @@
-"""Prints what rank 0 shows in the terminal; in a log file the same text without control codes.
+"""Terminal output of rank 0. In a log file the text is the same, without control codes.
 
-Model output is untrusted: it is escaped before it reaches the terminal.
+Model output is untrusted and is escaped before it is printed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import localtime, monotonic, strftime
@@ -34,15 +34,16 @@ COLUMNS = (
     ("time/step_s", "s/step", "7.2f"),
     ("time/timestamp", "time", "8"),
 )
-"""(metric key, heading, number format) of a step line."""
+"""The columns of a step line, as (metric key, heading, number format)."""
 ONLY_WIDE = ("response_len/max", "response_len/truncated", "throughput/step_tokens_per_s",
              "throughput/mfu", "time/timestamp")  # fmt: skip
-"""Left out where the console has fewer than WIDE columns; a log file has them all."""
+"""Metrics that a terminal of fewer than WIDE characters does not show. A log file shows all metrics."""
 STEP_WIDTH, DONE_WIDTH = 5, 10
-"""The widths of the columns of the step's number and of the completed steps."""
+"""Widths in characters of the columns `step` and `done` (see `step_line`)."""
 WIDE = 132
 WAITS_WIDTH = 62
-"""Columns of what a disaggregated run adds to a step line; a narrow console has it on another line."""
+"""Width in characters of the idle shares at the end of a disaggregated run's step line. A narrow
+terminal shows the idle shares on a line of their own."""
 PLOT_HEIGHT = 8
 MAX_SAMPLE_CHARS = 400
 LOG_WIDTH = 1000
@@ -65,7 +66,7 @@ def table(
     *,
     console: Console | None = None,
 ) -> None:
-    """Print a titled table; the last column folds, the others keep their lines."""
+    """Print a table with a title; only the cells of its last column may wrap."""
     console = console or _console()
     _line(console, f"\n{title}", style="bold")
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -85,11 +86,12 @@ def step_line(
     is_first: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print one aligned line; a metric that is off shows as `-`. `name`: whose step it is.
+    """Print the metrics of a step in one aligned line; a missing metric is shown as `-`.
 
-    `step` is the number in metrics.jsonl, in the names of the files and in `mrl why RUN STEP`, counted
-    from 0; `done` is the number of completed steps, of `num_steps`. The heading is printed above every
-    20th step, and above the first one of this start (`is_first`).
+    Column `step` is counted from 0, as in metrics.jsonl, in file names and in `mrl why RUN STEP`.
+    Column `done` is the number of completed steps, out of `num_steps` if that is given. The heading
+    is printed above every 20th step and above the first step of this start (`is_first`). `name` is
+    the tenant's name in a service, and empty otherwise.
     """
     console = console or _console()
     step, is_wide = int(metrics["step"]), console.width >= WIDE
@@ -113,7 +115,7 @@ def step_line(
 
 
 def who_waits(metrics: Mapping[str, float]) -> str:
-    """Return in a few words which role of a disaggregated run was idle in a step, and why."""
+    """Describe a step of a disaggregated run: idle shares of engines and trainer, and queue length."""
 
     def percent(role: str) -> str:
         share = metrics.get(f"async/{role}_idle_share")
@@ -128,7 +130,7 @@ def who_waits(metrics: Mapping[str, float]) -> str:
 
 
 def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) -> None:
-    """Print `eval/SET/KEY` numbers, one line for each set."""
+    """Print metrics with names like `eval/SET/KEY`, in one line for each eval set."""
     sets: dict[str, list[str]] = {}
     for key, value in metrics.items():
         _, name, what = key.split("/", 2)
@@ -138,13 +140,22 @@ def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) 
 
 
 def warning(text: str, *, console: Console | None = None) -> None:
-    """Print one line that the user should see; `text` may quote untrusted output."""
+    """Print a warning on one line. `text` may quote untrusted output, which is escaped."""
     _line(console or _console(), f"warning: {escape(text)}", style="yellow")
+
+
+def warn_on(is_main: bool) -> Callable[[str], None]:
+    """Return `warning` on the main rank, and a function that prints nothing on all other ranks."""
+    return warning if is_main else lambda text: None
 
 
 @contextmanager
 def progress(description: str, *, console: Console | None = None) -> Iterator[None]:
-    """Show a spinner while something slow runs; without a terminal, a line before and after."""
+    """Show a spinner while the `with` block runs, and then print how many seconds the block took.
+
+    In a log file, a line before the block replaces the spinner. After an exception in the block,
+    the seconds are not printed.
+    """
     console = console or _console()
     text, start = escape(description), monotonic()
     if console.is_terminal:
@@ -153,7 +164,7 @@ def progress(description: str, *, console: Console | None = None) -> Iterator[No
     else:
         _line(console, f"{text} ...")
         yield
-    _line(console, f"{text}: {monotonic() - start:.1f} s")  # not after a failure
+    _line(console, f"{text}: {monotonic() - start:.1f} s")  # not reached after an exception
 
 
 def summary(
@@ -165,7 +176,10 @@ def summary(
     *,
     console: Console | None = None,
 ) -> None:
-    """Print the reward curve, the best and the worst sample (`prompt`, `completion`, `reward`)."""
+    """Print the reward curve, the best and the worst sample, the run folder, and the next command.
+
+    Each sample has `prompt`, `completion` and `reward`.
+    """
     console = console or _console()
     unicode = (console.encoding or "").lower().startswith("utf")
     for line in curve(rewards, width=min(console.width, 100), unicode=unicode):
@@ -179,9 +193,10 @@ def summary(
 
 
 def curve(values: list[float], *, width: int, unicode: bool = True) -> list[str]:
-    """Draw a bar chart of `values` over steps, at most `width` columns wide; NaN leaves a gap.
+    """Return the lines of a bar chart of `values` over steps, at most `width` characters wide.
 
-    With more values than columns each column is the mean of its values. Empty if none is finite.
+    NaN leaves a gap. If there are more values than columns, each column shows the mean of several
+    values. There are no lines if no value is finite.
     """
     label_width = 9
     columns = _bin(values, max(1, width - label_width - 2))
@@ -203,7 +218,7 @@ def curve(values: list[float], *, width: int, unicode: bool = True) -> list[str]
 
 
 def escape(text: str) -> str:
-    """Make untrusted text harmless in a terminal: control and bidi codes become visible."""
+    """Make untrusted text harmless in a terminal by making control and bidi characters visible."""
     return "".join(_visible(char) for char in text)
 
 
@@ -224,7 +239,10 @@ def _shorten(text: str) -> str:
 
 
 def _bin(values: list[float], num_columns: int) -> list[float]:
-    """`values` themselves, or the means of `num_columns` even slices of them."""
+    """Return `values` or, if there are more than `num_columns`, the means of `num_columns` slices.
+
+    The slices are about equally long. Values that are not finite are left out of the means.
+    """
     if len(values) <= num_columns:
         return values
     columns = []
@@ -237,7 +255,10 @@ def _bin(values: list[float], num_columns: int) -> list[float]:
 
 
 def _height(value: float, low: float, high: float, max_height: int) -> int:
-    """Eighths of a row; at least 1, so that the lowest value is told from a gap."""
+    """Return the height of a bar, from 1 for `low` to `max_height` for `high`.
+
+    The height is 0 if `value` is not finite, and half of `max_height` if `low` equals `high`.
+    """
     if not math.isfinite(value):
         return 0
     share = (value - low) / (high - low) if high > low else 0.5
@@ -249,7 +270,10 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _step_cell(value: Any, key: str, form: str) -> str:
-    """Return a value for its column; a value that is too wide is written with an exponent."""
+    """Format a metric for its column of the step line.
+
+    A number that is too wide is written with an exponent. The timestamp is written as a local time.
+    """
     if key == "time/timestamp" and value is not None:
         return strftime("%H:%M:%S", localtime(value))
     text = _cell(value, form)
@@ -264,15 +288,15 @@ def _width(form: str) -> int:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    """Print a line as it is: no markup, no highlighting, no wrapping in logs, no characters that the
-    terminal cannot write."""
+    """Print a line without markup, highlighting or wrapping. Characters that the terminal cannot encode
+    are escaped."""
     encoding = console.encoding or "utf-8"
     safe = text.encode(encoding, "backslashreplace").decode(encoding)
     console.print(Text(safe, style=style), soft_wrap=True, highlight=False)
 
 
 def _console() -> Console:
-    # Not kept: sys.stdout may be another one by the next call (tests, redirection).
-    # A log file or a pipe keeps every line whole: a path in two pieces cannot be searched for.
+    # Made for each call, because sys.stdout may have been replaced since the last one (tests,
+    # redirection). Lines in a log file or a pipe are not wrapped, so that paths can be searched for.
     width = None if sys.stdout.isatty() else LOG_WIDTH
     return Console(width=width, highlight=False, markup=False)

@@ -1,7 +1,7 @@
-"""Digests of what a recipe names: two paths with equal digests hold the same data, model or code.
+"""Digests of the files that a recipe names, which show whether two paths hold the same contents.
 
-Files of up to 64 MiB are read whole. Of a larger one its size and 64 pieces of 64 KiB, spread evenly
-over it, are read, so that a start does not wait for terabytes of weights.
+Files of up to 64 MiB are read completely. For a larger file, the digest covers its size and 64
+pieces of 64 KiB spread evenly over it, so that a start need not read terabytes of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ NUM_PIECES, PIECE_BYTES = 64, 64 << 10
 
 
 def contents_of(recipe: Recipe) -> dict[str, str]:
-    """Return the digest of each key that is judged by the contents of what it names, and is set."""
+    """Return, by key, the digest of each key that names files whose contents are compared.
+
+    These are the keys with `Rule.by_contents`, except the keys whose value is null.
+    """
     flat = flatten(recipe.model_dump())
     return {
         key: digest_of(value)
@@ -33,7 +36,10 @@ def contents_of(recipe: Recipe) -> dict[str, str]:
 
 
 def digest_of(value: Any) -> str:
-    """Digest a value in which the names of files and folders stand for what is in them."""
+    """Return the digest of a value from a recipe.
+
+    For files and folders that the value names, the digest covers the contents instead of the paths.
+    """
     text = json.dumps(_resolved(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -49,8 +55,11 @@ def _resolved(value: Any) -> Any:
 
 
 def _of_text(text: str) -> Any:
-    """Return the digests of the files that `text` names, as a path, a glob or `file.py:NAME`; the text
-    itself where it names none. Paths of a recipe are absolute (`mrl.config.paths`)."""
+    """Return the digests of the files that `text` names as a path, a glob or `file.py:NAME`.
+
+    `text` may have a prefix such as `verl:`. If it names no file, it is returned unchanged. Paths
+    in a recipe are absolute (`mrl.config.paths`).
+    """
     for form in (*FORMS, REWARD_MODEL):
         if text.startswith(form):
             return [form, _of_text(text.removeprefix(form))]
@@ -69,7 +78,7 @@ def _of_text(text: str) -> Any:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yield the files of a model or of a data set, without hidden ones and descriptions."""
+    """Yield the files of a model or data set, without hidden files and Markdown."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if path.is_file() and path.suffix != ".md" and not any(p.startswith(".") for p in parts):

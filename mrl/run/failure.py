@@ -1,8 +1,8 @@
-"""One report a failure: the record in `RUN/failure.json` and the block that rank 0's terminal shows.
+"""The report of a failure: a record in `RUN/failure.json`, and a block of lines on rank 0's terminal.
 
-Several processes may see the same fault: the rank that fails, the ranks that lose it, the monitor, the
-launcher. `write_failure` keeps the record of the cause. No torch is imported here, as the monitor and
-the launcher have none.
+Several processes may report the same fault: the rank that fails, the ranks that lose their
+connection to it, the monitor and the launcher. `write_failure` keeps the record that is closest to
+the cause. This module does not import torch, because the monitor and the launcher run without it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ from parallel.checkpoint.snapshot_note import note_to_resume
 
 FILE = "failure.json"
 SERVICE_FILE = "service.yaml"
-"""The file by which the folder of a service is known."""
+"""A folder with this file belongs to a service."""
 EARLIER = "failures.jsonl"
-"""The records of earlier starts of a run, one a line."""
+"""File with the records of earlier starts of a run, one per line."""
 RUN_FILE, COMMAND_FILE = "run_folder", "command"
-"""The files in the launcher's folder (mrl/system/launcher.py) in which a rank names its run and the
-command that continues it."""
+"""Files in the launcher's folder (mrl/system/launcher.py) to which a rank writes the path of its run
+and the command that continues it."""
 SAVED_FILE = "saved"
-"""The file in that folder by which rank 0 says that the run saved and left."""
+"""File in the launcher's folder that rank 0 creates when the run has stopped after saving a
+checkpoint."""
 ENDED_FILE = "ended"
-"""The file in that folder by which the watchdog says that it has killed the ranks: the exit code."""
+"""File in the launcher's folder to which the watchdog writes the exit code when it has killed the
+ranks."""
 OVER_FILE = "over"
-"""This file exists in that folder if a rank was killed after the run was done."""
+"""File in the launcher's folder that exists if a rank was killed after the run was done."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 MAX_RANKS = 16
-"""The ranks whose places the block shows."""
-_SAYS_LITTLE = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)
-"""Codes from the one that says least upwards; every other one says more than these."""
+"""Largest number of ranks that the printed report lists if a rank hung."""
+_LEAST_SPECIFIC = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)
+"""Exit codes that tell little about the cause, the least specific first. All other codes tell more."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A `Failure` is what is known of the end of a run; what is not known is None or empty."""
+    """A record of why and where a run or a service ended.
+
+    A field whose value is not known is None or empty.
+    """
 
     what: str
     """What happened, in one line."""
@@ -58,34 +63,36 @@ class Failure:
     phase: str | None = None
     step: int | None = None
     tenant: str = ""
-    """Whose work it was, where a service works for several."""
+    """The tenant for which a service was working; empty outside a service."""
     since_s: float | None = None
-    """How long it had lasted when it was found."""
+    """Seconds between the beginning of the failure and its detection."""
     cause: str = ""
     log: str = ""
-    """The one log that matters."""
+    """Path of the log to read first."""
     log_tail: list[str] = field(default_factory=list)
     ranks: list[str] = field(default_factory=list)
-    """The phase and the last collective of each rank, one line a rank, where a rank hung."""
+    """If a rank hung, one line per rank with its phase and its last collective."""
     saved_step: int | None = None
-    """The steps done in the newest checkpoint; None where there is none."""
+    """Number of steps done when the newest checkpoint was saved; None without a checkpoint."""
     snapshot_step: int | None = None
-    """The steps done in the snapshot on the nodes; None where it is not newer than every checkpoint."""
+    """Number of steps done when the snapshot on the nodes was saved; None if no snapshot is newer
+    than every checkpoint."""
     is_service: bool = False
-    """Whether it is the end of a service, whose tenants have checkpoints of their own."""
+    """Whether a service ended. Each tenant of a service has its own checkpoints, so the fields
+    `saved_step` and `snapshot_step` do not apply."""
     command: str = ""
-    """What continues the run."""
+    """The command that continues the run."""
     is_echo: bool = False
-    """Whether `rank` says no more than that it cannot reach another one any more."""
+    """Whether `rank` only reports that it lost the connection to another rank."""
     time: float = field(default_factory=time.time)
     """Seconds since 1970."""
 
 
 def write_failure(folder: str | Path, failure: Failure) -> Failure:
-    """Write RUN/failure.json, unless one is there that is nearer to the cause; return the one that is
-    there then.
+    """Write `failure` to RUN/failure.json, unless the record in the file is closer to the cause.
 
-    Raises OSError where the file cannot be written.
+    `folder` is the run folder. Return the record that is in the file afterwards. Raises OSError if
+    the file cannot be written.
     """
     folder = Path(folder)
     with _locked(folder):
@@ -98,7 +105,7 @@ def write_failure(folder: str | Path, failure: Failure) -> Failure:
 
 
 def read_failure(folder: str | Path) -> Failure | None:
-    """Return the record of a run folder; None where there is none that can be read."""
+    """Return the failure record in a run folder; None if there is no readable record."""
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         row = json.loads((Path(folder) / FILE).read_text())
         names = {each.name for each in dataclasses.fields(Failure)}
@@ -107,7 +114,7 @@ def read_failure(folder: str | Path) -> Failure | None:
 
 
 def clear_failure(folder: str | Path) -> None:
-    """Move the record of an earlier start to `failures.jsonl`: the run has started again."""
+    """Move the failure record of an earlier start to `failures.jsonl`, because a new start begins."""
     file = Path(folder) / FILE
     with suppress(FileNotFoundError), _locked(Path(folder)):
         text = file.read_bytes()
@@ -119,7 +126,11 @@ def clear_failure(folder: str | Path) -> None:
 
 
 def print_failure(failure: Failure, stream: TextIO | None = None) -> None:
-    """Print the block: what, where, since when, the end of the log, what is saved, what to do."""
+    """Print the report of a failure, by default on stderr.
+
+    The report shows what failed and where, the end of the log, which checkpoint was saved, and the
+    command that continues the run.
+    """
     text = "\n".join(lines_of(failure)) + "\n"
     out: TextIO = stream or sys.stderr
     encoding = out.encoding or "utf-8"
@@ -128,7 +139,7 @@ def print_failure(failure: Failure, stream: TextIO | None = None) -> None:
 
 
 def lines_of(failure: Failure) -> Iterator[str]:
-    """Return the lines of the block, with the control codes of untrusted text made visible."""
+    """Yield the lines of the report of a failure. Control codes in untrusted text are made visible."""
     yield f"mrl: {_safe(failure.what)}"
     yield _row("where", _where(failure))
     if failure.since_s is not None:
@@ -150,7 +161,7 @@ def lines_of(failure: Failure) -> Iterator[str]:
 
 
 def newest_step(folder: str | Path) -> int | None:
-    """Return the steps done in the newest checkpoint of a run folder; None where there is none."""
+    """Return the number of steps done when a run's newest checkpoint was saved; None without one."""
     with suppress(OSError, ValueError):
         file = Path(folder) / "checkpoints/latest_checkpointed_iteration.txt"
         return int(file.read_text())
@@ -158,8 +169,11 @@ def newest_step(folder: str | Path) -> int | None:
 
 
 def newest_snapshot(folder: str | Path) -> int | None:
-    """Return the steps done in the snapshot of a run, where it is newer than every checkpoint; else
-    None. Whether its files outlived the failure only the next start can tell."""
+    """Return the number of steps done when a run's snapshot was saved.
+
+    The result is None if no snapshot is newer than every checkpoint. Only the next start finds out
+    whether the snapshot's files still exist.
+    """
     with suppress(OSError, ValueError):
         note = note_to_resume(Path(folder) / "checkpoints", sys.maxsize)
         return None if note is None else note.step
@@ -167,7 +181,7 @@ def newest_snapshot(folder: str | Path) -> int | None:
 
 
 def saved_in(folder: str | Path) -> dict[str, Any]:
-    """Return what is saved in the folder of a run or a service, as fields of a Failure."""
+    """Return the fields of a Failure that say which checkpoints the folder of a run or service has."""
     return {
         "saved_step": newest_step(folder),
         "snapshot_step": newest_snapshot(folder),
@@ -176,7 +190,7 @@ def saved_in(folder: str | Path) -> dict[str, Any]:
 
 
 def tail_of(log: str | Path, lines: int = TAIL_LINES) -> list[str]:
-    """Return the last lines of a log; none where it cannot be read."""
+    """Return the last non-empty lines of a log, at most `lines`; empty if the log cannot be read."""
     with suppress(OSError), open(log, "rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(start)
@@ -207,7 +221,7 @@ def _saved(failure: Failure) -> str:
     kept = "no checkpoint" if step is None else f"a checkpoint with {step} steps done"
     if snapshot is not None:
         return f"{kept}, and a snapshot on the nodes with {snapshot} steps done"
-    return f"{kept}; the next start begins anew" if step is None else kept
+    return f"{kept}; the next start begins with step 0" if step is None else kept
 
 
 def _meaning(code: int) -> str:
@@ -224,27 +238,30 @@ def _safe(text: str) -> str:
 
 
 def _is_nearer(new: Failure, there: Failure) -> bool:
-    """Whether a record is nearer to the cause of a failure than the one that is there.
+    """Return whether a new record is closer to the cause of a failure than the existing one.
 
-    A rank writes its record before it ends, so whoever then loses the connection to it comes later.
+    A rank that fails writes its record before it exits. Other ranks, which then lose their
+    connection to that rank, write their records later.
     """
     if new.is_echo:
         return False
     if there.is_echo:
-        return _weight(new.exit_code) >= _weight(ExitCode.LOST_RANK)
+        return _specificity(new.exit_code) >= _specificity(ExitCode.LOST_RANK)
     if new.exit_code == ExitCode.LOST_RANK and new.rank == there.rank:
-        return False  # it has said itself why it ended
-    return _weight(new.exit_code) > _weight(there.exit_code)
+        return False  # the rank itself has reported why it ended
+    return _specificity(new.exit_code) > _specificity(there.exit_code)
 
 
-def _weight(code: int) -> int:
-    """Return how much a code says."""
-    return _SAYS_LITTLE.index(ExitCode(code)) if code in _SAYS_LITTLE else len(_SAYS_LITTLE)
+def _specificity(code: int) -> int:
+    """Return a number that is larger the more an exit code tells about the cause."""
+    if code in _LEAST_SPECIFIC:
+        return _LEAST_SPECIFIC.index(ExitCode(code))
+    return len(_LEAST_SPECIFIC)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time look at the record and replace it."""
+    """Hold a lock on the folder, so that only one process at a time reads and replaces the record."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,20 +1,20 @@
-"""The run folder holds what a run leaves behind, and what a restart continues from.
+"""The run folder: the files that a run writes and that a restart continues from.
 
 OUTPUT_DIR/config.yaml            the resolved recipe
-OUTPUT_DIR/history.jsonl          one object a start: what it changed; earlier recipes are in configs/
-OUTPUT_DIR/metrics.jsonl          one object a step
-OUTPUT_DIR/timeline.jsonl         one object a step: who did what and when (disaggregated runs)
+OUTPUT_DIR/history.jsonl          one object per start: what it changed; earlier recipes are in configs/
+OUTPUT_DIR/metrics.jsonl          one object per step
+OUTPUT_DIR/timeline.jsonl         one object per step: who did what and when (disaggregated runs)
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
-OUTPUT_DIR/tokens/                step_000000.safetensors: what trainer and engine made of each token
-OUTPUT_DIR/diagnosis/             step_000000.json: the gap between them, by layer
-OUTPUT_DIR/evals/                 step_000000.json: metrics of those weights, .jsonl: the samples
+OUTPUT_DIR/tokens/                step_000000.safetensors: each token as engine and trainer computed it
+OUTPUT_DIR/diagnosis/             step_000000.json: the gap between engine and trainer, by layer
+OUTPUT_DIR/evals/                 step_000000.json: the metrics of an evaluation, .jsonl: its samples
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
 OUTPUT_DIR/profile/               step_000010/: traces of a step of `profile.steps`
-OUTPUT_DIR/trackers.json          how far the trackers of `logging` have come
+OUTPUT_DIR/trackers.json          how many steps each tracker of `logging` has received
 
-The files of steps that a restart does again are moved to dropped_0/ (the next one's to dropped_1/)
-where it was.
+When a restart repeats steps, their files are moved to dropped_0/ in the same folder (dropped_1/ for the
+next such restart, and so on).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from parallel.checkpoint.node_folder import node_folder
 
 
 class RunFolder:
-    """Knows the paths of a run folder and writes its files. Only rank 0 writes."""
+    """The paths of a run folder, and the methods that write its files. Only rank 0 writes."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
@@ -59,16 +59,16 @@ class RunFolder:
         self.timeline = Timeline(self.root / "timeline.jsonl")
         self._lock: IO[str] | None = None
         self._had_begun: bool | None = None
-        """Whether `claim` found a run in it."""
+        """Whether `claim` found a run in the folder; None before `claim` is called."""
         self._settled = 0
-        """The steps whose files are on the disk."""
+        """The number of steps whose files are known to be on the disk."""
 
     def check(self, recipe: Recipe, allowed: Sequence[str] | None = ()) -> Update:
-        """Return what continuing the run of this folder with `recipe` changes.
+        """Return the changes that `recipe` makes to the run in this folder.
 
-        Raises InputError where the folder cannot be made, or a key differs that the run keeps or that
-        is not among `allowed` (keys or branches; None: all that can be allowed). Contents of files are
-        read on rank 0 only, which judges them for all.
+        `allowed` names the keys and branches after `--allow`; None allows every key that can be
+        allowed. Raises InputError if the folder cannot be created, or if the run has begun and a change
+        is not permitted (`check_allowed`). Only rank 0 reads and compares the contents of files.
         """
         parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -88,18 +88,18 @@ class RunFolder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is anything that a start with another recipe would continue or replace."""
+        """Whether the folder has metrics or checkpoints of a run, which a start would continue."""
         has_rows = self.metrics.exists() and b"\n" in self.metrics.read_bytes()
         return has_rows or any(self.checkpoints.glob("iter_*"))
 
     def claim(self) -> None:
-        """Lock the folder of an existing run before anything in it is read, so that the start continues
-        from exactly what it finds there. `open` locks a new folder.
+        """Lock the folder of an existing run before anything in it is read.
 
-        Raises InputError while another run is writing to it.
+        No other run can then change what this start has read. A new folder is not locked here, but
+        by `open`. Raises InputError while another run is writing to the folder.
         """
         if (self.root / ".lock").exists():
-            with suppress(PermissionError):  # the check reports what cannot be written
+            with suppress(PermissionError):  # `check` reports a folder that cannot be written
                 self._take_lock()
         self._had_begun = self.has_begun
 
@@ -110,18 +110,19 @@ class RunFolder:
             self._lock = lock_folder(self.root, "job")
 
     def open(self, recipe: Recipe, update: Update | None = None, step: int = 0) -> None:
-        """Make the folder, claim it, and note the start in its history.
+        """Create and lock the folder, restore damaged metrics, and record the start in the history.
 
-        `update` is what `check` returned, `step` the steps done. Raises InputError while another run is
-        writing to the folder, or if one has begun in it since `claim` found none.
+        `update` is the result of `check`, and `step` is the number of steps done. Raises InputError
+        while another run is writing to the folder, or if another run has begun in it since `claim`
+        found none.
         """
         with refusing(self.root):
             new = [p for p in (self.root, *self.root.absolute().parents) if not p.exists()]
             for folder in (self.rollouts, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             for parent in (self.root, *(each.parent for each in new)):
-                with suppress(PermissionError):  # a parent may be closed to this user
-                    sync(parent)  # after a power cut the folder is there
+                with suppress(PermissionError):  # this user may not open every parent
+                    sync(parent)  # so that the folder exists after a power cut
         self._take_lock()
         if self._had_begun is False and self.has_begun:
             raise InputError(
@@ -139,41 +140,46 @@ class RunFolder:
             dump_recipe(recipe, self.config)
 
     def close(self) -> None:
-        """Let another run claim the folder. Harmless where this one never did."""
+        """Release the lock on the folder, if this run holds it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def saved_step(self) -> int | None:
-        """Return the steps done in the newest checkpoint; None where there is none."""
+        """Return the number of steps done when the newest checkpoint was saved; None without one."""
         return newest_step(self.root)
 
     def rewind(self, step: int) -> None:
-        """Make room for steps that a resumed run will do again, from `step` on.
+        """Prepare the folder for a run that repeats all steps from `step` on.
 
-        Their metrics are dropped. Their files are moved to `dropped_0/` in their folder, or the next
-        free number: `debug.load_rollouts` would otherwise find steps of two histories side by side.
+        The metrics of these steps are removed. Their files are moved to `dropped_0/` (or the next free
+        number) in the same folder; otherwise `debug.load_rollouts` would find steps of two different
+        histories in one folder.
         """
         for folder in (self.rollouts, self.tokens, self.diagnosis):
             _set_aside(folder, step)
-        _set_aside(self.evals, step + 1)  # that of `step` is of the weights that it continues from
+        _set_aside(self.evals, step + 1)  # the run continues from the weights of evaluation `step`
         self._settled = step
         if self.metrics.exists():
             write_whole(self.metrics, metric_rows.rows_before(self.metrics, step))
         self.timeline.rewind(step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a line cut short by a crash is left out. Raises InputError
-        where one is damaged."""
+        """Return the rows of metrics.jsonl, without a last line that a crash cut short.
+
+        Raises InputError if a line is damaged.
+        """
         return metric_rows.read(self.metrics)
 
     def kept(self, step: int) -> dict[str, bytes]:
-        """Return what the checkpoint of `step` keeps of this folder, by the names of the files."""
+        """Return the files that are copied into the checkpoint of `step`, as contents by file name."""
         return {metric_rows.COPY: metric_rows.rows_before(self.metrics, step)}
 
     def settle(self, step: int) -> None:
-        """Wait until what the steps before `step` have left here is on the disk, so that a power cut
-        leaves no checkpoint without it."""
+        """Sync the files of the steps up to `step` to the disk.
+
+        This ensures that after a power cut, the files of all steps before a checkpoint still exist.
+        """
         for folder in (self.rollouts, self.tokens, self.diagnosis, self.evals):
             steps = range(self._settled, step + 1)
             found = [f for f in folder.glob("step_*") if step_of_file(f) in steps]
@@ -185,7 +191,7 @@ class RunFolder:
         self._settled = step
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Add a line. Where the disk takes only a part of it, that part is removed again."""
+        """Append a line to metrics.jsonl. Errors are described in `add_line`."""
         add_line(self.metrics, metrics)
 
     def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
@@ -195,22 +201,28 @@ class RunFolder:
     def write_evaluation(
         self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
     ) -> None:
-        """What an evaluation of weights `version` gave: one line a sample (`as_lines`) and, when these
-        are written, its numbers."""
-        self.evals.mkdir(exist_ok=True)  # but not the run folder, which may have been moved
+        """Write an evaluation of the weights `version`.
+
+        The lines of its samples (`as_lines`) are written first. The file with its metrics is written
+        last, so its existence shows that the evaluation is complete.
+        """
+        self.evals.mkdir(exist_ok=True)  # not its parents: the run folder may have been moved
         file = self.evaluation_file(version)
         write_whole(file.with_suffix(".jsonl"), lines)
         write_whole(file, as_lines([{"step": version, **metrics}]))
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the rows that `write_rollouts` wrote. Raises InputError that names a damaged line."""
+        """Return the rows that `write_rollouts` wrote. Raises InputError if a line is damaged."""
         return rollout_rows.read(self.rollout_file(step))
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def evaluation_file(self, version: int) -> Path:
-        """Return the file of an evaluation, which is there once it is done."""
+        """Return the path of an evaluation's metrics.
+
+        The file exists only if the evaluation is complete.
+        """
         return self.evals / f"step_{version:06d}.json"
 
     def token_file(self, step: int) -> Path:
@@ -221,12 +233,12 @@ class RunFolder:
 
 
 def saved_step(rollouts: str | Path, step: int) -> Path:
-    """Return the file with all tensors of a step, in the `rollouts` folder of a run."""
+    """Return the path of the file in a run's `rollouts` folder that holds all tensors of a step."""
     return Path(rollouts) / f"step_{step:06d}.safetensors"
 
 
 def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
-    """Raise InputError where the rollouts of one of `steps` are not there."""
+    """Raise InputError if the folder `rollouts` lacks the saved rollouts of one of `steps`."""
     for step in steps:
         file = saved_step(rollouts, step)
         if not file.is_file():
@@ -237,7 +249,7 @@ def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
 
 
 def _set_aside(folder: Path, step: int) -> None:
-    """Move the files of the steps from `step` on to a folder `dropped_N`."""
+    """Move the files of the steps from `step` on to a new folder `dropped_N`."""
     dropped = [f for f in folder.glob("step_*") if step_of_file(f) >= step]
     if not dropped:
         return
@@ -249,10 +261,10 @@ def _set_aside(folder: Path, step: int) -> None:
 
 
 def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:
-    """Return a group as in `rollouts/step_*.jsonl`, one line for each sample.
+    """Return a group as lines of `rollouts/step_*.jsonl`, one per sample.
 
-    `weight_version` is the version of the last weights that sampled tokens of it; `staleness` is the
-    number of versions by which the step's weights are ahead of the first of them.
+    `weight_version` is the version of the weights that sampled the sample's last tokens. `staleness` is
+    the step's version minus the oldest version that sampled any of its tokens.
     """
     rewards = [] if group.rewards is None else group.rewards.tolist()
     advantages = [] if group.advantages is None else group.advantages.tolist()
@@ -279,18 +291,18 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
 
 
 def parts_of_sample(group: SampleGroup, index: int) -> dict[str, dict[str, float]]:
-    """Return `reward_parts` of one sample's line; nothing where its reward has no parts."""
+    """Return the field `reward_parts` of one sample's line; empty if the reward has no parts."""
     if group.reward_parts is None:
         return {}
     return {"reward_parts": {name: float(v[index]) for name, v in group.reward_parts.items()}}
 
 
 def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-    """Return the rows as JSON Lines."""
+    """Yield the rows as lines of JSON."""
     return (as_line(row).encode() for row in rows)
 
 
 def step_of_file(file: Path) -> int:
-    """Return the step of `step_000012.jsonl` and the like; -1 for another name."""
+    """Return the step in a file name such as `step_000012.jsonl`; -1 for any other name."""
     number = file.name.removeprefix("step_").partition(".")[0]
     return int(number) if number.isascii() and number.isdigit() else -1

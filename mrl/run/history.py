@@ -1,9 +1,9 @@
-"""The history of a run is RUN/history.jsonl: a line for each start, and for the branch that made it.
+"""The history of a run, RUN/history.jsonl: one line per start, and one if `mrl branch` made the run.
 
-A line holds the time (UTC), the event (`start` or `branch`), the steps that were done, the command,
-every key that changed with its old and new value, what was allowed, mrl's version and git commit, and
-the digests of what the recipe names. Where keys changed, the recipe before the change is kept in
-RUN/configs/.
+A line holds the time (UTC), the event (`start` or `branch`), the number of steps done, the command,
+every key that changed with its old and new value, the keys that were allowed to change, mrl's version
+and git commit, and the digests of the files that the recipe names. If keys changed, RUN/configs/ keeps
+the previous recipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mrl import __version__
 from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.run.changes import Change, find_changes, flatten, is_in, rule_of
@@ -27,47 +26,50 @@ from mrl.run.contents import contents_of
 from mrl.run.source import load_run
 from mrl.system.files import write_whole
 from mrl.system.json_text import check_kinds, parse_row
+from mrl.version import __version__
 
 
 @dataclass(frozen=True)
 class Update:
-    """An `Update` is what a start changes of a run."""
+    """The changes that a start makes to the recipe of a run."""
 
     changes: tuple[Change, ...] = ()
     allowed: tuple[str, ...] = ()
-    """What `--allow` named, used or not."""
+    """The names given with `--allow`, whether they were needed or not."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the recipe names, on rank 0."""
+    """Digests of the files that the recipe names, by key; empty on ranks other than 0."""
 
 
 def changes_to(
     root: Path, recipe: Recipe, contents: Mapping[str, str], step: int | None = None
 ) -> list[Change]:
-    """Compare the recipe of the run folder `root`, now or where `step` steps were done, with `recipe`,
-    whose digests are `contents`.
+    """Return the changes from the recipe of the run folder `root` to `recipe`.
 
-    A digest that the history lacks is taken of what the old recipe names, if that is still there.
+    With `step`, the old recipe is the one that the run had when `step` steps were done. `contents`
+    holds the digests of the files that `recipe` names; if it is empty, the contents of files are
+    not compared. Old digests that the history does not have are computed from the files that the
+    old recipe names, if these files still exist.
     """
     history = History(root)
     there = load_run(root, config=None if step is None else history.config_at(step))
     old, new = flatten(there.model_dump()), flatten(recipe.model_dump())
-    old["output_dir"] = new["output_dir"]  # the folder is where it is
+    old["output_dir"] = new["output_dir"]  # moving the folder does not count as a change
     known = history.contents(step) if contents else {}
     if unknown := [key for key in contents if key not in known and old.get(key) != new[key]]:
         now = contents_of(there)
         known |= {key: now[key] for key in unknown if key in now}
-    if not contents:  # not for this rank to judge
+    if not contents:  # only rank 0 compares contents
         new |= {key: old[key] for key in new if key in old and rule_of(key).by_contents}
     return find_changes(old, new, known, contents)
 
 
 _KINDS = {"step": "whole", "changes": "object", "moved": "list", "contents": "object",
           "config_before": "text"}  # fmt: skip
-"""The types of a line's values."""
+"""The types of the values in a line (`mrl.system.json_text.check_kinds`)."""
 
 
 class History:
-    """Reads and writes the history of a run folder. Only rank 0 writes."""
+    """The history of a run folder. Only rank 0 writes it."""
 
     def __init__(self, root: Path) -> None:
         self.file = root / "history.jsonl"
@@ -75,9 +77,10 @@ class History:
         self._config = root / "config.yaml"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all whole lines; none for the run of an earlier version.
+        """Return the entries of the file, one per line, without a last line that a crash cut short.
 
-        Raises InputError where one is damaged.
+        The list is empty if the file does not exist, as in the run of an earlier version of mrl.
+        Raises InputError if a line is damaged.
         """
         with suppress(FileNotFoundError):
             lines = self.file.read_bytes().split(b"\n")[:-1]
@@ -98,8 +101,10 @@ class History:
             ) from None
 
     def contents(self, step: int | None = None) -> dict[str, str]:
-        """Return the digests of what the run's recipe names, as they were noted last, or until `step`
-        steps were done."""
+        """Return the newest recorded digests of the files that the run's recipe names, by key.
+
+        With `step`, starts at which more than `step` steps were done are ignored.
+        """
         entries = self.read()
         while step is not None and entries and entries[-1]["step"] > step:
             entries.pop()
@@ -118,7 +123,10 @@ class History:
         allowed: Sequence[str] = (),
         **more: Any,
     ) -> None:
-        """Add a line, and keep the present config.yaml where it is about to change."""
+        """Add a line to the history, with the fields in `more`.
+
+        If there are changes, the current config.yaml is first copied to RUN/configs/.
+        """
         known = self.contents()
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -136,9 +144,8 @@ class History:
         if changes and self._config.exists():
             entry["config_before"] = self._keep_config()
         lines = [json.dumps(each) + "\n" for each in (*self.read(), entry)]
-        write_whole(
-            self.file, "".join(lines), durable=True
-        )  # a line cut short by a crash is not continued
+        # The file is rewritten, so that the new line is not appended to one that a crash cut short.
+        write_whole(self.file, "".join(lines), durable=True)
 
     def _keep_config(self) -> str:
         self.configs.mkdir(exist_ok=True)
@@ -147,7 +154,7 @@ class History:
         return f"{self.configs.name}/{name}"
 
     def config_at(self, step: int) -> Path:
-        """Return the recipe that step `step` was trained with: config.yaml, or a kept one."""
+        """Return the path of the recipe with which step `step` was trained."""
         config = self._config
         for entry in reversed(self.read()):
             if entry["step"] <= step:
@@ -157,8 +164,11 @@ class History:
         return config
 
     def has_other_data(self, step: int) -> bool:
-        """Whether the run reads other data than at `step`: a checkpoint of `step` then has the position
-        in data that is no longer read. Data that changed since then and changed back is no other."""
+        """Return whether the data that the run reads has changed since `step`.
+
+        If so, the checkpoint of `step` holds a position in data that is no longer read. Data that was
+        changed and then changed back counts as unchanged.
+        """
         before: dict[str, tuple[Any, str | None]] = {}
         now: dict[str, Any] = {}
         known: dict[str, str] = {}
@@ -175,14 +185,17 @@ class History:
 
 
 def _command() -> str:
-    """Return what was typed: a command of mrl, or the user's script."""
+    """Return the command line: a command of mrl, or the user's script with its arguments."""
     program = Path(sys.argv[0])
     name = "mrl" if program.name in ("mrl", "__main__.py") else str(program)
     return shlex.join([name, *sys.argv[1:]])
 
 
 def _commit() -> str | None:
-    """Return the git commit of mrl's source, and `+` where files differ; None outside of git."""
+    """Return the git commit of mrl's source, with `+` if tracked files have changed.
+
+    The result is None outside of git.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

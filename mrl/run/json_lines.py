@@ -1,4 +1,4 @@
-"""Writes JSON Lines: NaN and infinity are null in every file of a run, as JSON has neither."""
+"""Writes JSON Lines. NaN and infinity become null in every file of a run, because JSON has neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from mrl.system.files import naming
 
 
 def add_line(file: Path, row: dict[str, Any]) -> None:
-    """Add a row to a file. Where the disk takes only a part of it, that part is removed again."""
+    """Append a row to a file, as one line of JSON.
+
+    Raises OSError if the line cannot be written. If only a part of the line was written, that part
+    is removed again.
+    """
     with naming(file), file.open("ab", buffering=0) as stream:
         end = stream.seek(0, os.SEEK_END)
         line = as_line(row).encode()
@@ -30,7 +34,7 @@ def as_line(row: dict[str, Any]) -> str:
 
 
 def finite_or_null(value: Any) -> Any:
-    """Return `value` with None for numbers that are not finite, also inside dicts, lists and tuples."""
+    """Return `value` with None instead of NaN and infinity, also inside dicts, lists and tuples."""
     if isinstance(value, dict):
         return {key: finite_or_null(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Checks the rows of metrics.jsonl that a resumed run continues, and brings back what they lack.
+"""Checks the rows of metrics.jsonl that a resumed run continues, and restores missing or changed ones.
 
-Every checkpoint has a copy of the rows of the steps before it, so a file that was cut, edited or
-damaged since then is rebuilt from it. Checkpoints of earlier versions have none: there the rows are
-only counted.
+Every checkpoint has a copy of the rows of the steps before it. If metrics.jsonl was cut, edited or
+damaged since then, it is rebuilt from the copy. Checkpoints of earlier versions have no copy; for them
+the only check is whether every step has a row.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from mrl.system.json_text import check_kinds, parse_row
 from parallel.checkpoint.manifest import Damaged, read_manifest, record
 
 COPY = "metrics.jsonl"
-"""The name of the copy in a checkpoint's folder."""
+"""The name of the copy of metrics.jsonl in a checkpoint's folder."""
 
 
 def rows_before(metrics: Path, step: int) -> bytes:
-    """Return the lines of the first `step` steps: what a checkpoint of `step` keeps."""
+    """Return the first `step` lines of metrics.jsonl; empty if the file does not exist.
+
+    The checkpoint of `step` keeps a copy of these lines.
+    """
     with suppress(FileNotFoundError):
         return b"".join(metrics.read_bytes().splitlines(keepends=True)[:step])
     return b""
 
 
 def read(metrics: Path) -> list[dict[str, Any]]:
-    """Return the whole lines; one that a crash cut short is left out. Raises InputError where a line is
-    damaged."""
+    """Return the rows of metrics.jsonl. If a crash cut the last line short, it is left out.
+
+    The list is empty if the file does not exist. Raises InputError if a line is damaged.
+    """
     if not metrics.exists():
         return []
     rows = []
@@ -46,8 +51,11 @@ def read(metrics: Path) -> list[dict[str, Any]]:
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return a row, whose `step` is a whole number and whose other values are numbers or null. Raises
-    ValueError that says what is wrong with it."""
+    """Return the row in a line of metrics.jsonl.
+
+    The value of `step` must be an integer of at least 0, and all other values must be numbers or
+    null. For any other line, raises ValueError with a message that says what is wrong.
+    """
     row = parse_row(line)
     check_kinds(row, {"step": "whole"}, required=("step",))
     check_kinds(row, dict.fromkeys(row, "number|null"))
@@ -57,10 +65,10 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def find_damage(metrics: Path, checkpoint: Path, step: int) -> str:
-    """Return in one line what is wrong with the rows of the first `step` steps and can be rebuilt from
-    `checkpoint`; empty where nothing is.
+    """Return a one-line description of the damage in the rows of the first `step` steps.
 
-    Raises InputError where it cannot be rebuilt.
+    The description is empty if the rows are intact. Raises InputError if rows are damaged and
+    `checkpoint` has no copy from which to repair them.
     """
     data = metrics.read_bytes() if metrics.exists() else b""
     copy = _copy_of(checkpoint)
@@ -70,7 +78,7 @@ def find_damage(metrics: Path, checkpoint: Path, step: int) -> str:
     if copy is None and wrong:
         raise InputError(
             f"{metrics}: {wrong}, and checkpoint {checkpoint.name} has no copy of the rows, as an "
-            "earlier version of mrl wrote it; bring the file back, set the run back to a step before "
+            "earlier version of mrl wrote it; restore the file, set the run back to a step before "
             "them (docs/checkpoints.md), or start another run in a new output_dir"
         )
     if not wrong:
@@ -79,7 +87,11 @@ def find_damage(metrics: Path, checkpoint: Path, step: int) -> str:
 
 
 def mend(metrics: Path, checkpoint: Path, step: int) -> None:
-    """Rebuild what `find_damage` finds; the file as it was is kept beside it as `.damaged`."""
+    """Replace the rows of the first `step` steps by the checkpoint's copy if they are damaged.
+
+    Readable rows of later steps are kept. The old file is kept as `metrics.jsonl.damaged`. Nothing
+    is changed if `find_damage` finds no damage.
+    """
     if not find_damage(metrics, checkpoint, step):
         return
     copy, data = _copy_of(checkpoint) or b"", b""
@@ -91,7 +103,7 @@ def mend(metrics: Path, checkpoint: Path, step: int) -> None:
 
 
 def _copy_of(checkpoint: Path) -> bytes | None:
-    """Return the checkpoint's copy; None where it has none, or it is damaged itself."""
+    """Return the checkpoint's copy of the rows; None if there is no copy or the copy is damaged."""
     try:
         listed = read_manifest(checkpoint)["files"].get(COPY)
         if listed is None or record(checkpoint / COPY).sha256 != listed["sha256"]:
@@ -102,7 +114,10 @@ def _copy_of(checkpoint: Path) -> bytes | None:
 
 
 def _wrong(data: bytes, steps: Iterable[int], copy: bytes | None) -> str:
-    """Say which of `steps` have no row in `data`, or another one than in `copy`."""
+    """Return text that names the `steps` whose rows in `data` are missing or differ from `copy`.
+
+    The text is empty if no row is missing or different. Without a `copy`, rows can only be missing.
+    """
     lines = data.split(b"\n")[:-1]
     there = {step: line for line in lines if (step := _step(line)) is not None}
     kept = {} if copy is None else {_step(line): line for line in copy.split(b"\n")[:-1]}
@@ -124,14 +139,14 @@ def _steps(copy: bytes) -> list[int]:
 
 
 def _step(line: bytes) -> int | None:
-    """Return the step of a row; None where the line is damaged."""
+    """Return the step of a row; None if the line is damaged."""
     with suppress(ValueError):
         return parsed(line)["step"]
     return None
 
 
 def _of_steps(steps: list[int]) -> str:
-    """Return ` of step 3 is`, or `s of steps 2 to 5, 9 are`."""
+    """Return words for a message about `steps`: ` of step 3 is`, or `s of steps 2 to 5, 9 are`."""
     if len(steps) == 1:
         return f" of step {steps[0]} is"
     runs: list[list[int]] = []

@@ -1,8 +1,12 @@
-"""Pending prompts: those that were drawn and that no step has trained on.
+"""Pending prompts: prompts that were taken from the data and that no step has trained on yet.
 
-Every checkpoint holds them in the same format. So a run continues with all of them, whatever placement,
-bound and batch size it is resumed with: a collector continues those whose samples it can use, and
-generates the others again, before it draws further prompts.
+Every checkpoint holds the pending prompts in the same format, so a run keeps them even if it is
+resumed with another placement, staleness bound or batch size. Before a collector takes new prompts
+from the data, it continues the pending prompts whose samples it can use, and generates the samples
+of all other pending prompts again.
+
+If engines run freely, prompts are numbered, and a lease gives one engine the right to generate the
+samples of one prompt. The ledger keeps the leases (`mrl.scheduling`).
 """
 
 from __future__ import annotations
@@ -23,16 +27,16 @@ PARTIAL = "abort"
 
 @dataclass(frozen=True)
 class PendingPrompt:
-    """A prompt that was drawn and not trained on, with the samples generated so far."""
+    """A prompt that no step has trained on yet, with the samples that were generated so far."""
 
     group: SampleGroup
-    """The prompt and its samples; it has rewards once the group is complete and scored."""
+    """The prompt and its samples. The group has rewards once all samples are complete and scored."""
     seed: int | None = None
-    """The seed of its samples; None if the step or lease that starts it sets one."""
+    """The seed of the samples; None if the step or lease that starts the prompt determines the seed."""
     item: int | None = None
-    """Its number in the ledger of a run whose engines run freely."""
+    """The prompt's number in the ledger; None if the run's engines do not run freely."""
     num_failed: int = 0
-    """How many samples of a scored group failed."""
+    """Number of samples of the group that could not be scored; 0 before the group is scored."""
 
     @property
     def is_scored(self) -> bool:
@@ -40,18 +44,22 @@ class PendingPrompt:
 
     @property
     def versions(self) -> set[int]:
-        """The weight versions that sampled its tokens."""
+        """The versions of the weights that sampled the tokens of the group's samples."""
         spans = (span for sample in self.group.samples for span in sample.weight_versions)
         return {span.version for span in spans}
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were generated for it."""
+        """Number of tokens that were generated so far, summed over the group's samples."""
         return sum(sample.num_generated for sample in self.group.samples)
 
     def fits(self, config: RolloutConfig) -> bool:
-        """Whether its samples fit a recipe, which may have changed since: their number, the length
-        limit of incomplete ones, and the distribution of the log-probs."""
+        """Return whether the samples can be used with `config`.
+
+        They may have been generated with another config. The number of samples must be
+        `samples_per_prompt`. An incomplete sample must be shorter than `max_response_len`. A sample
+        with tokens must have a sampling mask if and only if `config` asks for sampling masks.
+        """
         samples = self.group.samples
         return len(samples) == config.samples_per_prompt and all(
             (sample.sampling_mask is not None) == config.sampling_mask
@@ -62,7 +70,10 @@ class PendingPrompt:
 
 
 def pending_state(waiting: Sequence[PendingPrompt]) -> dict[str, Any]:
-    """Return JSON-able state, with tokens and routes; most of it is routes."""
+    """Return the prompts, with tokens and expert ids, as a dict that can be written as JSON.
+
+    Most of its bytes are expert ids.
+    """
     return {
         "groups": _encode([one.group for one in waiting]),
         "seeds": [one.seed for one in waiting],
@@ -72,10 +83,9 @@ def pending_state(waiting: Sequence[PendingPrompt]) -> dict[str, Any]:
 
 
 def read_pending(state: Mapping[str, Any]) -> list[PendingPrompt]:
-    """Return the pending prompts of a collector's state, in the order in which they are to be trained
-    on.
+    """Return the pending prompts in a collector's state, in the order in which to train on them.
 
-    Also reads older checkpoints, in which each kind of collector had its own format.
+    The state may be from an older checkpoint, in which each kind of collector had its own format.
     """
     if (found := state.get("waiting")) is None:
         return [*_batches(state), *_backlog(state), *_leases(state)]
@@ -87,22 +97,24 @@ def read_pending(state: Mapping[str, Any]) -> list[PendingPrompt]:
 
 
 def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the batches that engines had generated ahead with a fixed schedule."""
+    """Yield the groups that engines with a fixed schedule had generated ahead, in an old checkpoint."""
     for _, batch in sorted(state.get("ahead", {}).items(), key=lambda pair: int(pair[0])):
         for place, group in enumerate(_decode(batch["groups"])):
             yield PendingPrompt(group, num_failed=0 if place else int(batch["num_failed"]))
 
 
 def _backlog(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield what was left over by steps with over-sampling."""
+    """Yield the prompts that over-sampling had left for a later step, in an old checkpoint."""
     if backlog := state.get("backlog"):
         for group, seed in zip(_decode(backlog["groups"]), backlog["seeds"], strict=True):
             yield PendingPrompt(group, seed)
 
 
 def _leases(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the queue of engines that ran freely, and the prompts that were not leased yet or
-    leased."""
+    """Yield the prompts of a run whose engines ran freely, in an old checkpoint.
+
+    The scored groups come first, and then all other prompts.
+    """
     if not (leases := state.get("leases")):
         return
     queue = zip(_decode(leases["queue"]), leases["queue_ids"], leases["num_failed"], strict=True)
@@ -116,17 +128,22 @@ def _leases(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
 
 
 def in_order(scored: Iterable[PendingPrompt]) -> list[PendingPrompt]:
-    """Return scored groups in the order in which steps train on them: the oldest tokens first."""
+    """Return scored groups in the order in which to train on them.
+
+    The group whose oldest token was sampled by the oldest weights comes first. Groups of equal age
+    are ordered by their number in the ledger.
+    """
     return sorted(scored, key=lambda one: (min(one.versions, default=0), one.item or 0))
 
 
 def whole_batches(
     waiting: Sequence[PendingPrompt], step: int, config: RolloutConfig, max_staleness: int
 ) -> tuple[list[list[PendingPrompt]], list[PendingPrompt]]:
-    """Return the batches of `step` and the steps after it, and the prompts that are in no batch.
+    """Return the complete batches of `step` and the following steps, and the prompts in no batch.
 
-    Each batch has `prompts_per_step` scored groups, none of whose tokens is more than `max_staleness`
-    versions older than its step.
+    Each batch has `prompts_per_step` scored groups that fit `config`. The oldest token of a batch
+    was sampled by weights that are at most `max_staleness` versions older than the batch's step.
+    The list of batches ends before the first step for which there are too few such groups.
     """
     ready = [one for one in waiting if one.is_scored and one.fits(config)]
     batches: list[list[PendingPrompt]] = []
@@ -142,7 +159,7 @@ def whole_batches(
 
 
 def renumbered(group: SampleGroup, group_id: int) -> SampleGroup:
-    """Return a group whose samples have another group id."""
+    """Return a copy of the group in which all samples have this `group_id`."""
     samples = [dataclasses.replace(sample, group_id=group_id) for sample in group.samples]
     return dataclasses.replace(group, samples=samples)
 

@@ -1,4 +1,4 @@
-"""Reads rollouts/step_*.jsonl, whose lines are samples; errors name the file and the line."""
+"""Reads rollouts/step_*.jsonl, which has one line per sample. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ KINDS = {
     "response_len": "whole",
     "finish_reason": "text|null",
 }
-"""The types of a row's values."""
+"""The types of the values in a row (`mrl.system.json_text.check_kinds`)."""
 REQUIRED = ("prompt", "completion", "reward")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a step, without a last line that a crash cut short. Raises InputError if the
-    file cannot be read, or a line is damaged."""
+    """Return the rows of a step, without a last line that a crash cut short.
+
+    Raises InputError if the file cannot be read or a line is damaged.
+    """
     try:
         data = file.read_bytes()
     except OSError as error:

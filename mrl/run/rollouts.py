@@ -1,7 +1,7 @@
-"""Turns rollouts into bytes, to keep them in a file or to send them to other ranks. No pickle.
+"""Encodes sample groups as bytes, for files and for other ranks, and decodes them, without pickle.
 
-The bytes are one safetensors blob: each field of all samples laid end to end, and everything else,
-lengths included, as JSON in the header. S samples, R groups; tensors are flat over them in order.
+The bytes are one safetensors blob. Each tensor holds one field of all samples, concatenated in the
+order of the samples. Everything else, including lengths, is JSON in the header.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORMAT = "mrl-rollouts-2"
 
 
 def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
-    """Write all groups to `path`, whole or not at all."""
+    """Write all groups to `path` atomically."""
     write_whole(path, encode_groups(groups))
 
 
 def load_groups(path: Path) -> list[SampleGroup]:
-    """Return what save_groups wrote, bit for bit. Raises InputError for anything else."""
+    """Return the groups that `save_groups` wrote, bit for bit. Raises InputError for any other file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -43,20 +43,19 @@ def load_groups(path: Path) -> list[SampleGroup]:
         return decode_groups(data)
     except ValueError as error:
         raise InputError(f"rollouts {path}: {error}") from None
-    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise InputError(
-            f"rollouts {path}: not what save_groups writes ({type(error).__name__}: {error})"
-        ) from None
 
 
 def is_held(group: SampleGroup) -> bool:
-    """Return whether this rank has the group whole."""
+    """Return whether this rank holds the tokens of all samples of the group."""
     return all(sample.is_held for sample in group.samples)
 
 
 def outline(group: SampleGroup) -> SampleGroup:
-    """Return the group as other ranks see it: no ids of tokens and experts, no log-probs,
-    no gate weights, but the shapes of all of them."""
+    """Return a copy of the group for ranks that do not hold its samples.
+
+    Token ids, expert ids, log-probs, gate weights and sampling masks are on the meta device, with a
+    shape but no content, and `texts` is None.
+    """
 
     def of_sample(sample: Sample) -> Sample:
         return dataclasses.replace(
@@ -78,11 +77,16 @@ def outline(group: SampleGroup) -> SampleGroup:
 def encode_groups(
     groups: Sequence[SampleGroup], *, with_routes: bool = True, with_tokens: bool = True
 ) -> bytes:
-    """Tensors must be on the CPU. Raises ValueError where the routes of samples differ in shape.
+    """Return groups, whose tensors are on the CPU, as bytes.
 
-    `with_routes=False` leaves expert ids and gate weights out, `with_tokens=False` the samples' tokens
-    and log-probs: what comes back has them on the meta device. Without both these are the outlines
-    that every rank gets; a loss mask is then sent only where it is not all that the policy chose.
+    `with_routes=False` leaves out the routes, which are the expert ids and gate weights of tokens.
+    `with_tokens=False` leaves out the tokens, log-probs and sampling masks of the samples. In
+    decoded groups, tensors that were left out are on the meta device. Without routes and tokens,
+    the bytes hold the `outline` of each group, which every rank gets. Without tokens, a loss mask
+    is encoded only if it differs from the mask of all tokens that the policy sampled.
+
+    Raises ValueError if the routes of samples differ in shape, or if routes that are to be encoded
+    are on another rank.
     """
     samples = [sample for group in groups for sample in group.samples]
     traces = [sample.routing for sample in samples if sample.routing is not None]
@@ -123,7 +127,14 @@ def encode_groups(
 
 
 def decode_groups(data: bytes) -> list[SampleGroup]:
-    """Raises ValueError where `data` is not what encode_groups makes."""
+    """Return the groups that `encode_groups` encoded. Raises ValueError for all other bytes."""
+    try:
+        return _decode(data)
+    except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"not what save_groups writes ({type(error).__name__}: {error})") from None
+
+
+def _decode(data: bytes) -> list[SampleGroup]:
     try:
         header_size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + header_size]).get("__metadata__") or {}
@@ -147,7 +158,10 @@ def _join(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
-    """Return a function that hands out the next `count` rows as a tensor of its own."""
+    """Return a function `take(count)` that returns a copy of the next `count` rows of the tensor.
+
+    It raises ValueError if fewer rows are left.
+    """
     start = 0
 
     def take(count: int) -> Tensor:
@@ -162,7 +176,7 @@ def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
 
 
 def _chosen(num_tokens: int, spans: Iterable[VersionSpan]) -> Tensor:
-    """Return bool[T], true on the tokens that the policy chose."""
+    """Return bool[num_tokens], which is true for the tokens in `spans`, which the policy sampled."""
     mask = torch.zeros(num_tokens, dtype=torch.bool)
     for span in spans:
         mask[span.start : span.end] = True
@@ -195,7 +209,7 @@ def _group_record(group: SampleGroup, *, has_masks: bool) -> dict[str, Any]:
 
 
 def _parts_record(group: SampleGroup) -> dict[str, Any]:
-    """Return the parts of the rewards, which are few; nothing where there are none."""
+    """Return the header's field `reward_parts` for a group; empty if the rewards have no parts."""
     if group.reward_parts is None:
         return {}
     return {"reward_parts": {k: finite_or_null(v.tolist()) for k, v in group.reward_parts.items()}}
@@ -211,7 +225,10 @@ def _read_parts(record: dict[str, list[float | None]] | None) -> dict[str, Tenso
 
 
 def _trained(sample: Sample) -> str:
-    """Return what stands for the loss mask."""
+    """Return `chosen` if the loss mask selects exactly the tokens that the policy sampled, else `mask`.
+
+    With `chosen`, the mask is not encoded, because `_chosen` computes it.
+    """
     return "chosen" if _trains_all_chosen(sample) else "mask"
 
 
@@ -300,7 +317,7 @@ def _read_sample(
 def _read_mask(
     record: dict[str, Any], take: dict[str, Callable[[int], Tensor]]
 ) -> SamplingMask | None:
-    """Read what the sample was drawn from; None where it has no mask."""
+    """Return the sampling mask of the next sample; None if the sample has no sampling mask."""
     if "num_kept" not in record:
         return None
     sizes = {"kept_ids": record["num_kept"], "kept_counts": record["num_tokens"]}

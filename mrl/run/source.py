@@ -1,4 +1,4 @@
-"""What a command reads its recipe from: a YAML file, or a run folder wherever it was copied to."""
+"""Reads a command's recipe from a YAML file, or from a run folder that may have been moved."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
 
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "history.jsonl")
-"""What lies beside the config.yaml of a run, and not beside a recipe of that name."""
+"""Names of files and folders next to the config.yaml of a run. If none of them exists, the
+config.yaml is a recipe without a run."""
 
 
 def read_source(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Return the recipe of a YAML file or of a run folder, with `overrides`.
+    """Return the recipe in a YAML file or a run folder, with `overrides` applied.
 
-    The `output_dir` of a run folder's recipe is that folder. Raises InputError where a run's
-    config.yaml is given and its output_dir is another folder, which would be trained instead.
+    If `path` is a run folder, the `output_dir` of the recipe is that folder. If a run folder was
+    copied or moved, the `output_dir` in its config.yaml still names the old folder. Raises
+    InputError if `path` is such a config.yaml, because the run in the old folder would be trained
+    instead. This is not checked if `overrides` sets `output_dir`.
     """
     overrides = overrides or []
     if path.is_dir():
@@ -32,10 +35,12 @@ def read_source(path: Path, overrides: list[str] | None = None) -> Recipe:
 def load_run(
     folder: Path, overrides: list[str] | None = None, config: Path | None = None
 ) -> Recipe:
-    """Return the recipe of a run folder, wherever it is now; by default that in its config.yaml.
+    """Return the recipe of a run folder, which may have been moved.
 
-    Paths in it that lie in the folder that it was written for, and are also here, are those here.
-    Raises InputError where the folder holds no run, or `overrides` give another output_dir.
+    The recipe is read from `config`, by default the folder's config.yaml. Its `output_dir` becomes
+    `folder`. A path inside the old `output_dir` becomes the same path inside `folder` if a file or
+    folder exists there. Raises InputError if the file does not exist, or if `overrides` set another
+    `output_dir`.
     """
     config = config or folder / "config.yaml"
     if not config.is_file():
@@ -54,7 +59,7 @@ def load_run(
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Return whether a folder holds a run: a config.yaml, and at least one of the names in OF_A_RUN."""
     config = folder / "config.yaml"
     return config.is_file() and any((folder / name).exists() for name in OF_A_RUN)
 
@@ -77,7 +82,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _move(tree: dict[str, Any], folder: Path) -> None:
-    """Make `folder` the output_dir of a run's recipe, and of the paths that were in the old one."""
+    """Set a recipe's `output_dir` to `folder`, and adapt the paths inside the old `output_dir`."""
     old = tree.get("output_dir")
     if isinstance(old, str) and _same(Path(old), folder):
         return

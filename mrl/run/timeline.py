@@ -1,8 +1,9 @@
-"""This module keeps timeline.jsonl: what trainer and engines of a disaggregated run did, span by span.
+"""The file timeline.jsonl: the activities of trainer and engines in a disaggregated run.
 
-One object a step: `step`; `begin`, in seconds since 1970; `trainer`, the parts of the step; `engines`,
-for each engine the activities that were reported since the row before. A span is [begin, end, name] in
-seconds from the row's `begin`. A step that a resumed run does again has one row, the later one.
+The file has one row, a JSON object, per step. The keys of a row are `step`; `begin`, in seconds
+since 1970; `trainer`, a list of spans for the parts of the step; and `engines`, a list of spans per
+engine for the activities that were reported since the previous row. A span is [begin, end, name],
+in seconds after the row's `begin`. If a step was repeated, the last row of the step counts.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from mrl.system.files import write_whole
 from mrl.system.json_text import check_kinds, parse_row
 
 MAX_SECONDS = 1e11
-"""Seconds since 1970 above which a time is not valid."""
+"""Upper bound of valid times, in seconds since 1970."""
 Spans = Iterable[tuple[float, float, str]]
-"""(begin, end, name) of stretches of time, in seconds since 1970."""
+"""Activities as (begin, end, name), with times in seconds since 1970."""
 
 
 class Timeline:
-    """Reads and writes timeline.jsonl of a run folder. Only rank 0 writes."""
+    """The timeline.jsonl of a run folder. Only rank 0 writes it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def add(self, step: int, trainer: Spans, engines: Sequence[Spans]) -> None:
-        """Add the row of a step. `trainer` has at least one span."""
+        """Add the row of a step.
+
+        `trainer` has the spans of the trainer, at least one. `engines` has the spans of each
+        engine.
+        """
         trainer = list(trainer)
         begin = trainer[0][0]
         row = {
@@ -42,13 +47,13 @@ class Timeline:
         add_line(self.file, row)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of the steps from `step` on, which will be done again."""
+        """Remove the rows of the steps from `step` on, which will be repeated."""
         if self.file.exists():
             lines = self.file.read_bytes().splitlines(keepends=True)
             write_whole(self.file, [line for line in lines if _step(line) in range(step)])
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the rows by ascending step; lines that are none are left out."""
+        """Return the last row of each step, in the order of the steps. Invalid lines are left out."""
         if not self.file.exists():
             return []
         lines = self.file.read_bytes().splitlines()
@@ -61,7 +66,7 @@ def _relative(spans: Spans, origin: float) -> list[list[Any]]:
 
 
 def _step(line: bytes) -> int:
-    """Return the step of a row; -1 where the line is none."""
+    """Return the step of a row; -1 if the line is not a valid row."""
     with suppress(ValueError):
         row = parse_row(line)
         kinds = {"step": "whole", "begin": "number", "trainer": "list", "engines": "list"}

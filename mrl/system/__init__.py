@@ -1,1 +1,1 @@
-"""What the operating system gives: child processes, shared memory, plug-ins, clocks, memory."""
+"""Operating system services: child processes, shared memory, plug-ins, clocks, memory."""

@@ -15,11 +15,12 @@ def why_not(
     *,
     is_unbound: bool = False,
 ) -> str:
-    """Return why Python would refuse to call `function` with this many positional arguments and these
-    keyword arguments; empty if it would not, or if `function` has no signature.
+    """Return Python's reason for refusing a call of `function`; empty if Python accepts the call.
 
-    Missing arguments are not reported. The `self` of a method or of a callable object counts as a
-    positional argument; `is_unbound`: `function` is an unbound method.
+    The call has `num_positional` positional arguments and the keyword arguments `names`. Missing
+    arguments are not reported, and a function without a signature is accepted. The `self` of a
+    method or a callable object counts as a positional argument; `is_unbound` means that `function`
+    is an unbound method.
     """
     num_positional += is_unbound
     if inspect.ismethod(function):
@@ -45,8 +46,11 @@ def unaccepted_column(
     *,
     is_unbound: bool = False,
 ) -> str | None:
-    """Return the first column that `function` does not accept as a keyword, beside `num_positional`
-    positional arguments and the keywords `given`; None if it accepts all of them."""
+    """Return the first column that `function` does not accept as a keyword argument, or None.
+
+    The call also has `num_positional` positional arguments and the keyword arguments `given`.
+    `is_unbound` is described in `why_not`.
+    """
     if not why_not(function, num_positional, {*columns, *given}, is_unbound=is_unbound):
         return None
     for name in columns:

@@ -12,29 +12,33 @@ from torch.profiler import record_function
 
 @dataclass
 class Clock:
-    """Adds up wall-clock seconds by the name of the part that they were spent in."""
+    """Adds up the wall-clock seconds of each part of a step, such as `rollout`."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[float, float, str]] = field(default_factory=list)
-    """(begin, end, name) of the parts that are in no other, in seconds since 1970."""
+    """(begin, end, name) of each part that is not inside another part, in seconds since 1970."""
     _is_inside: bool = False
     _start: float = field(default_factory=time.perf_counter)
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock was created."""
         return time.perf_counter() - self._start
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a block. An error that leaves it gets the attribute `phase`, for the report."""
+        """Time the `with` block as the part `name`.
+
+        Parts may be nested. An exception that leaves the block gets the attribute `phase`, the name
+        of the innermost part, for the report of the failure.
+        """
         start, began, was_inside = time.perf_counter(), time.time(), self._is_inside
         self._is_inside = True
         try:
-            with record_function(f"mrl: {name}"):  # in the trace of a profiled step
+            with record_function(f"mrl: {name}"):  # for the trace of a profiled step
                 yield
         except Exception as error:
-            if not hasattr(error, "phase"):  # of the innermost part
+            if not hasattr(error, "phase"):  # keep the name of the innermost part
                 setattr(error, "phase", name)  # noqa: B010
             raise
         finally:

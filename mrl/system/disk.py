@@ -1,6 +1,7 @@
-"""Says what a disk refused: which path, why, and how many bytes are free there.
+"""Messages about failed writes, with the path, the reason, and the free bytes of the file system.
 
-`mrl.system.files.naming` gives an error its path where it happens; here it is put into words.
+`mrl.system.files.naming` adds the path to an error when it occurs; this module turns the error into
+a message.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from mrl.system.files import bytes_in_words, disk_errno
 from mrl.system.streams import unwritable_stream
 
 GONE = "is gone, moved"
-"""The words of the message about a folder that does not exist any more."""
+"""Words in the message about a folder that no longer exists."""
 NO_INODES = "the disk has no inodes left"
 """The reason if a disk has free bytes but no room for another file."""
 
 
 def refusal(error: BaseException, place: Path) -> str:
-    """Return in one line what the disk refused, with path and bytes; empty where it refused nothing.
+    """Return one line about a failed write, with path and free bytes; empty for every other error.
 
-    `place` is the folder to name where no error of the chain names a file.
+    If neither `error` nor its causes name a file, the line names the standard stream that cannot be
+    written to, or else the folder `place`.
     """
     for each in chain(error):
         if (number := disk_errno(each)) is not None:
@@ -41,8 +43,10 @@ def refusal(error: BaseException, place: Path) -> str:
 
 
 def vanished(error: BaseException, folder: Path) -> str:
-    """Return one line if `error` shows that a run folder, or a folder in it, is gone; otherwise an
-    empty text."""
+    """Return one line if `error` shows that a run folder, or a folder in it, no longer exists.
+
+    `folder` is the run folder. The result is empty for every other error.
+    """
     for each in chain(error):
         if not isinstance(each, (FileNotFoundError, NotADirectoryError)) or each.filename is None:
             continue
@@ -59,7 +63,7 @@ def vanished(error: BaseException, folder: Path) -> str:
 
 
 def bytes_below(folder: Path) -> int:
-    """Return the bytes of all files below a folder; those that go meanwhile count as nothing."""
+    """Return the total bytes of all files below a folder. Files that disappear meanwhile count as 0."""
     num_bytes = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -77,13 +81,13 @@ def describe(error: Exception, place: Path) -> str:
 
 
 def is_refusal(text: str) -> bool:
-    """Whether `text` has what `refusal` says of a disk, as another rank has sent it."""
+    """Return whether `text`, received from another rank, is a message of `refusal` or `vanished`."""
     return any(words in text for words in (*DISK_ERRORS.values(), NO_INODES, GONE))
 
 
 @contextmanager
 def refusing(place: Path) -> Iterator[None]:
-    """Raise DiskFailed for what the disk refuses in the block, InputError for every other OSError."""
+    """Raise DiskFailed for a disk error in the `with` block, and InputError for any other OSError."""
     try:
         yield
     except OSError as error:
@@ -93,20 +97,21 @@ def refusing(place: Path) -> Iterator[None]:
 
 
 def require_room(path: Path, num_bytes: int) -> None:
-    """Raise DiskFailed where fewer than `num_bytes` are free for `path`, as far as the file system
-    says."""
+    """Raise DiskFailed if the file system reports fewer than `num_bytes` free bytes for `path`."""
     free = free_bytes(path)
     if free is not None and free < num_bytes:
         raise DiskFailed(
             f"{DISK_ERRORS[errno.ENOSPC]}: it needs {bytes_in_words(num_bytes)}, and "
-            f"{bytes_in_words(free)} are free in {existing(path)}; make room there or move the run "
-            "folder, then continue the run"
+            f"{bytes_in_words(free)} are free in {existing(path)}; free some space there or move "
+            "the run folder, then continue the run"
         )
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes that are free where `path` is or would be; None where the file system does not
-    say."""
+    """Return the free bytes on the file system of `path`, which need not exist.
+
+    The result is None if the file system does not report its free bytes.
+    """
     try:
         usage = shutil.disk_usage(existing(path))
     except OSError:
@@ -115,12 +120,12 @@ def free_bytes(path: Path) -> int | None:
 
 
 def existing(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
+    """Return `path`, or its nearest parent that exists."""
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it came from."""
+    """Yield an error, its cause or context, the cause or context of that error, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -129,7 +134,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 def _in_words(number: int, what: str, path: Path) -> str:
     there, free = existing(path), free_bytes(path)
     left = "" if free is None else f", {bytes_in_words(free)} are free in {there}"
-    why, do = DISK_ERRORS[number], "make room there"
+    why, do = DISK_ERRORS[number], "free some space there"
     if number == errno.EROFS:
         do = "mount it writable"
     elif number == errno.EFBIG:
@@ -141,7 +146,7 @@ def _in_words(number: int, what: str, path: Path) -> str:
 
 
 def _has_no_inodes(path: Path) -> bool:
-    """Whether the file system of `path` has a limit of inodes, and all are used."""
+    """Return whether the file system of `path` has a limited number of inodes and all are used."""
     with suppress(OSError):
         numbers = os.statvfs(path)
         return bool(numbers.f_files) and not numbers.f_favail

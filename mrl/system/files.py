@@ -1,7 +1,7 @@
-"""Writes a file whole: whoever reads it, meanwhile or after a crash, finds all of it or what was there.
+"""Atomic writes: a reader sees either the new content or the previous content, even after a crash.
 
-The content is written to a hidden file beside the target, `.NAME.partial`, which is then given the
-target's name. A process that is killed meanwhile leaves that hidden file; the next write replaces it.
+The content is written to a hidden file next to the target, `.NAME.partial`, which is then renamed.
+A process that is killed meanwhile leaves the hidden file behind; the next write replaces it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BY_WORDS = {os.strerror(number): number for number in DISK_ERRORS}
 
 @contextmanager
 def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Give a path to write to, which gets the name of `file` when the block ends.
+    """Yield a path to write to, which is renamed to `file` when the `with` block ends.
 
-    If the block raises, `file` stays as it was and no partial output remains. With `durable`, the
-    content and then the new name are on the disk before this returns, so that they survive a crash of
-    the machine. Raises OSError where the file cannot be written; what the disk refuses names `file`.
+    If the block raises an exception, `file` is unchanged and no partial output remains. With `durable`,
+    the content and then the new name are synced to disk before the block is left, so that they survive
+    a crash of the machine. Raises OSError if the file cannot be written; a disk error names `file`.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:
@@ -34,7 +34,7 @@ def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
                 sync(partial)
             partial.replace(file)
     except BaseException:
-        with suppress(OSError):  # on a read-only file system, whose name counts
+        with suppress(OSError):  # keep the first error, e.g. of a read-only disk
             partial.unlink(missing_ok=True)
         raise
     if durable:
@@ -42,10 +42,10 @@ def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path, user: str) -> IO[str]:
-    """Lock a folder until the returned file is closed, here and in forks, or the processes end.
+    """Lock a folder until this process and its forks have closed the returned lock file or ended.
 
-    Raises InputError if another process, a running `user`, has locked it, and OSError if the lock's
-    file cannot be written.
+    Raises InputError if another process has locked the folder, and OSError if the lock file cannot
+    be written. `user` names the other process in the message, such as `job`.
     """
     lock = (folder / ".lock").open("w")
     try:
@@ -61,7 +61,10 @@ def lock_folder(folder: Path, user: str) -> IO[str]:
 def write_whole(
     file: Path, content: str | bytes | Iterable[bytes], *, durable: bool = False
 ) -> None:
-    """Write `content` (text as UTF-8) to `file`; see `replaced`."""
+    """Write `content` (a string as UTF-8) to `file` atomically.
+
+    `durable` and errors are described in `replaced`.
+    """
     if isinstance(content, str):
         content = content.encode()
     with replaced(file, durable=durable) as partial, partial.open("wb") as stream:
@@ -69,9 +72,9 @@ def write_whole(
 
 
 def disk_errno(error: BaseException) -> int | None:
-    """Return the number of the disk's error that `error` is, or quotes; None for every other error.
+    """Return the errno if `error` is a disk error, or quotes its text; None for every other error.
 
-    Libraries in other languages keep the system's words and drop its number.
+    Libraries in other languages keep the system's error text but not its number.
     """
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return error.errno
@@ -81,7 +84,10 @@ def disk_errno(error: BaseException) -> int | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise what the disk refuses in the block as an OSError that names `path`."""
+    """Raise a disk error in the `with` block as an OSError that names `path`.
+
+    Other errors are passed on unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -92,7 +98,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +107,7 @@ def sync(path: Path) -> None:
 
 
 def bytes_in_words(num_bytes: int) -> str:
-    """Return a number of bytes as in `12.3 MB`, with decimal prefixes."""
+    """Format a number of bytes like `12.3 MB`, with decimal prefixes."""
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

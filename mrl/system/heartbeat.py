@@ -1,9 +1,9 @@
-"""This module holds the heartbeat of a rank: what it does now, in a page of memory that others read.
+"""The heartbeat of a rank: what it is doing now, in a page of memory that other processes read.
 
-A rank marks its phases with `phase(name)` and its progress within one with `beat()`. Both write some
-numbers into a memfd and do nothing where no page is open, so that any room may call them. Nothing here
-waits, and no thread is needed: the monitor (mrl/watch/) reads the page from outside, also while
-the rank hangs or is stopped.
+A rank marks its phases with `phase(name)` and its progress within a phase with `beat()`. These
+functions write a few numbers to the page, which is a memfd. They do nothing if no page is open, so
+any package may call them. They never wait and need no thread. The monitor (mrl/watch/) reads the
+page from another process, even while the rank hangs or is suspended.
 """
 
 from __future__ import annotations
@@ -18,42 +18,45 @@ from typing import NamedTuple
 PHASES = (
     *("start", "load", "sync", "rollout", "score", "logprobs", "train", "save", "evaluate", "log"),
 )
-"""What a rank may be doing. `start` is everything before the first step without a name of its own,
-`log` everything between the phases of a step: metrics, trackers, callbacks.
+"""Phases of a rank. `start` is everything before the first step that is not another phase, and `log` is
+everything between the phases of a step: metrics, trackers, callbacks.
 
-A name may have a part after a colon, as in `load:checkpoint`: another kind of work, whose times the
-watchdog learns separately. Limits in a recipe are set for the name before the colon."""
+A name may have a suffix after a colon, as in `load:checkpoint`, for a different kind of work, whose
+times the watchdog learns separately. Limits in a recipe apply to the name before the colon.
+"""
 SUPERVISE = "supervise"
-"""The phase of a rank that leads engines: it goes through none of the others."""
+"""The only phase of a rollout rank, once it leads an engine."""
 LEFT = "left"
-"""What the page of a rank says that is through with the run."""
+"""The phase of a rank that has finished the run."""
 _FORM = struct.Struct("=32sqqq64s")
 _COLLECTIVE = struct.Struct("=16s64sqq")
 _COLLECTIVE_AT = 128
 _END = struct.Struct("=q")
 _END_AT = _COLLECTIVE_AT + _COLLECTIVE.size - _END.size
 _OVER, _QUEUED = 1, 2
-"""How a collective ended; 0 until somebody has waited for it."""
+"""How the rank's wait for a collective ended: the collective was complete, or still queued on a
+GPU. The value is 0 until the wait ends."""
 _WRITER = struct.Struct("=q")
 _WRITER_AT = 256
 SIZE = mmap.PAGESIZE
 _STRIDE = 1000
-"""Positions that belong to the work for one tenant: more than it passes phases."""
+"""Increase of a rank's position after each step of a tenant. It is larger than the number of phases
+in such a step."""
 
 
 class Pulse(NamedTuple):
-    """A `Pulse` is what a page says."""
+    """The phase and the progress of a rank, as read from its page."""
 
     phase: str
     step: int
-    """The number of the step, from 0; -1 before the first."""
+    """Number of the step, counted from 0; -1 before the first step."""
     position: int
-    """How many phases the rank has begun and left. All ranks pass the same ones, so that the lowest
-    number is the rank that is furthest behind."""
+    """A number that grows whenever the rank begins or leaves a phase. All ranks go through the same
+    phases, so the rank with the lowest position is furthest behind."""
     beats: int
-    """How often it has shown progress."""
+    """Number of times that the rank has recorded progress."""
     tenant: str = ""
-    """Whom a service works for now; the step is that tenant's. Empty where it is nobody's work."""
+    """In a service, the tenant whose step the rank works on; empty if it works for no tenant."""
 
     @property
     def where(self) -> str:
@@ -63,21 +66,22 @@ class Pulse(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A `Collective` is the last one that a rank has begun."""
+    """The last collective that a rank has begun."""
 
     name: str = ""
-    """Empty before the first one."""
+    """The name of the collective operation; empty if the rank has begun no collective yet."""
     group: str = ""
-    """The name that torch or Megatron gave to its process group, and the number of its ranks."""
+    """The name that torch or Megatron gave to the collective's process group, and the number of
+    ranks in the group."""
     number: int = 0
-    """How many the rank has begun."""
+    """Number of collectives that the rank has begun."""
     is_over: bool = True
     is_queued: bool = False
-    """The rank has waited for it, and a GPU had not done it by then: the rank goes on, and nothing that
-    it shows says whether the collective is over."""
+    """Whether the rank's wait ended while the collective was still queued on a GPU. The rank then
+    continues, and the page does not show when the GPU completes the collective."""
 
     def text(self) -> str:
-        """Say it for a report; empty where there was none."""
+        """Describe the collective for a report; empty before the first collective."""
         if not self.name:
             return ""
         over = "over" if self.is_over else "queued on the GPU" if self.is_queued else "not over"
@@ -85,7 +89,7 @@ class Collective(NamedTuple):
 
 
 class _Page:
-    """The page of this process."""
+    """The heartbeat page of this process, which is in a memfd."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("mrl-heartbeat")
@@ -108,24 +112,24 @@ class _Page:
 
 
 _pages: list[_Page] = []
-"""The page of this process, where one is open."""
+"""Contains this process's page, if it is open."""
 
 
 def open_page() -> str:
-    """Make this process's page and return the path by which processes of this user can read it."""
+    """Create this process's page. Returns the path at which processes of this user can read it."""
     close_page()
     _pages.append(_Page())
     return f"/proc/{os.getpid()}/fd/{_pages[0].fd}"
 
 
 def leave() -> None:
-    """Say that this rank is through with the run, so that its end is no fault."""
+    """Record that this rank has finished the run, so that its exit is not a fault."""
     for page in _pages:
         page.go_to(LEFT)
 
 
 def close_page() -> None:
-    """Let go of the page; does nothing where there is none."""
+    """Close this process's page, if it is open."""
     for page in _pages:
         page.memory.close()
         os.close(page.fd)
@@ -133,36 +137,39 @@ def close_page() -> None:
 
 
 def num_beats() -> int:
-    """Return how often this process has shown progress."""
+    """Return how often this process has recorded progress."""
     return sum(page.beats for page in _pages)
 
 
 def read_page(memory: mmap.mmap) -> Pulse:
-    """Return what a page says that was mapped with `SIZE` bytes."""
+    """Return the phase and the progress recorded in a page that is mapped with `SIZE` bytes."""
     name, step, position, beats, tenant = _FORM.unpack_from(memory, 0)
     return Pulse(_text(name), step, position, beats, _text(tenant))
 
 
 def read_collective(memory: mmap.mmap) -> Collective:
-    """Return the last collective that a page names."""
+    """Return the last collective recorded in a page."""
     name, group, number, end = _COLLECTIVE.unpack_from(memory, _COLLECTIVE_AT)
     return Collective(_text(name), _text(group), number, end == _OVER, end == _QUEUED)
 
 
 def read_writer(memory: mmap.mmap) -> int:
-    """Return the number of the process that writes for this rank; 0 if there was none."""
+    """Return the PID of the process that last wrote a checkpoint for the rank; 0 if there was none."""
     return _WRITER.unpack_from(memory, _WRITER_AT)[0]
 
 
 def register_writer() -> None:
-    """Record, in a fork of a rank, that this process writes for it: the bytes that it reads and writes
-    count as progress of the rank while it loads or saves."""
+    """Record that this process, a fork of a rank, writes a checkpoint for the rank.
+
+    While the rank loads or saves, the bytes that this process reads and writes count as the rank's
+    progress.
+    """
     for page in _pages:
         _WRITER.pack_into(page.memory, _WRITER_AT, os.getpid())
 
 
 def kind_of(phase: str) -> str:
-    """Return the name of a phase without the part after the colon."""
+    """Return the name of a phase without the suffix after the colon."""
     return phase.partition(":")[0]
 
 
@@ -171,24 +178,28 @@ def _text(field: bytes) -> str:
 
 
 def note_collective(name: bytes, group: bytes) -> None:
-    """Say that this rank begins a collective over a group; what is too long is cut."""
+    """Record that this rank begins a collective over a group. Long names are truncated."""
     for page in _pages:
         page.collectives += 1
         _COLLECTIVE.pack_into(page.memory, _COLLECTIVE_AT, name, group, page.collectives, 0)
 
 
 def note_collective_end(*, is_queued: bool = False) -> None:
-    """Say that this rank has waited for the last collective; `is_queued`: a GPU has still to do it."""
+    """Record that this rank's wait for the last collective has ended.
+
+    `is_queued`: the collective is still queued on a GPU.
+    """
     for page in _pages:
         _END.pack_into(page.memory, _END_AT, _QUEUED if is_queued else _OVER)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Mark what this rank does in the block; as a decorator, in each call of the function.
+    """Mark the phase of this rank during the `with` block or, as a decorator, during each call.
 
-    Every rank must come through the same phases in the same order, also where it has nothing to do. In
-    a phase within a phase the inner one counts, but `save` within `save:snapshot` stays the latter.
+    Every rank must go through the same phases in the same order, even if it has nothing to do. If
+    phases are nested, the page shows the inner phase, unless its name is the outer name without the
+    suffix: during `save` inside `save:snapshot`, the page still shows `save:snapshot`.
     """
     before = ""
     for page in _pages:
@@ -203,11 +214,11 @@ def phase(name: str) -> Iterator[None]:
 
 @contextmanager
 def working_for(tenant: str, step: int) -> Iterator[None]:
-    """Mark that this rank works for one tenant of a service in the block, which is at `step`.
+    """Mark that this rank works on step `step` of one tenant of a service during the `with` block.
 
-    The ranks have the same position again when all have left the block, also where it raised on some
-    of them only, and these came through fewer phases. An error that leaves it gets the attributes
-    `tenant` and `step`, for the report.
+    After the block all ranks have the same position, even if some of them went through fewer phases
+    because of an exception. An exception that leaves the block gets the attributes `tenant` and
+    `step`, for the report of the failure.
     """
     before = [(page, page.step, page.position) for page in _pages]
     for page in _pages:
@@ -226,22 +237,28 @@ def working_for(tenant: str, step: int) -> Iterator[None]:
 
 
 def begin_step(step: int) -> None:
-    """Say which step this rank is in."""
+    """Record that this rank begins a step."""
     for page in _pages:
         page.step, page.outside = step, "log"
         page.go_to("log")
 
 
 def supervise() -> None:
-    """Record that this rank leads engines from now on; it sends heartbeats whatever its engines do."""
+    """Record that this rank is a rollout rank, which only leads engines from now on.
+
+    The rank's heartbeats do not depend on its engines.
+    """
     for page in _pages:
         page.phase = page.outside = SUPERVISE
         page.write()
 
 
 def beat() -> None:
-    """Record progress of this rank: a micro-batch, a finished sample, a bucket or a tensor of weights.
-    Bytes that its main thread reads or writes in `load` and `save` count without it."""
+    """Record progress of this rank, such as a micro-batch, a finished sample or a bucket of weights.
+
+    In the phases `load` and `save`, bytes that the rank's main thread reads or writes count as
+    progress without this call.
+    """
     for page in _pages:
         page.beats += 1
         page.write()

@@ -1,7 +1,7 @@
-"""Estimates quantiles of values that lie on many ranks and micro-batches, without gathering them.
+"""Quantiles of values that are spread over ranks and micro-batches, without gathering the values.
 
-Values are counted in bins that are 1/16 octave wide, so a quantile is right to 2.2%. Counts add up
-over micro-batches and ranks, and no count waits for the device.
+Values are counted in logarithmic bins, 16 for each factor of two, so a quantile is accurate to
+2.2%. Counts can be added up over micro-batches and ranks. Counting does not wait for the device.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from torch import Tensor
 
 BINS_PER_OCTAVE = 16
 LOWEST, HIGHEST = -40, 24
-"""Powers of two that the bins reach from and to: 9e-13 and 1.7e7. Below is the first bin, which counts
-as 0; what is above is in the last."""
+"""The bins cover the powers of two from 2^-40 (9e-13) to 2^24 (1.7e7). Smaller values are counted
+in the first bin, which represents 0, and larger values in the last bin."""
 NUM_BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE + 1
 
 
 def log_histogram(values: Tensor, mask: Tensor) -> Tensor:
-    """Count non-negative values: f32[...] where bool[...] -> i64[NUM_BINS]. NaN counts as the
-    largest."""
+    """Count non-negative values f32[...] in bins, where the mask bool[...] is true.
+
+    Return the number of values in each bin, i64[NUM_BINS]. NaN is counted in the last bin.
+    """
     return log_histograms(values.flatten(), mask.flatten())
 
 
 def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
-    """Count each row as `log_histogram` does: f32[..., n] where bool[..., n] -> i64[..., NUM_BINS]."""
+    """Return a `log_histogram` of each row: of values f32[..., n] with a mask bool[..., n].
+
+    The counts have the shape i64[..., NUM_BINS].
+    """
     powers = values.detach().double().nan_to_num(nan=2.0**HIGHEST).log2()
     places = ((powers - LOWEST) * BINS_PER_OCTAVE).floor() + 1
     places = places.clamp(0, NUM_BINS - 1).long()
@@ -36,8 +41,10 @@ def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def quantile(counts: Sequence[int], q: float) -> float:
-    """Return what a share `q` of all values does not exceed: the middle of its bin; NaN without
-    values."""
+    """Return the q-quantile (0 to 1) of the counted values; NaN if no value was counted.
+
+    The result is the middle of a bin on the logarithmic scale, or 0 for the first bin.
+    """
     so_far = list(accumulate(counts))
     if not so_far[-1]:
         return float("nan")

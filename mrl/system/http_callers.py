@@ -1,4 +1,4 @@
-"""Tells who may call a server of ours over HTTP: not web pages, and only those who have the token."""
+"""Checks whether an HTTP request to mrl comes from a web page, and whether it has the right token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from urllib.parse import urlsplit
 
 MAX_UNWANTED_BYTES = 1 << 20
 LINGER_S = 1.0
-"""How much of a refused request is still read, and for how long."""
+"""A refused request is still read for at most MAX_UNWANTED_BYTES and LINGER_S seconds."""
 
 
 def is_of_this_machine(host: str | None, origin: str | None) -> bool:
-    """Whether no web page asks, by the headers of the request: a browser names the page's origin, or
-    the page's own name as the host, where that name was made to point here (DNS rebinding)."""
+    """Return whether the headers Host and Origin show that no web page made the request.
+
+    If a web page makes a request to another host, the browser sends the page's origin. In a DNS
+    rebinding attack, the page's own host name resolves to this machine; then the header Host has
+    that name and not a loopback name.
+    """
     with suppress(ValueError):
         name = urlsplit(f"//{'localhost' if host is None else host}").hostname or ""
         return origin is None and (name == "localhost" or ipaddress.ip_address(name).is_loopback)
@@ -24,15 +28,17 @@ def is_of_this_machine(host: str | None, origin: str | None) -> bool:
 
 
 def has_token(authorization: str | None, token: str) -> bool:
-    """Whether the header Authorization has the token. The time that it takes does not tell how much of
-    it was right."""
+    """Return whether the Authorization header has the token, compared in constant time."""
     given = (authorization or "").encode(errors="replace")
     return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
 def drain(connection: socket.socket) -> None:
-    """Read on for a while after a refusal: to close a connection with bytes unread resets it, and that
-    may overtake the answer."""
+    """Read the rest of a refused request for a short time.
+
+    If a connection is closed while bytes are unread, the system resets the connection. The reset
+    could reach the client before it has read the answer.
+    """
     end, left = time.monotonic() + LINGER_S, MAX_UNWANTED_BYTES
     with suppress(OSError):
         connection.shutdown(socket.SHUT_WR)

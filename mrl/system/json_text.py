@@ -1,6 +1,6 @@
-"""Reads JSON of users' files, and rows of run files that may be damaged.
+"""Parsing of users' JSON files, and of rows in run files that may be damaged.
 
-A duplicate key in an object is refused, and so is a number that is too large for a float.
+`parse_json` refuses objects with duplicate keys. `parse_row` refuses integers with too many digits.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from mrl.errors import InputError
 
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; for the argument `object_pairs_hook` of `json.loads`.
+    """Return the pairs as a dict; an `object_pairs_hook` for `json.loads`.
 
-    Raises InputError where a key is there twice: Python keeps the last one, other readers the first.
+    Raises InputError for a duplicate key, because Python would keep its last value and other parsers
+    its first.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"the key `{twice}` is there twice in one object; give it once")
+        raise InputError(f"the key `{twice}` occurs twice in one object; give it once")
     return found
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Return what `text` holds. Raises InputError that begins with `where` for a key that is there
-    twice, and ValueError for what is no JSON."""
+    """Return the value of a JSON text.
+
+    Raises InputError for a duplicate key, with a message that begins with `where`. Raises
+    ValueError for invalid JSON.
+    """
     try:
         return json.loads(text, object_pairs_hook=each_key_once)
     except InputError as error:
@@ -35,7 +39,11 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def parse_row(line: str | bytes) -> dict[str, Any]:
-    """Return the JSON object of a line. Raises ValueError for anything else, in one line."""
+    """Return the JSON object in a line.
+
+    Raises ValueError, with a one-line message, if the line is not a JSON object in UTF-8, or has an
+    integer of more than MAX_DIGITS digits.
+    """
     try:
         row = json.loads(line, parse_int=_bounded)
     except json.JSONDecodeError:
@@ -56,16 +64,17 @@ def _bounded(digits: str) -> int:
 
 
 MAX_DIGITS = 30
-"""The most digits of a whole number: counters of mrl have fewer, and a float overflows at 310."""
+"""Maximum number of digits of an integer. mrl's counters have fewer digits. An integer of 310
+digits can no longer be converted to a float."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number, and not `true` or `false`."""
+    """Return whether a JSON value is a number. `true` and `false` are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 Kinds = Mapping[str, str]
-"""The types of an object's values, by key: words of KINDS, joined by `|`."""
+"""The allowed types of an object's values, by key, as names in KINDS joined by `|`."""
 KINDS = {
     "number": is_number,
     "whole": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -77,8 +86,10 @@ KINDS = {
 
 
 def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if a value of `row` does not have the type that `kinds` gives for its key, or a
-    required key is missing. Keys that are not in `kinds` may hold anything."""
+    """Raise ValueError if a required key of `row` is missing, or a value has a type not in `kinds`.
+
+    Values of keys that are not in `kinds` are not checked.
+    """
     for name in required:
         if name not in row:
             raise ValueError(f"it lacks `{name}`")
@@ -89,9 +100,10 @@ def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] 
 
 
 def unpaired_surrogate(value: Any) -> str | None:
-    """Return the first unpaired surrogate in a JSON value; None if there is none.
+    """Return the first unpaired surrogate in a JSON value, as an escape; None if there is none.
 
-    It is not a character: tokenizers and UTF-8 files cannot hold it, but JSON's escapes can.
+    An unpaired surrogate is not a character: JSON's escapes can express it, but tokenizers and
+    UTF-8 files cannot.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -1,7 +1,7 @@
-"""Runs user code that may hang or die in a child process, which speaks JSON lines over its pipes.
+"""Runs user code, which may hang or die, in a child process that speaks JSON lines over pipes.
 
-The worker's first line is `{"ready": true}` or `{"input_error": text}`; after that it answers each
-request with one line, which has the request's number (worker_connection.py is its side).
+The worker's first line is `{"ready": true}` or `{"input_error": text}`. It answers each request
+with one line that contains the request's number (worker_connection.py is the other side).
 """
 
 from __future__ import annotations
@@ -26,35 +26,38 @@ from mrl.system.worker_connection import FORK_RETURNED, NUMBER
 from mrl.system.worker_user import WorkerUser
 
 START_TIMEOUT_S = 120.0
-"""Seconds for importing the user's module."""
+"""Time limit in seconds for importing the user's module."""
 LOOK_S = 0.5
-"""Seconds between two checks whether a worker that has not answered is alive."""
+"""Seconds between two checks of whether a worker that has not answered still runs."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of a worker that was killed; above 128 as worker_guard.py passes them on."""
+"""Exit codes of a worker that was killed. The codes above 128 come from worker_guard.py."""
 MARK = "MRL_WORKER"
-"""The variable that identifies all processes that a worker has started."""
+"""Environment variable that identifies all processes that a worker has started."""
 MAX_REPLY_BYTES = 64 << 20
-"""Largest answer of a worker, which the trainer holds in its memory."""
+"""Maximum size of a worker's answer, which the trainer holds in memory."""
 
 
 class WorkerLost(Exception):
-    """The worker gave no answer and is gone, with whatever it held; the message says how."""
+    """The worker gave no answer, and was killed or has ended. The message says why.
+
+    All state of the worker is lost.
+    """
 
 
 class WorkerNotStarted(WorkerLost):
-    """It was lost before, and could not be started again."""
+    """A worker that had been lost in an earlier call could not be started again."""
 
 
 class _BadReply(Exception):
-    """The worker sent what is no answer; the message says what came."""
+    """The worker sent something that is not a valid answer. The message says what."""
 
 
 class JsonWorker:
-    """Runs the user's code `what` in `python -m MODULE SPEC PARENT_PID ARGUMENTS...`, as `user` where
-    one is given (worker_guard.py).
+    """Runs user code in a child process, `python -m MODULE SPEC PARENT_PID ARGUMENTS...`.
 
-    Use it from a thread that lives as long as the run: the worker dies with the thread that started
-    it. close() may come from another.
+    If `user` is given, the process runs as that user (worker_guard.py). Start and call a worker on a
+    thread that lives as long as the run, because the process is killed when the thread that started it
+    ends. close() may be called from another thread.
     """
 
     def __init__(
@@ -66,7 +69,10 @@ class JsonWorker:
         start_timeout_s: float = START_TIMEOUT_S,
         user: WorkerUser | None = None,
     ) -> None:
-        """Start nothing yet. `what` is for messages: "reward 'first_char'"."""
+        """Prepare the process without starting it.
+
+        `what` names the user's code in messages, such as "reward 'first_char'".
+        """
         guard = ["mrl.system.worker_guard", user.name] if user else []
         self._command = [sys.executable, "-m", *guard, module, spec, str(os.getpid()), *arguments]
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -76,29 +82,35 @@ class JsonWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = bytearray()
         self._number: int | None = None
-        """The number of the request that is being answered; None at the start."""
+        """Number of the current request; None during the start."""
         self.num_returned_forks = 0
-        """How many answers reported a process that the user's code forked and that returned from it."""
+        """Number of answers with FORK_RETURNED: a process that the user's code forked had returned
+        from the call as if it were the worker."""
         self._lock = threading.Lock()
-        """The lock that is held while an answer is awaited."""
+        """Held while waiting for an answer."""
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """None where it is not running."""
+        """PID of the worker; None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Raises InputError if the user's code cannot be loaded, and RunFailed if the process was
-        killed meanwhile."""
+        """Start the process, and wait until the user's code is loaded.
+
+        Raises InputError if the code cannot be loaded, and RunFailed if the process is killed or
+        suspended while it loads.
+        """
         with self._lock:
             self._start()
 
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Return the answer; start the process where it is not running.
+        """Return the answer to a request. The process is started first if it is not running.
 
-        Raises WorkerLost, or WorkerNotStarted: what was loaded once is no bad input, and whoever counts
-        failures decides whether the run continues.
+        Raises WorkerLost if the worker does not answer within `timeout_s`, answers with something
+        invalid, or ends. Raises WorkerNotStarted if the worker cannot be started again. That is not
+        an InputError, because the user's code could be loaded before. The caller counts failures
+        and decides whether the run continues.
         """
         with self._lock:
             if self._closed:
@@ -119,9 +131,9 @@ class JsonWorker:
                 raise WorkerLost(f"worker process (exit code {self._end()})") from None
 
     def close(self) -> None:
-        """Kill the worker and whatever it started; none is started again. Harmless when repeated."""
+        """Kill the worker and its child processes permanently. May be called more than once."""
         self._closed = True
-        self._kill()  # a call that waits in another thread ends
+        self._kill()  # this ends a call that waits in another thread
         with self._lock:
             self._clear()
 
@@ -132,7 +144,7 @@ class JsonWorker:
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches the trainer alone; killpg reaches all of it
+                start_new_session=True,  # Ctrl-C does not reach it; killpg reaches its group
             )
         if self._closed:
             self._kill()
@@ -153,7 +165,7 @@ class JsonWorker:
             ) from None
         except _BadReply as error:
             self._clear()
-            raise InputError(f"{self._what}: at its start {error}") from None
+            raise InputError(f"{self._what}: during its start {error}") from None
         except (OSError, EOFError):
             code = self._end()
             text = f"{self._what}: its import ended the worker process (exit code {code})"
@@ -173,7 +185,11 @@ class JsonWorker:
             raise WorkerNotStarted(f"could not be started again: {error}") from None
 
     def _kill(self) -> None:
-        """Kill the whole group before anything waits for the process, which would free its number."""
+        """Kill the worker's process group, if the worker has not been reaped.
+
+        The process must not be reaped before this call, because the system could then reuse its PID
+        for another process.
+        """
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):
@@ -185,18 +201,18 @@ class JsonWorker:
         if process is None:
             return
         process.wait()
-        kill_by_variable(MARK, self._mark)  # processes that have left its group
+        kill_by_variable(MARK, self._mark)  # its descendants that have left the process group
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
 
     def _end(self) -> int | None:
-        """Wait for a process that ends, and clear it away; return its exit code."""
+        """Wait for a worker that is exiting, clean up after it, and return its exit code."""
         process = self._process
         assert process
-        # The pipe closes a moment before the process is gone; it stays a zombie, its number taken,
-        # until what it started is killed too.
+        # The pipe closes a moment before the process has exited. The process stays a zombie, so that
+        # its PID is not reused until its children have also been killed.
         deadline = time.monotonic() + 1.0
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -204,13 +220,17 @@ class JsonWorker:
         return process.returncode
 
     def _has_ended(self) -> bool:
-        """Whether the worker has ended; it is not reaped, so that its process number is not reused."""
+        """Return whether the worker has exited. It is not reaped, so that its PID is not reused."""
         assert self._process
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, look) is not None
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a line and await a line. Raises TimeoutError, EOFError, OSError, _BadReply."""
+        """Send a line, wait for the line that answers it, and return the answer.
+
+        Raises TimeoutError if no answer comes in time, EOFError or OSError if the worker has ended, and
+        _BadReply if the line is not an answer.
+        """
         assert self._process
         assert self._process.stdin
         assert self._process.stdout
@@ -219,7 +239,7 @@ class JsonWorker:
         unsent = memoryview(request)
         has_line = b"\n" in self._unread
         while not has_line:
-            poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
+            poll = select.poll()  # select() fails above 1,024 open files
             poll.register(into, select.POLLIN)
             if unsent:
                 poll.register(out, select.POLLOUT)
@@ -228,7 +248,7 @@ class JsonWorker:
             wait_s = 0.0 if has_ended else min(max(left_s, 0.0), LOOK_S)
             ready = dict(poll.poll(wait_s * 1000))
             if has_ended and into not in ready:
-                raise EOFError  # processes that it started may hold the pipe open
+                raise EOFError  # its children may keep the pipe open
             if not ready and left_s <= 0:
                 raise TimeoutError
             if out in ready:
@@ -241,8 +261,8 @@ class JsonWorker:
                 has_line = b"\n" in chunk
                 if len(self._unread) > MAX_REPLY_BYTES:
                     raise _BadReply(
-                        f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB came, which is the "
-                        "largest that is read; let the code return less"
+                        f"the answer has more than {MAX_REPLY_BYTES >> 20} MiB, which is the "
+                        "maximum; let the code return less"
                     )
         line, _, self._unread = self._unread.partition(b"\n")
         reply = _decoded(bytes(line), self._number)
@@ -251,14 +271,16 @@ class JsonWorker:
 
 
 def _decoded(line: bytes, number: int | None) -> dict[str, Any]:
-    """Return the answer to a request. Raises _BadReply if the line is not a JSON object, or does not
-    have the request's number."""
+    """Return the answer in a line, without the number of the request.
+
+    Raises _BadReply if the line is not a JSON object, or does not have the request's `number`.
+    """
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
         reply = None
     if not isinstance(reply, dict):
-        raise _BadReply(f"the answer {line[:80]!r} came, expected a JSON object")
+        raise _BadReply(f"got the answer {line[:80]!r}, expected a JSON object")
     if reply.pop(NUMBER, None) != number:
         raise _BadReply(
             f"received the line {line[:80]!r}, which is not an answer to the request: something else "

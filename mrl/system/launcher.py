@@ -1,4 +1,4 @@
-"""Tells `mrl.launch`, if it started this rank, what it needs to know: by files in its folder."""
+"""Notifies `mrl.launch` by creating files in its folder. Without that launcher nothing is done."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
-"""The variable by which `mrl.launch` gives its ranks the folder; if it is set, the launcher prints
-their failure."""
+"""Environment variable with the launcher's folder. If it is set, the launcher, not the rank, prints a
+failure of the ranks."""
 WATCHED_FILE = "watched"
-"""This file exists once the watchdog watches the ranks of this launcher, or if the recipe turns it
-off."""
+"""File in the launcher's folder. It is created when the watchdog begins to watch the launcher's
+ranks, or if the recipe turns the watchdog off."""
 
 
 def signal_watchdog_running() -> None:
-    """Tell the launcher that it need not watch the start of its ranks any more."""
+    """Tell the launcher that it no longer needs to watch the start of its ranks."""
     _touch(WATCHED_FILE)
 
 
 def signal_arrived(rank: int) -> None:
-    """Tell the launcher that a rank waits for the other ranks."""
+    """Tell the launcher that rank `rank` has started and is waiting for the other ranks."""
     _touch(arrived_file(rank))
 
 
 def arrived_file(rank: int | str) -> str:
-    """Return the name of the file of `signal_arrived`."""
+    """Return the name of the file that `signal_arrived` creates."""
     return f"arrived_{rank}"
 
 

@@ -1,4 +1,4 @@
-"""Opens a bucket of weights in another process: a file that is mapped into its memory."""
+"""Opens a bucket of weights in another process, by mapping its file into memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from mrl.system.registered_memory import register, unregister
 
 
 def map_file(path: str, num_bytes: int) -> Tensor:
-    """Return the first bytes of a file as u8[num_bytes], copy-on-write: writes stay in this process.
+    """Return the first `num_bytes` bytes of a file as a mapped tensor u8[num_bytes].
 
-    SGLang's unpickler calls it in the engine (plugins/server/mrl_bucket_files.py).
+    The mapping is copy-on-write, so writes to the tensor do not change the file. SGLang's unpickler
+    calls this function in the engine (plugins/server/mrl_bucket_files.py).
     """
     return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
 
 
 def map_registered_file(path: str, num_bytes: int) -> Tensor:
-    """Return the first bytes of a file as u8[num_bytes], in memory that is registered with CUDA.
+    """Return the first `num_bytes` bytes of a file as u8[num_bytes], in memory registered with CUDA.
 
-    The mapping is kept, because registering it takes as long as a copy, and goes when another file is
-    at `path`, or none. It is shared with the process that writes the file: pages of a copy-on-write
-    mapping would be copied to be pinned. Nothing may be written there. SGLang's unpickler calls it, as
-    `map_file`.
+    Do not write to the tensor, because the mapping is shared with the process that writes the file.
+    It is not copy-on-write, because pinning would copy the pages of such a mapping. Registering
+    takes as long as a copy, so the mapping is kept until the file at `path` is removed or replaced.
+    SGLang's unpickler calls this function, like `map_file`.
     """
     file = os.stat(path)
     number = (file.st_dev, file.st_ino)
@@ -40,7 +41,7 @@ def map_registered_file(path: str, num_bytes: int) -> Tensor:
 @dataclass(frozen=True)
 class _Mapping:
     number: tuple[int, int]
-    """That of the device and of the file."""
+    """Device and inode number of the file."""
     whole: Tensor
     """u8[size of the file]."""
     is_registered: bool
@@ -51,7 +52,7 @@ class _Mapping:
 
 
 _mappings: dict[str, _Mapping] = {}
-"""Mappings by path. Each keeps its file alive, so that its number is no other file's."""
+"""Mappings by path. A mapping keeps its file in existence, so no other file gets its inode number."""
 
 
 def _number(path: str) -> tuple[int, int] | None:

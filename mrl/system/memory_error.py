@@ -1,31 +1,37 @@
-"""Tells errors for want of memory from others, and carries with them who held how much."""
+"""Recognises out-of-memory errors, and attaches a text to them that says what used the memory."""
 
 from __future__ import annotations
 
 import errno
 import re
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
+from mrl.system.disk import chain
+
 Where = Literal["device", "host"]
 _OF_DEVICE = re.compile(
     r"(CUDA|HIP) out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation|cudaMalloc|"
     r"CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA (malloc|calloc)|Cuda failure '?out of memory"
 )
-"""What torch, cuBLAS and NCCL call it on a GPU."""
+"""Messages of torch, cuBLAS and NCCL about GPU memory."""
 _OF_HOST = re.compile(
     r"can't allocate memory|Cannot allocate memory|not enough memory: you tried to allocate|"
     r"std::bad_alloc|Unable to allocate .* for an array"
 )
-"""What torch, Linux, C++ and numpy call it on the host."""
+"""Messages of torch, Linux, C++ and numpy about host memory."""
 _ATTRIBUTE = "__mrl_bytes__"
 
 
 def out_of_memory(error: BaseException) -> Where | None:
-    """Return whose memory did not suffice, by this error alone; None where it is another error."""
+    """Return which memory an out-of-memory error is about, `device` (a GPU) or `host`.
+
+    The result is None for any other kind of error.
+    """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or _OF_DEVICE.search(text):
         return "device"
@@ -35,21 +41,28 @@ def out_of_memory(error: BaseException) -> Where | None:
     return None
 
 
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process had allocated on a GPU; for the CPU, on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 @contextmanager
 def noting_bytes(held: Callable[[], str]) -> Iterator[None]:
-    """Add to an error for want of memory that leaves the block who held how much, `held()` in words."""
+    """Attach the text `held()` to an out-of-memory error that leaves the `with` block.
+
+    The text says what used how much memory. It is also attached to an error that was caused by an
+    out-of-memory error.
+    """
     try:
         yield
     except Exception as error:
-        chain: BaseException | None = error
-        while chain is not None:
-            if out_of_memory(chain):
-                setattr(error, _ATTRIBUTE, held())
-                break
-            chain = chain.__cause__ or chain.__context__
+        if any(out_of_memory(each) for each in chain(error)):
+            setattr(error, _ATTRIBUTE, held())
         raise
 
 
 def noted_bytes(error: BaseException) -> str:
-    """Return what `noting_bytes` added; empty where it added nothing."""
+    """Return the text that `noting_bytes` attached; empty if it attached none."""
     return getattr(error, _ATTRIBUTE, "")

@@ -1,12 +1,14 @@
-"""Reads device and host memory at the same moments of every step, and warns where they only grow.
+"""Reads device and host memory at the same points of every step, and warns if they keep growing.
 
-A run that sleeps and wakes an engine thousands of times dies of a leak that no single step shows. So
-each phase ("awake", "asleep") is read once a step and compared with itself: the slope is the
-median over all pairs of readings of (difference / cycles between them) (Theil 1950, Sen 1968), which
-neither one outlier nor a single step up moves. It counts as a leak where nearly all pairs rise, too.
+A run that puts an engine to sleep and wakes it thousands of times can die of a leak that no single
+step shows. So memory is read once per step in each phase of the engine ("awake", "asleep") and
+compared with earlier readings in the same phase. A cycle is one step. The slope is the median, over
+all pairs of readings, of the difference between the two readings divided by the number of cycles
+between them (Theil 1950, Sen 1968). Neither an outlier nor a single jump changes the slope much. A
+slope counts as a leak only if the later reading is the larger one in most pairs.
 
-Bytes everywhere. A cycle is one step. The host side works on CPUs as well; a reading costs one file
-of /proc a process.
+All sizes are in bytes. Host memory is also watched in runs on CPUs. A reading of host memory reads
+one file in /proc per process.
 """
 
 from __future__ import annotations
@@ -24,28 +26,30 @@ import torch
 from mrl.types import Max, Statistics
 
 WINDOW = 32
-"""The number of newest cycles that count."""
+"""Number of the most recent cycles whose readings are used."""
 MIN_CYCLES = 8
 WARM_UP_CYCLES = 2
-"""First cycles that are left out: caches fill, kernels are compiled, Adam makes its moments."""
+"""Number of the first cycles whose readings are ignored. In these cycles caches fill, kernels are
+compiled and Adam allocates its moments."""
 BOUND_BYTES = 4 << 20
-"""The slope above which a leak is reported: 1,000 steps of it are 4 GiB."""
+"""Slope in bytes per cycle above which a leak is reported. Such a leak is 4 GiB in 1,000 steps."""
 RISING_SHARE = 0.8
-"""Share of the pairs of readings that must rise; with noise around a level half of them do."""
+"""A slope counts as a leak only if the later reading is the larger one in at least this share of
+the pairs. With noise around a constant level, that share is a half."""
 
 DEVICE = "device_used"
 TRAINER = "trainer_rss"
 ENGINE = "engine_rss"
 ADVICE = {
-    DEVICE: "look at memory/PHASE/engine_device_bytes for whose it is, and report the SGLang version",
-    TRAINER: "look for what a reward function or a callback keeps from step to step",
+    DEVICE: "memory/PHASE/engine_device_bytes is the engine's part; report it with the SGLang version",
+    TRAINER: "check what reward functions and callbacks keep from step to step",
     ENGINE: "lower rollout.max_total_tokens, or save and start again before the host is full",
 }
 
 
 @dataclass(frozen=True)
 class Leak:
-    """A `Leak` is one series that grows."""
+    """A kind of memory whose readings in one phase keep growing."""
 
     phase: str
     kind: str
@@ -54,17 +58,20 @@ class Leak:
     num_cycles: int
 
     def text(self) -> str:
-        """Return one line for the user."""
+        """Describe the leak in one line for the user, with advice."""
         return (
             f"memory leak? {self.kind} at phase {self.phase!r} grew by "
-            f"{self.bytes_per_cycle / 2**20:.1f} MiB a step over the last {self.num_cycles} steps; "
+            f"{self.bytes_per_cycle / 2**20:.1f} MiB per step over the last {self.num_cycles} steps; "
             f"{ADVICE.get(self.kind, '').replace('PHASE', self.phase)}"
         )
 
 
 def leak_slope(readings: Collection[float]) -> float:
-    """Return the bytes per cycle by which a series grows; 0 if it is short, level, or goes both
-    ways."""
+    """Return the slope of a series of readings in bytes per cycle.
+
+    The slope is 0 if there are fewer than MIN_CYCLES readings, or if the later reading is the larger
+    one in fewer than RISING_SHARE of the pairs.
+    """
     num = len(readings)
     if num < MIN_CYCLES:
         return 0.0
@@ -82,15 +89,22 @@ def _pairs(num: int) -> tuple[np.ndarray, ...]:
 
 
 class ProcessTree:
-    """Reads the resident bytes of a process and its descendants, looked up anew when one is gone."""
+    """Reads the resident bytes of a process and its descendants.
+
+    The descendants are looked up at the first reading, and again after one of the processes has
+    exited.
+    """
 
     def __init__(self) -> None:
         self._root: int | None = None
         self._processes: list[psutil.Process] = []
 
     def rss(self, pid: int | None) -> float:
-        """Return the sum over the tree of `pid`, with shared pages counted by each; 0 without a
-        process."""
+        """Return the sum of the resident bytes of `pid` and its descendants.
+
+        A page that several processes share is counted once for each process. The result is 0 if
+        `pid` is None or the process no longer exists.
+        """
         if pid is None:
             return 0.0
         if pid != self._root or not self._processes:
@@ -115,25 +129,28 @@ class ProcessTree:
 
 @dataclass
 class MemoryWatch:
-    """Watches the memory of one rank: `read()` once in each phase of a step, then `metrics()` once."""
+    """Watches the memory of one rank.
+
+    In each step, call `read()` once per phase, and then `metrics()` once.
+    """
 
     device: torch.device
     warn: Callable[[str], None]
-    """Is called once for each series that leaks."""
+    """Called once, with a line of text, for each series that grows faster than `bound_bytes`."""
     bound_bytes: float = BOUND_BYTES
     _series: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    _told: set[tuple[str, str]] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
     _latest: dict[str, float] = field(default_factory=dict)
     _engine_pid: int | None = None
     _engine: ProcessTree = field(default_factory=ProcessTree)
     _trainer: psutil.Process = field(default_factory=psutil.Process)
 
     def read(self, phase: str, engine_pid: int | None = None) -> None:
-        """Note what is in use now.
+        """Record the memory that is in use now, as readings of `phase`.
 
-        `engine_pid` is the engine's server, None on a rank that leads none; another one than before
-        starts its series anew.
+        `engine_pid` is the PID of the engine's server, or None on a rank that leads no engine. When it
+        changes, a new series begins for the engine.
         """
         if engine_pid != self._engine_pid:
             self._engine_pid = engine_pid
@@ -156,7 +173,7 @@ class MemoryWatch:
         self.add(phase, readings)
 
     def add(self, phase: str, readings: Mapping[str, float]) -> None:
-        """Add one reading of a cycle: bytes by kind."""
+        """Add one reading in bytes for each kind of memory, for one cycle of `phase`."""
         for kind, value in readings.items():
             key = (phase, kind)
             self._counts[key] = self._counts.get(key, 0) + 1
@@ -164,7 +181,10 @@ class MemoryWatch:
                 self._series.setdefault(key, deque(maxlen=WINDOW)).append(value)
 
     def leaks(self) -> list[Leak]:
-        """Return the series that grow, above the bound or not, largest first."""
+        """Return all series that grow, with the largest slope first.
+
+        Series whose slope is below `bound_bytes` are included.
+        """
         found = [
             Leak(phase, kind, slope, len(series))
             for (phase, kind), series in self._series.items()
@@ -173,12 +193,12 @@ class MemoryWatch:
         return sorted(found, key=lambda leak: -leak.bytes_per_cycle)
 
     def metrics(self) -> Statistics:
-        """Return the metrics of the step that ends, for reduce_statistics. Warns once of each leak."""
+        """Return the metrics of the step, for `reduce_statistics`, and warn of new leaks."""
         leaks = self.leaks()
         for leak in leaks:
             key = (leak.phase, leak.kind)
-            if leak.bytes_per_cycle > self.bound_bytes and key not in self._told:
-                self._told.add(key)
+            if leak.bytes_per_cycle > self.bound_bytes and key not in self._reported:
+                self._reported.add(key)
                 self.warn(leak.text())
         values = {
             **self._latest,

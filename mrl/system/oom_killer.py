@@ -1,7 +1,7 @@
-"""Tells from the kernel's counters whether its OOM killer was at work.
+"""Detects from the kernel's counters whether its OOM killer has killed a process.
 
-A process that it ends gets SIGKILL, as from a user's kill -9; only the counters tell the two apart. No
-torch is imported here, as `mrl.launch` reads them.
+The OOM killer sends SIGKILL, as a user's `kill -9` does; only the counters distinguish the two. This
+module does not import torch, because `mrl.launch` uses it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class OomKills:
-    """`OomKills` holds how many processes were ended for want of memory; None where nothing says it."""
+    """Numbers of processes that the OOM killer has killed; a number that is unknown is None."""
 
     cgroup: int | None
-    """Those of this job's cgroup, and below it."""
+    """Processes in this job's cgroup and below it."""
     host: int | None
-    """Those of the whole machine."""
+    """Processes on the whole machine."""
     limit: str = ""
-    """The memory limit of the cgroup in words; empty without one."""
+    """The memory limit of the cgroup in words; empty if the cgroup has no limit."""
 
     def since(self, before: OomKills) -> tuple[str, bool]:
-        """Return in words what was killed since `before`, and whether it was of this job; empty where
-        nothing was, or nobody knows."""
+        """Return a text about the kills since `before`, and whether they were in this job's cgroup.
+
+        The text is empty if no process was killed, or if the numbers are unknown.
+        """
         if (self.cgroup or 0) > (before.cgroup or 0):
             limit = f" of {self.limit}" if self.limit else ""
             return (
@@ -45,7 +47,10 @@ class OomKills:
 
 
 def read_oom_kills(proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")) -> OomKills:
-    """Read the counters of the cgroup that this process is in (version 2, or 1) and of the machine."""
+    """Read the kernel's counters for the machine and for this process's cgroup (version 2 or 1).
+
+    If the cgroup has no counter, the counter of its nearest parent with one is read.
+    """
     host = _count(proc / "vmstat")
     for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -70,7 +75,10 @@ def _count(file: Path) -> int | None:
 
 
 def _limit(file: Path) -> str:
-    """Return a limit in words; empty for `max`, and for what version 1 writes where there is none."""
+    """Return the memory limit in a cgroup's file in words; empty if the cgroup has no limit.
+
+    Without a limit, the file has `max` in cgroup version 2, and a huge number in version 1.
+    """
     text = _text(file).strip()
     return bytes_in_words(int(text)) if text.isdigit() and int(text) < 1 << 60 else ""
 

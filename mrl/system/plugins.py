@@ -8,7 +8,8 @@ A spec is one of
     path/file.py            a file
     path/file.py:OBJECT     an object in it
 
-Without OBJECT the plug-in is what the kind's own files call theirs (`Kind.attributes`), or the module.
+Without OBJECT the plug-in is the first of `Kind.attributes` that the module has, or the module itself
+if `Kind.attributes` is empty.
 """
 
 from __future__ import annotations
@@ -29,34 +30,36 @@ from mrl.system.worker_user import check_open
 
 _ROOT = Path(__file__).parents[2]
 _TEXT = "__mrl_digest__"
-"""The attribute of a module from a file with the digest of the text that was run."""
+"""Attribute, on a module loaded from a file, with the digest of the source that was run."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A `Kind` says where the plug-ins of one kind are and what messages call them."""
+    """A kind of plug-in: where its built-in plug-ins are, and how messages name it."""
 
     noun: str
-    """What messages call it, such as `reward` or `rollout.engine`."""
+    """The name of the kind in messages, such as `reward` or `rollout.engine`."""
     package: str
-    """The package whose files are the plug-ins that come with mrl, such as `mrl.rewards`."""
+    """The package whose files are the built-in plug-ins, such as `mrl.rewards`."""
     not_plugins: frozenset[str]
-    """Names of the files of the package that are no plug-ins."""
+    """Names of the files in the package that are not plug-ins."""
     attributes: tuple[str, ...] = ()
-    """What a file calls its plug-in: the first of these that it has; empty: the module itself."""
+    """Names of attributes of a module that can be its plug-in; the first one that exists is used. If
+    this is empty, the module itself is the plug-in."""
     form: str = "function"
-    """What messages call the object: `function`, `class` or `object`."""
+    """The word for a plug-in object in messages: `function`, `class` or `object`."""
     example: str = "NAME"
-    """How messages write the name of an object."""
+    """Placeholder in messages for the name of an object."""
     inner: str = ""
-    """The file of a plug-in that is a folder, without `.py`; empty where a folder cannot be one."""
+    """Name (without `.py`) of the file that is imported if a plug-in is a folder; empty if a plug-in
+    cannot be a folder."""
 
     def names(self) -> list[str]:
-        """Return the names of the plug-ins that come with mrl, sorted."""
+        """Return the names of the built-in plug-ins, sorted."""
         return sorted(self._modules())
 
     def module(self, name: str) -> str:
-        """Return the dotted module of a plug-in that comes with mrl."""
+        """Return the dotted module name of a built-in plug-in."""
         return self._modules()[name]
 
     def _modules(self) -> dict[str, str]:
@@ -69,7 +72,10 @@ class Kind:
 
 
 def resolve(kind: Kind, spec: str) -> Any:
-    """Import what `spec` names. Raises InputError, one line: not found, or does not import."""
+    """Import and return the plug-in that `spec` names.
+
+    Raises InputError, with a one-line message, if the plug-in is not found or cannot be imported.
+    """
     target, colon, name = spec.rpartition(":")
     if not colon:
         return _pick(kind, spec, _find_module(kind, spec), kind.attributes)
@@ -87,9 +93,11 @@ def resolve(kind: Kind, spec: str) -> Any:
 
 
 def resolve_builtin(kind: Kind, name: str, otherwise: str) -> Any:
-    """Import a plug-in that comes with mrl, where `name` is from data and must not name other code.
+    """Import and return a built-in plug-in.
 
-    Raises InputError where there is none of this name; `otherwise` says there what else to do.
+    Unlike `resolve`, this function is safe for a `name` from data, which must not name any other
+    code. Raises InputError if no built-in plug-in has this name; `otherwise` is the advice in the
+    message.
     """
     if name not in kind.names():
         raise InputError(_unknown(kind, name, otherwise))
@@ -113,13 +121,13 @@ def _find_module(kind: Kind, spec: str) -> ModuleType:
 
 
 def _exists(kind: Kind, module: str) -> bool:
-    """Whether there is such a module; its package is imported to find out."""
+    """Return whether a module exists. Its package is imported to find out."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError as error:
-        # Otherwise the module may be there, and something that its package imports is not.
+        # If another module is missing, `module` may exist, and its package may fail to import that one.
         return error.name is None or not f"{module}.".startswith(f"{error.name}.")
-    except (Exception, SystemExit):  # its package does not import: the import will say why
+    except (Exception, SystemExit):  # the later import will report the error
         return True
 
 
@@ -150,12 +158,12 @@ def _unknown(kind: Kind, spec: str, otherwise: str) -> str:
 
 
 def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
-    """Run a file, once for each text that it has while the process lives."""
+    """Import a file as a module. The file is run again only if its contents have changed."""
     check_open(path, f"{kind.noun} {spec!r}")
     if not path.is_file():
         raise InputError(f"{kind.noun} {spec!r}: no file {path}")
     path = path.resolve()
-    # The folder's digest tells files of one name apart.
+    # The folder's digest distinguishes files of the same name.
     digest = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
     name = f"mrl_plugin_{path.stem}_{digest}"
     text = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -167,11 +175,11 @@ def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
         raise InputError(f"{kind.noun} {spec!r}: {path} is not a Python file")
     module, loader = importlib.util.module_from_spec(found), found.loader
     setattr(module, _TEXT, text)
-    if known is not None:  # cached bytecode goes by whole seconds, and an edit may be faster
+    if known is not None:  # cached bytecode is compared by whole seconds
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: its neighbours import, and shadow nothing
-    sys.modules[name] = module  # dataclasses and typing look their module up here
+        sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
+    sys.modules[name] = module  # dataclasses and typing look modules up here
     try:
         _guarded(kind, spec, lambda: loader.exec_module(module))
     except BaseException:
@@ -181,13 +189,13 @@ def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
 
 
 def _guarded(kind: Kind, spec: str, load: Callable[[], Any]) -> Any:
-    """Import user code. Raises InputError with what it raised."""
+    """Return the result of `load`, which imports user code. Turn its exceptions into InputError."""
     try:
         return load()
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # user code at import: anything can happen
+    except (Exception, SystemExit) as error:  # user code may raise anything
         message = " ".join(str(error).split())
         raise InputError(
-            f"{kind.noun} {spec!r} does not import: {type(error).__name__}: {message}"
+            f"{kind.noun} {spec!r} cannot be imported: {type(error).__name__}: {message}"
         ) from None

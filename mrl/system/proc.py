@@ -1,4 +1,4 @@
-"""Reads /proc/PID/stat, for processes that import as little as a launcher or a monitor does."""
+"""Reads /proc/PID/stat, with few imports, for launchers and monitors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 
 class ProcessStat(NamedTuple):
-    """What Linux says of a process that is there, if only as a zombie."""
+    """State of a process, which may be a zombie."""
 
     state: str
-    """One letter: `T` and `t` are stopped, `Z` and `X` have ended."""
+    """One letter: `T` or `t` if the process is stopped, `Z` or `X` if it has ended."""
     parent: int
     cpu_s: float
-    """Its CPU time, with that of the children that it has waited for."""
+    """CPU time in seconds, including the time of children for which the process has waited."""
     started: str
-    """When it started, in the kernel's ticks: a later process with its number has another value."""
+    """Start time in the kernel's ticks. A later process with the same PID has a different value."""
 
     @property
     def is_stopped(self) -> bool:
@@ -29,7 +29,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Return the state of a process; None if there is none with this number."""
+    """Return the state of a process; None if no process has this PID."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -38,12 +38,12 @@ def stat_of(pid: int) -> ProcessStat | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger."""
+    """Return whether a process is stopped, by a signal or a debugger."""
     stat = stat_of(pid)
     return stat is not None and stat.is_stopped
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Return whether a process exists and has not exited."""
     stat = stat_of(pid)
     return stat is not None and not stat.has_ended

@@ -1,7 +1,7 @@
-"""Finds processes by an environment variable that they inherit, and kills those that are left.
+"""Finds processes by an environment variable that they inherited, and kills them.
 
-Without root there is no other way to find a process that left its session (`setsid`) or whose parent
-is gone. A process whose environment was cleared is not found.
+Without root, this is the only way to find descendants of a worker that left its session (`setsid`)
+or whose parent has exited. A process that has cleared its environment is not found.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from pathlib import Path
 
 POLL_S = 0.05
 KILLED_S = 5.0
-"""How long to keep killing; processes may start others meanwhile."""
+"""Seconds during which killing is repeated, because processes may start new processes meanwhile."""
 
 
 def find_by_variable(name: str, value: str) -> list[int]:
-    """Return the other processes with this variable in their environment; zombies have none."""
+    """Return the PIDs of processes whose environment has the variable `name` with the value `value`.
+
+    This process is left out. Zombies are not found, because they have no environment.
+    """
     mark, found = f"{name}={value}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -30,8 +33,10 @@ def find_by_variable(name: str, value: str) -> list[int]:
 
 
 def kill_by_variable(name: str, value: str, grace_s: float = 0.0) -> int:
-    """Kill those of these processes that have not ended within `grace_s`; return how many were
-    killed."""
+    """Kill the processes that `find_by_variable` finds, and return how many were killed.
+
+    Processes that exit within `grace_s` seconds are not killed.
+    """
     now = time.monotonic()
     grace, deadline = now + grace_s, now + grace_s + KILLED_S
     killed: set[int] = set()

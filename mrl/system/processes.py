@@ -1,4 +1,4 @@
-"""Ties child processes to their parent: they die with it, and do not get its signals."""
+"""Makes child processes die with their parent, and protects them from signals meant for the parent."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Let Linux kill this process when the thread that started it, in process `parent`, ends."""
+    """Ask Linux to kill this process when the thread that started it, in process `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`, for a process that ends by a time limit of its own from now on."""
+    """Undo `die_with_parent`. From now on, this process must end by itself."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
 
 
 def die_with_torchrun() -> None:
-    """Die with torchrun, where this is a rank of it: a killed torchrun would leave its ranks
-    running."""
+    """Make this rank die with torchrun, if torchrun started the rank.
+
+    Without this call, ranks go on running after torchrun is killed.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
 
 
 @contextmanager
 def children_without_usr1() -> Iterator[None]:
-    """Let the processes that this thread starts meanwhile, and all below them, never get SIGUSR1.
+    """Block SIGUSR1 in processes that this thread starts in the `with` block, and in their descendants.
 
-    SLURM's proctrack/linuxproc signals the whole tree of a task: the ranks save and leave, for which
-    they need their engines and workers, which would die of the signal.
+    With proctrack/linuxproc, SLURM sends SIGUSR1 to all processes of a task. The ranks then save
+    and exit. To save, ranks need their engines and workers, which the signal would kill.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -47,7 +49,7 @@ def children_without_usr1() -> Iterator[None]:
 
 
 class Closing:
-    """Gives `with` to a class that has a close()."""
+    """Makes a class with a close() method usable in a `with` statement."""
 
     def __enter__(self) -> Self:
         return self

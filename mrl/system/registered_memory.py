@@ -1,8 +1,8 @@
-"""Registers mapped memory with CUDA, so that a GPU copies to and from it without a copy in between.
+"""Registers mapped memory with CUDA, so that GPU copies need no intermediate buffer.
 
-CUDA moves pageable memory through pinned buffers of its own, at a fraction of the speed of the bus.
-Registering pins every page, which takes about as long as copying it once: it is for memory that is used
-again in every weight sync. This has not run on a GPU.
+CUDA copies pageable memory through its own pinned buffers, at a fraction of the bus speed.
+Registering pins every page and takes about as long as one copy, so it pays off for memory that
+every weight sync reuses. This module has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 
 
 def register(tensor: Tensor, device: torch.device | None = None) -> bool:
-    """Register the memory of a contiguous CPU tensor, which must not be registered yet.
+    """Register the memory of a contiguous CPU tensor that is not registered yet.
 
-    `device`: the GPU whose context does it; None for the current one. Returns whether it is registered:
-    a failure costs speed and is one warning with CUDA's reason, once a process. Call `unregister`
-    before the memory is unmapped.
+    `device` is the GPU in whose context the memory is registered, by default the current GPU.
+    Return whether the memory is registered. If registering fails, copies are slower, and one
+    warning per process gives CUDA's reason. Call `unregister` before the memory is unmapped.
     """
     try:
         with nullcontext() if device is None else torch.cuda.device(device):
             _pin(tensor.data_ptr(), tensor.nbytes)
-    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         _warn("registered", error)
         return False
     return True
 
 
 def unregister(tensor: Tensor) -> None:
-    """Undo `register`; a failure is one warning."""
+    """Undo `register`. If that fails, a warning gives CUDA's reason."""
     try:
         _unpin(tensor.data_ptr())
     except (RuntimeError, AssertionError) as error:
@@ -40,7 +40,7 @@ def unregister(tensor: Tensor) -> None:
 
 
 def _pin(address: int, num_bytes: int) -> None:
-    """Raise RuntimeError where CUDA refuses."""
+    """Pin the memory and register it with CUDA. Raises RuntimeError if CUDA refuses."""
     cudart: Any = torch.cuda.cudart()
     code = cudart.cudaHostRegister(address, num_bytes, 0)
     try:
@@ -61,7 +61,7 @@ def _unpin(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """Take the error out of CUDA's runtime, where torch's next launch would find it and raise."""
+    """Clear the error in CUDA's runtime, which torch would otherwise raise at its next launch."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 

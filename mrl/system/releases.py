@@ -1,52 +1,106 @@
-"""Which releases of the libraries below mrl work, and names that those libraries keep private."""
+"""Supported releases of the libraries that mrl builds on, and tables of their private names."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 SUPPORTED: dict[str, tuple[str, ...]] = {
     "sglang": ("0.5.12", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
     "megatron-core": ("0.16.1", "0.19.2"),
 }
-"""The releases, by package, in which every private name is found (`make compat`); the last that this
-Python can install (`newest`) is the one that the tests run and the docs recommend. Preflight refuses
-others."""
+"""Supported releases by package, oldest first. Every private name that mrl uses exists in all of
+them (`make compat`). The tests run with the last release that this Python can install (`newest`),
+and the docs recommend that release. Preflight refuses other releases."""
 NEEDS_PYTHON: dict[tuple[str, str], tuple[int, int]] = {("megatron-core", "0.19.2"): (3, 12)}
-"""The oldest Python of a supported release, where mrl itself runs with an older one."""
+"""The minimum Python of a supported release, if it is newer than mrl's own minimum."""
 ADAPTERS_SINCE = "0.5.20"
 """The first SGLang in which mrl's adapters work."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name inside a library that is no part of its public interface."""
+    """A name inside a library that is not part of its public interface."""
 
     paths: Mapping[str, str]
-    """The dotted path from each release on. Empty: from there on it is gone, and mrl does without."""
+    """Dotted paths by the first release in which they are valid. An empty path means that the name no
+    longer exists and mrl works without it."""
     arguments: tuple[str, ...] = ()
-    """Parameters that mrl relies on, in their order; others may stand between and after them."""
+    """Names of the parameters that mrl relies on, in order. The function may have other parameters
+    before, between and after these."""
     attributes: tuple[str, ...] = ()
-    """Attributes of a class that mrl reads, in every release that has the class."""
+    """If the name is a class, the attributes that mrl reads. They exist in every release with the
+    class."""
 
     def path(self, release: str) -> str:
-        """Return the path in a release; empty if it has no such name."""
+        """Return the dotted path of the name in a release; empty if the release has no such name."""
         found = [path for since, path in self.paths.items() if numbers(since) <= numbers(release)]
         return found[-1] if found else ""
 
 
 def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a name that has one path from `release` on, and that earlier releases lack."""
+    """Return a name that has one path since `release` and does not exist in earlier releases."""
     return Name({release: path}, arguments, attributes)
 
 
+@dataclass(frozen=True)
+class NameTable:
+    """The private names of one package that mrl uses, looked up in the installed release."""
+
+    package: str
+    names: Mapping[str, Name]
+    missing: str = "{package} {release} has no {name}"
+    """The message for a name that the installed release lacks."""
+
+    def path(self, name: str) -> str:
+        """Return the dotted path of a name; empty if the installed release has no such name."""
+        return self.names[name].path(_installed(self.package))
+
+    def has(self, name: str) -> bool:
+        """Return whether the installed release has a name."""
+        return bool(self.path(name))
+
+    def take(self, name: str) -> Any:
+        """Import the module of a name, and return the object that the name refers to.
+
+        Raises ImportError or AttributeError if the installed release does not have the name.
+        """
+        owner, last = locate(self.required(name))
+        return getattr(owner, last)
+
+    def replace(self, name: str, value: Any) -> None:
+        """Make a name of the library refer to `value`.
+
+        Raises ImportError or AttributeError if the installed release does not have the name.
+        """
+        owner, last = locate(self.required(name))
+        getattr(owner, last)
+        setattr(owner, last, value)
+
+    def required(self, name: str) -> str:
+        """Return the dotted path of a name. Raises ImportError if the installed release lacks it."""
+        if not (path := self.path(name)):
+            release = _installed(self.package)
+            raise ImportError(self.missing.format(package=self.package, release=release, name=name))
+        return path
+
+
+@cache
+def _installed(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
 def locate(path: str) -> tuple[Any, str]:
-    """Return what holds the last name of a dotted path, a module or a class, and that name. Raises
-    ImportError or AttributeError if there is none."""
+    """Return the module or class that contains the last part of a dotted path, and that last part.
+
+    Raises ImportError or AttributeError if the module or class does not exist.
+    """
     parts = path.split(".")
     for number in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:number])
@@ -54,7 +108,7 @@ def locate(path: str) -> tuple[Any, str]:
             owner: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # what it imports is not there
+                raise  # a module that it imports is missing
             continue
         for part in parts[number:-1]:
             owner = getattr(owner, part)
@@ -69,7 +123,10 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 def newest(package: str, python: Sequence[int] = sys.version_info[:2]) -> str:
-    """Return the newest supported release that a Python can install; by default this one."""
+    """Return the newest supported release of a package for a Python version.
+
+    The default is the version of the Python that runs this process.
+    """
     *_, found = (
         each
         for each in SUPPORTED[package]
@@ -79,11 +136,14 @@ def newest(package: str, python: Sequence[int] = sys.version_info[:2]) -> str:
 
 
 def refusal(package: str, release: str) -> str:
-    """Say in one line why a release cannot be used and what to install; empty if it can."""
+    """Return one line that says that a release is not supported, and what to install instead.
+
+    The result is empty if the release is supported.
+    """
     known = SUPPORTED[package]
     if numbers(release) in map(numbers, known):
         return ""
     return (
-        f"{package} {release} is installed, and mrl works with {', '.join(known)}: "
+        f"{package} {release} is installed, but mrl works with {', '.join(known)}: "
         f"pip install '{package}=={newest(package)}'"
     )

@@ -1,7 +1,8 @@
-"""This module finds where ranks meet: an address that others reach, a port that no program holds.
+"""Finds and checks the addresses at which ranks meet to form a process group.
 
-torch would wait at such a port for ever: the client of its TCPStore has a limit for the connection, and
-none for the first answer.
+All ranks must be able to reach the address, and no other program may use the port. If another
+program used the port, torch would wait forever: the client of torch's TCPStore has a time limit for
+the connection, but no time limit for the first answer.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from mrl.errors import InputError
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
-"""How long the store of another rank may take to answer: it does so in a thread of its own."""
+"""Seconds that another rank's store may take to answer. The store runs in a thread of its own, so
+it answers even if the rank is busy."""
 
 
 def check_rendezvous(host: str, port: int, answer_s: float = ANSWER_S) -> None:
-    """Raise InputError where something listens at `host:port` that does not answer as torch's store.
+    """Raise InputError if a program listens at `host:port` that does not answer like torch's store.
 
-    Where nobody listens yet, one of the ranks will; torch waits for that, and has a limit.
+    If no program listens yet, there is no error, because one of the ranks will listen later. Torch
+    waits for that rank with a time limit.
     """
     try:
         socket.create_connection((host, port), CONNECT_S).close()
@@ -49,12 +52,12 @@ def check_rendezvous(host: str, port: int, answer_s: float = ANSWER_S) -> None:
         else:
             answers.append("")
 
-    thread = threading.Thread(target=ask, daemon=True)  # nothing ends its wait
+    thread = threading.Thread(target=ask, daemon=True)  # its wait has no time limit
     thread.start()
     thread.join(answer_s)
     if answers == [""]:
         return
-    what = f"it says: {answers[0]}" if answers else f"it is mute for {answer_s:g} s"
+    what = f"it says: {answers[0]}" if answers else f"no answer for {answer_s:g} s"
     raise InputError(
         f"the ranks cannot meet at {host}:{port}: another program listens there ({what}); end it, or "
         "choose another port (--rdzv-endpoint HOST:PORT or --master-port of mrl.launch and torchrun, "
@@ -63,10 +66,12 @@ def check_rendezvous(host: str, port: int, answer_s: float = ANSWER_S) -> None:
 
 
 def listen_for(hosts: Collection[str]) -> socket.socket:
-    """Listen at a free port where `hosts` reach this machine: at the address by which they have met it.
+    """Return a socket that listens on a free port at an address of this machine that `hosts` can reach.
 
-    A host may know its own names as a loopback address only: then at the address by which it reaches
-    the others, and where there is none, at a loopback address.
+    `hosts` are host names, which may include the name of this machine. These addresses are tried in
+    order: the rendezvous address (MASTER_ADDR), the address of this machine's host name, and the
+    addresses from which this machine reaches the other hosts. Loopback addresses are skipped if
+    there are other hosts. 127.0.0.1 is the last resort. Raises OSError if no address works.
     """
     others = set(hosts) - {socket.gethostname()}
     names = (os.environ.get("MASTER_ADDR", ""), socket.gethostname(), *map(address_towards, others))
@@ -79,8 +84,11 @@ def listen_for(hosts: Collection[str]) -> socket.socket:
 
 
 def own_network() -> str:
-    """Return what two processes have in common that reach each other at a loopback address: the kernel
-    and its network namespace. The name of the host says less, as hosts and containers may share one."""
+    """Return a text that is equal for processes that can reach each other at a loopback address.
+
+    It identifies the running kernel and the network namespace. A host name is not sufficient, because
+    several hosts and containers may have the same name.
+    """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -88,8 +96,10 @@ def own_network() -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine by which it reaches `host`, empty where it does not know that
-    name. Nothing is sent."""
+    """Return the address of this machine from which it would reach `host`, without sending anything.
+
+    The result is empty if the name `host` cannot be resolved or there is no route to the host.
+    """
     with suppress(OSError):
         family, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

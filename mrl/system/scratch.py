@@ -1,8 +1,8 @@
-"""Folders for temporary files that the next start sweeps away where their owner was killed.
+"""Folders for temporary files, which the next start removes if their owner was killed.
 
-A lock says whether an owner lives. The system lets go of it with the last process that has the folder's
-descriptor, however that process ends, and also tells it across containers, where a process number would
-not do.
+A lock shows whether an owner still runs. The system releases the lock when the last process that
+has the lock file's descriptor exits or is killed. Unlike a PID, a lock also works across
+containers.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Scratch:
-    """A `Scratch` is a folder for temporary files of this process, which only its user can read."""
+    """A folder for temporary files of this process, which only this process's user can read."""
 
     def __init__(self, kind: str) -> None:
-        """Make `mrl-KIND-RANDOM` in the folder for temporary files."""
+        """Create `mrl-KIND-RANDOM` in the system's folder for temporary files."""
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
         new = self.path / f"{LOCK_FILE}.new"
         self.descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
-        """A child that inherits it is an owner, too."""
+        """Descriptor of the lock file. A child process that inherits it is also an owner."""
         fcntl.flock(self.descriptor, fcntl.LOCK_EX)
-        new.rename(self.path / LOCK_FILE)  # nobody sees it unlocked
+        new.rename(self.path / LOCK_FILE)  # the lock file appears only once it is locked
 
     def note(self, files: Iterable[Path]) -> None:
-        """Name the files of shared memory that are to go with the folder."""
+        """Record the shared-memory files that are to be removed with the folder."""
         with suppress(OSError):
             (self.path / FILES_FILE).write_text("".join(f"{file.name}\n" for file in files))
 
     def remove(self) -> None:
-        """Remove the folder; a second call does nothing."""
+        """Remove the folder and release its lock. May be called more than once."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -48,10 +48,11 @@ class Scratch:
 
 
 def sweep(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the scratch folders of this user whose owners are gone, and return them.
+    """Remove this user's scratch folders whose owners have ended, and return their paths.
 
-    `parent` holds the folders, by default the system's folder for temporary files. Whatever cannot be
-    read or removed stays.
+    `parent` contains the folders; by default it is the system's folder for temporary files. Files that
+    a folder recorded with `note` are also removed, from `shared_memory`. Folders that cannot be read
+    are left in place.
     """
     swept = []
     for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
@@ -69,7 +70,7 @@ def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:
 
 
 def _is_left(lock: Path) -> bool:
-    """Whether nobody holds the lock. Raises FileNotFoundError where there is none."""
+    """Return whether no process holds the lock. Raises FileNotFoundError if there is no lock file."""
     descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

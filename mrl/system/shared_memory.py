@@ -1,12 +1,13 @@
-"""Memory that one process writes and others of its node read: memfds, which nobody can leave behind.
+"""Memory that one process writes and other processes on the same node read.
 
-A memfd is a file without a name: it is gone with the last process that has it open or mapped, whoever
-is killed. The others open it under /proc, which the system allows to processes of the same user only.
+The memory is in memfds. A memfd is a file without a name: it disappears with the last process that
+has it open or mapped, even if that process is killed, so the memory cannot leak. Other processes
+open it under /proc, which the system allows only to the same user.
 
-`SharedMemory` gives buffers that the readers map: tensors of one size, used again in every sync.
-`SharedBytes` is a file that grows and is emptied, which the readers copy from; whether a process can
-read another's is tried, not guessed from the host's name, as containers on one host may number their
-processes each in its own way.
+`SharedMemory` provides buffers that readers map, and that every weight sync reuses. `SharedBytes`
+is a file that grows until it is cleared, and from which readers copy. A reader tests whether it can
+read the memory (`Handle.can_be_read`). It cannot infer this from the host name, because containers
+on one host may number their processes independently.
 """
 
 from __future__ import annotations
@@ -24,55 +25,61 @@ from mrl.system.registered_memory import register, unregister
 
 NONCE_BYTES = 16
 MAX_BYTES_A_CALL = 1 << 30
-"""Linux moves at most 2 GiB in one read or write."""
+"""Largest number of bytes that one system call is asked to move. Linux moves at most 2 GiB per call."""
 
 
 class SharedBuffer:
-    """A `SharedBuffer` is u8[num_bytes] in a memfd.
+    """A memfd that is mapped as a tensor u8[num_bytes], or u8[1] if `num_bytes` is 0.
 
-    On the first touch each page costs as much as copying it ten times.
+    The first access to each page takes ten times as long as copying the page.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
-        """`device`: a GPU to and from which the memory is copied; it is registered with CUDA then."""
-        size = max(num_bytes, 1)  # nothing of length 0 can be mapped
+        """Create the buffer.
+
+        `device` is the GPU that copies to or from the memory. If it is given, the memory is
+        registered with CUDA.
+        """
+        size = max(num_bytes, 1)  # a file of length 0 cannot be mapped
         fd = os.memfd_create("mrl-weights")
         weakref.finalize(self, os.close, fd)
         os.ftruncate(fd, size)
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.tensor = torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
         if device is not None and register(self.tensor, device):
-            # It keeps the tensor, and with it the mapping, until then.
+            # The finalizer keeps the tensor, and thus the mapping, until it unregisters the memory.
             weakref.finalize(self, unregister, self.tensor).atexit = False
 
 
 class SharedMemory:
-    """Keeps buffers that are used again and again, and that grow."""
+    """Numbered buffers that are reused, and replaced when a larger one is needed."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: as `SharedBuffer` has it."""
+        """Create no buffer yet. `device` is passed to each `SharedBuffer`."""
         self._device = device
         self._buffers: dict[int, SharedBuffer] = {}
 
     def take(self, num_bytes: int, number: int = 0) -> SharedBuffer:
-        """Return at least `num_bytes`; an earlier call with this `number` may have returned the same
-        memory."""
+        """Return the buffer `number`, with at least `num_bytes` bytes.
+
+        An earlier call with this `number` may have returned the same memory.
+        """
         buffer = self._buffers.get(number)
         if buffer is None or buffer.tensor.numel() < num_bytes:
             buffer = None
-            self._buffers.pop(number, None)  # first: both at once might not fit
+            self._buffers.pop(number, None)  # free it first, because both might not fit
             buffer = self._buffers[number] = SharedBuffer(num_bytes, self._device)
         return buffer
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A `Handle` is how another process finds a `SharedBytes`."""
+    """The record with which another process finds and reads the memory of a `SharedBytes`."""
 
     pid: int
     fd: int
     nonce: bytes
-    """Its first bytes, to know it from another file of that number."""
+    """The first bytes of the memory, which distinguish it from another file with the same path."""
 
     @property
     def path(self) -> str:
@@ -87,9 +94,10 @@ class Handle:
             return False
 
     def read(self, parts: list[tuple[int, Tensor]]) -> None:
-        """Fill each contiguous u8[n] from its offset on.
+        """For each (offset, tensor), fill the contiguous tensor u8[n] with the n bytes from `offset`.
 
-        Raises RuntimeError where the process is gone, or wrote less than that.
+        Raises RuntimeError if the process that wrote the memory has ended, or has written fewer
+        bytes.
         """
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -101,7 +109,7 @@ class Handle:
 
 
 class SharedBytes:
-    """Holds bytes of this process for others to read; they are freed with the object."""
+    """Bytes of this process that other processes can read. They are freed with this object."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("mrl-routes"), "r+b", buffering=0)
@@ -110,7 +118,7 @@ class SharedBytes:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that are written now."""
+        """Number of bytes written so far."""
         return os.fstat(self._file.fileno()).st_size - NONCE_BYTES
 
     def write(self, offset: int, values: Tensor) -> None:
@@ -119,12 +127,12 @@ class SharedBytes:
             _expect(os.pwrite(self._file.fileno(), piece, start), piece)
 
     def clear(self) -> None:
-        """Give the memory back; reading it afterwards is an error."""
+        """Free the memory. Reading bytes that were in it then raises RuntimeError."""
         self._file.truncate(NONCE_BYTES)
 
 
 def _pieces(offset: int, values: Tensor) -> Iterator[tuple[int, memoryview]]:
-    """Yield places in the file and what belongs there."""
+    """Yield (offset in the file, slice of `values`) for slices that one system call can move."""
     view = memoryview(values.numpy().data)
     for start in range(0, len(view), MAX_BYTES_A_CALL):
         yield NONCE_BYTES + offset + start, view[start : start + MAX_BYTES_A_CALL]

@@ -1,7 +1,8 @@
-"""Holds who has asked a run to stop early: SIGUSR1, SIGTERM, SIGHUP, or a callback.
+"""Requests to stop a run early, by SIGUSR1, SIGTERM, SIGHUP or a callback.
 
-SIGTERM and SIGHUP are mostly followed by SIGKILL: the run saves at the end of its step if that is soon
-enough, and otherwise says what is lost and ends.
+SIGTERM and SIGHUP are usually followed by SIGKILL. After one of these two signals, the run saves at
+the end of its step if it can do so within a time limit. Otherwise it reports what is lost and
+exits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 from mrl.system.proc import is_running
 
 NOBODY, CALLBACK, SIGNAL, HANGUP, TERMINATION = range(5)
-"""Who asked this rank; of all ranks the highest counts."""
-_come: list[int] = []
-"""Signals that came before there was a run to stop."""
+"""The sources of a request to stop. If ranks have requests from different sources, the highest
+value counts."""
+_early_signals: list[int] = []
+"""Signals that arrived before there was a run to stop."""
 WHO = {
     CALLBACK: "a callback stopped the run",
     SIGNAL: "SIGUSR1",
@@ -28,44 +30,54 @@ WHO = {
     TERMINATION: "SIGTERM",
 }
 ASKED_BY = {signal.SIGUSR1: SIGNAL, signal.SIGHUP: HANGUP, signal.SIGTERM: TERMINATION}
-IN_A_HURRY = (signal.SIGHUP, signal.SIGTERM)
+FOLLOWED_BY_SIGKILL = (signal.SIGHUP, signal.SIGTERM)
 
 
 def remember_signals() -> None:
-    """Let SIGUSR1 no longer end the process: the next run that heeds signals stops for it."""
+    """Remember SIGUSR1 instead of letting it kill the process.
+
+    The next run that handles signals then stops early.
+    """
     signal.signal(signal.SIGUSR1, _remember)
 
 
 @contextmanager
 def remembering_signals() -> Iterator[None]:
-    """Remember SIGUSR1 meanwhile, for a run that starts in here."""
+    """Remember a SIGUSR1 that arrives in the `with` block, for a run that starts in the block."""
     before = signal.getsignal(signal.SIGUSR1)
     remember_signals()
     try:
         yield
     finally:
-        _come.clear()
+        _early_signals.clear()
         signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
 
 
 def _remember(number: int, frame: Any) -> None:
-    _come.append(number)
+    _early_signals.append(number)
 
 
-def left_early(who: int, step: int) -> str:
-    """Return why a run stopped before the first step of its start, with `step` steps done."""
+def stopped_early(who: int, step: int) -> str:
+    """Return the message of a run that stopped before the first step of this start.
+
+    `step` is the number of steps that were done in earlier starts. `who` is the source of the
+    request.
+    """
     return (
         f"{WHO[who]}: stopped before the first step of this start, nothing is lost; start again to "
         f"continue with step {step}"
     )
 
 
-def left(who: int, step: int, *, is_saved: bool) -> str:
-    """Return why a run stopped with `step` steps done."""
+def stopped_at(who: int, step: int, *, is_saved: bool) -> str:
+    """Return the message of a run that stopped with `step` steps done.
+
+    `who` is the source of the request. `is_saved` says whether a checkpoint was saved.
+    """
     if not is_saved:
         return (
             f"{WHO[who]}: stopped with {step} steps done; debug.rollout_only saves no checkpoint, "
-            "another start begins anew"
+            "so the next start begins from step 0"
         )
     return (
         f"{WHO[who]}: saved a checkpoint with {step} steps done; start again to continue with step "
@@ -74,7 +86,10 @@ def left(who: int, step: int, *, is_saved: bool) -> str:
 
 
 class StopRequest:
-    """Keeps what this rank was asked; the ranks of a run decide together."""
+    """The request to stop that this rank has received, if any.
+
+    The ranks of a run decide together whether to stop.
+    """
 
     def __init__(
         self,
@@ -82,32 +97,39 @@ class StopRequest:
         saved_step: Callable[[], int | None] = lambda: None,
         lost: str = "",
     ) -> None:
-        """`limit_s`: seconds from SIGTERM or SIGHUP to the end of the process. `saved_step` returns the
-        steps done in the newest checkpoint, None where there is none. `lost` says what is lost where
-        the limit is over, for what is no run."""
-        self.asked = NOBODY
+        """Begin without a request to stop.
+
+        `limit_s` is the number of seconds after SIGTERM or SIGHUP at which the process ends itself.
+        `saved_step` returns the number of steps done when the newest checkpoint was saved, or None
+        without a checkpoint. `lost` replaces the text that is printed when the process ends itself;
+        a service sets it, because that text is about a run.
+        """
+        self.source = NOBODY
         self._limit_s = limit_s
         self._saved_step, self._lost = saved_step, lost
         self._timer: threading.Timer | None = None
 
     def from_callback(self) -> None:
-        self.asked = max(self.asked, CALLBACK)
+        self.source = max(self.source, CALLBACK)
 
     @contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """Take SIGUSR1, SIGTERM and SIGHUP for requests to stop, meanwhile; a SIGUSR1 that was
-        remembered is one, too. A signal that is ignored (nohup) stays ignored."""
+    def handling_signals(self) -> Iterator[None]:
+        """Treat SIGUSR1, SIGTERM and SIGHUP as requests to stop, during the `with` block.
+
+        A SIGUSR1 that `remember_signals` has caught before also counts. A signal that the process
+        ignores, such as SIGHUP under nohup, stays ignored.
+        """
         before = {number: signal.getsignal(number) for number in ASKED_BY}
-        heeded = [number for number in before if before[number] != signal.SIG_IGN]
-        for number in heeded:
+        handled = [number for number in before if before[number] != signal.SIG_IGN]
+        for number in handled:
             signal.signal(number, self._on_signal)
-        if _come:
-            self.asked = SIGNAL
-        with self._hearing_at_once():
+        if _early_signals:
+            self.source = SIGNAL
+        with self._watching_for_signals():
             try:
                 yield
             finally:
-                for number in heeded:
+                for number in handled:
                     signal.signal(number, before[number] or signal.SIG_DFL)
                 if self._timer is not None:
                     self._timer.cancel()
@@ -118,32 +140,35 @@ class StopRequest:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.asked = max(self.asked, ASKED_BY[signal.Signals(number)])
+        self.source = max(self.source, ASKED_BY[signal.Signals(number)])
 
     @contextmanager
-    def _hearing_at_once(self) -> Iterator[None]:
-        """Let a thread hear of the signals, also while the main thread waits in a collective."""
-        hears, tells = os.pipe()
-        os.set_blocking(tells, False)
+    def _watching_for_signals(self) -> Iterator[None]:
+        """Run a thread that notices signals during the `with` block.
+
+        The thread notices a signal even while the main thread waits in a collective.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
         _owner.append(os.getpid())
-        before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._hear, args=(hears,), daemon=True)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._watch, args=(reader,), daemon=True)
         thread.start()
         try:
             yield
         finally:
             signal.set_wakeup_fd(before)
             _owner.pop()
-            os.close(tells)  # ends the thread
+            os.close(writer)  # ends the thread
             thread.join()
-            os.close(hears)
+            os.close(reader)
 
-    def _hear(self, hears: int) -> None:
-        while data := os.read(hears, 1):
+    def _watch(self, reader: int) -> None:
+        while data := os.read(reader, 1):
             number = data[0]
-            if number not in IN_A_HURRY or self._timer is not None:
+            if number not in FOLLOWED_BY_SIGKILL or self._timer is not None:
                 continue
-            if _has_lost_a_sibling():  # torchrun ends the others: no step can end any more
+            if _has_lost_a_sibling():  # torchrun is ending the ranks: no step can finish
                 os._exit(128 + number)
             self._timer = threading.Timer(self._limit_s, self._give_up, (number,))
             self._timer.daemon = True
@@ -152,10 +177,10 @@ class StopRequest:
     def _give_up(self, number: int) -> None:
         if os.environ.get("RANK", "0") == "0":
             saved = self._saved_step()
-            kept = "no checkpoint is there" if saved is None else f"{saved} steps are saved"
+            kept = "there is no checkpoint" if saved is None else f"{saved} steps are saved"
             lost = self._lost or (
-                "the step was not over and saved after "
-                f"checkpoint.stop_limit_s={self._limit_s:g} s; {kept}, what was trained since is lost"
+                "the step was not finished and saved within "
+                f"checkpoint.stop_limit_s={self._limit_s:g} s; {kept}, later training is lost"
             )
             sys.stderr.write(
                 f"mrl: {signal.Signals(number).name}: {lost}; start again to continue\n"
@@ -165,11 +190,15 @@ class StopRequest:
 
 
 _owner: list[int] = []
-"""The process that heeds signals."""
+"""PIDs of the processes that called `handling_signals`. The last PID is that of the current run's
+process."""
 
 
 def _leave_signals() -> None:
-    """Let a fork of the run die of signals, and tell nobody."""
+    """Disable the wake-up pipe in a fork of the run.
+
+    Otherwise, a signal to the fork would wake the thread that watches for signals to the run.
+    """
     if _owner:
         signal.set_wakeup_fd(-1)
 
@@ -178,7 +207,7 @@ os.register_at_fork(after_in_child=_leave_signals)
 
 
 def _has_lost_a_sibling() -> bool:
-    """Whether torchrun, which started this rank, has fewer ranks left than it started."""
+    """Return whether the torchrun that started this rank has fewer ranks left than it started."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     if "TORCHELASTIC_RUN_ID" not in os.environ or local is None:
         return False

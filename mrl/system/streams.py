@@ -1,7 +1,7 @@
-"""Standard output and standard error that are closed, or whose device is full.
+"""Handles standard output and standard error if they are closed or their device is full.
 
 A stream that was closed when the command started is replaced by /dev/null. If a stream cannot be
-written to while the command runs, the command ends as on a full disk.
+written to while the command runs, the command ends as it does for a full disk.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ def open_missing() -> None:
     """Redirect closed streams to /dev/null."""
     for name in _NAMES:
         if getattr(sys, name) is None:
-            # The lowest free number: that of the stream, unless a library has taken it.
+            # This is the stream's own descriptor unless a library has taken it.
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(descriptor, descriptor <= 2)
             setattr(sys, name, open(descriptor, "w", errors="backslashreplace"))  # noqa: SIM115
 
 
 def unwritable_stream(*, has_failed: bool = True) -> str:
-    """Return the name of a standard stream that cannot be written to; empty if both can.
+    """Return the name of a standard stream that cannot be written to; empty if there is none.
 
-    The text may still be in its buffer, and then writing it again fails in the same way. A long text is
-    not kept there; so if a write `has_failed`, the device is checked as well.
+    Each stream is flushed, which fails again if a text that could not be written is still in the
+    stream's buffer. A long text is not buffered. So if a write `has_failed`, the function also
+    checks whether the device or file of the stream is full.
     """
     for name, words in _NAMES.items():
         stream: TextIO = getattr(sys, name)
@@ -49,10 +50,10 @@ def unwritable_stream(*, has_failed: bool = True) -> str:
 
 
 def _is_full(stream: TextIO) -> bool:
-    """Whether a stream goes to /dev/full, or to a file that cannot grow any more."""
+    """Return whether a stream goes to /dev/full, or to a file that cannot become larger."""
     try:
         there, disk = os.fstat(stream.fileno()), os.fstatvfs(stream.fileno())
-    except (OSError, ValueError):  # no file: a test's
+    except (OSError, ValueError):  # not a file, as in tests
         return False
     if stat.S_ISREG(there.st_mode):
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -62,7 +63,11 @@ def _is_full(stream: TextIO) -> bool:
 
 
 def silence_unwritable() -> str:
-    """Redirect streams that cannot be written to to /dev/null; return their names."""
+    """Redirect to /dev/null the standard streams that cannot be written to.
+
+    Return their names as text, such as `standard output and standard error`; empty if there are
+    none.
+    """
     found = []
     while name := unwritable_stream(has_failed=False):
         found.append(name)

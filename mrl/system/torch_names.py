@@ -1,34 +1,39 @@
-"""Every name that mrl takes from inside torch, and every one that it replaces there.
+"""The private names of torch that mrl uses or replaces, in the table `TORCH`.
 
-torch keeps none of these stable. A test resolves them in the installed torch, and finds uses in mrl's
-rooms that are not here.
+torch may change these names in any release. Code takes a function or a class by its key, such as
+`TORCH.take("_world")`, so only one line here changes when torch moves a name. Attributes of
+objects, such as `storage._cdata`, are listed in the entry of their class, and code reads them as
+usual. Some listed names look public but are not documented.
+
+A test resolves every name in the installed torch. It fails if code uses a private name that this
+table does not list, or if the table has an entry that no code uses.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from mrl.system.releases import Name, since
+from mrl.system.releases import Name, NameTable, since
 
 always = partial(since, "2.11")
-"""A name that has the same path in all releases that mrl has met: 2.11 to 2.14."""
+"""Returns a name that has the same path in all releases of torch that mrl was tested with, 2.11 to
+2.14."""
 _C10D, _DCP = "torch.distributed.distributed_c10d", "torch.distributed.checkpoint"
 
 NAMES: dict[str, Name] = {
-    # mrl/watch/collectives.py replaces their methods.
+    # mrl/watch/collectives.py replaces methods of both.
     "ProcessGroup": always(
-        "torch._C._distributed_c10d.ProcessGroup",
-        attributes=("allreduce", "_allgather_base", "_reduce_scatter_base", "group_desc", "size"),
+        "torch._C._distributed_c10d.ProcessGroup", attributes=("group_desc", "size")
     ),
     "Work": always("torch._C._distributed_c10d.Work", attributes=("wait", "is_completed")),
-    # mrl/disaggregated/pair.py, mrl/rollout/sglang/weights_distributed.py
+    # mrl/weight_sync/pair_group.py
     "ProcessGroupGloo._Options": always(
         "torch.distributed.ProcessGroupGloo._Options", attributes=("_timeout", "_devices")
     ),
     "ProcessGroupNCCL.Options": always(
         "torch.distributed.ProcessGroupNCCL.Options", attributes=("_timeout",)
     ),
-    # mrl/rollout/engine_group.py puts the device's UUID in the place of its number.
+    # mrl/engines/handles.py writes the device's UUID where torch writes its number.
     "reduce_tensor": always("torch.multiprocessing.reductions.reduce_tensor", "tensor"),
     "rebuild_cuda_tensor": always(
         "torch.multiprocessing.reductions.rebuild_cuda_tensor",
@@ -40,17 +45,17 @@ NAMES: dict[str, Name] = {
     # parallel/mesh.py
     "_world": always(f"{_C10D}._world", attributes=("pg_map",)),
     "_set_pg_timeout": always(f"{_C10D}._set_pg_timeout", "timeout", "group"),
-    # parallel/cpu_mode.py replaces them where there is no CUDA.
-    "torch.cuda": always(
-        "torch.cuda",
-        attributes=("synchronize", "current_device", "Stream", "current_stream", "default_stream",
-                    "stream", "set_device"),
-    ),
+    # parallel/cpu_mode.py replaces these on a machine without CUDA.
+    **{
+        f"cuda.{name}": always(f"torch.cuda.{name}")
+        for name in ("synchronize", "current_device", "Stream", "current_stream", "default_stream",
+                     "stream", "set_device")
+    },
     # parallel/ledger.py
     "UntypedStorage": always("torch.UntypedStorage", attributes=("_cdata",)),
     # parallel/layers/experts.py
     "DisableTorchFunction": always("torch._C.DisableTorchFunction"),
-    # parallel/checkpoint
+    # parallel/checkpoint; pickle_scan.py allows checkpoints to name three of these.
     "PyTorchFileReader": always(
         "torch._C.PyTorchFileReader", attributes=("get_all_records", "get_record")
     ),
@@ -60,3 +65,4 @@ NAMES: dict[str, Name] = {
     "_MEM_FORMAT_ENCODING": always(f"{_DCP}.metadata._MEM_FORMAT_ENCODING"),
     "_get_layout": always("torch.serialization._get_layout"),
 }  # fmt: skip
+TORCH = NameTable("torch", NAMES)

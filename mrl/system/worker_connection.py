@@ -1,8 +1,8 @@
 """The worker's side of its pipes: it receives requests and sends one reply to each.
 
-Every reply carries the number of its request, so that no other line can be mistaken for it. The user's
-code may fork, and the child may return from the call as if it were the worker: such a process is ended
-here, before it replies to a request that the worker replies to as well.
+Every reply carries the number of its request, so that no other line can be mistaken for a reply. The
+user's code may fork, and the child may return from the call as if it were the worker. This module ends
+such a child before it answers a request that the worker also answers.
 """
 
 from __future__ import annotations
@@ -20,37 +20,43 @@ from typing import Any, BinaryIO
 from mrl.system.processes import die_with_parent
 
 FORK_RETURNED_CODE = 1
-"""The exit code of a process that the user's code forked and that returned from the call."""
+"""Exit code of a process that the user's code forked and that returned from the call."""
 NUMBER, FORK_RETURNED = "number", "stray"
-"""Keys of messages: the number of a request, which its answer repeats; and in an answer, whether a
-process that the user's code forked returned from the call and was ended."""
+"""Keys of messages. NUMBER is the number of a request, which the answer repeats. FORK_RETURNED is
+true in an answer if a process that the user's code forked has returned from the call and was
+ended."""
 
 
 class WorkerConnection:
-    """Yields requests, and sends the reply to the one that was yielded last."""
+    """Yields requests, and sends the reply to the latest one."""
 
     def __init__(self, what: str, parent: int) -> None:
-        """A worker creates this before anything else. `what` names the user's code, `parent` is the
-        process that started the worker."""
+        """Take over the worker's standard input and output. A worker does this before anything else.
+
+        `what` names the user's code, and `parent` is the PID of the process that started the
+        worker.
+        """
         self._what = what
         self._requests, self._replies = worker_pipes(parent)
         self._pid = os.getpid()
         self._number: int | None = None
         self._fork_returned = mmap.mmap(-1, 1)
-        """Memory shared with forked processes: one that returned from the call sets the byte. A file
-        could be closed or changed by the user's code."""
+        """A byte shared with forked processes, which is 1 if one of them returned from the call. It is
+        not in a file, which the user's code could close or change."""
         self._has_warned = False
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Yield each request until the other side closes."""
+        """Yield each request until the other side closes the connection."""
         for line in self._requests:
             request = json.loads(line)
             self._number = request.pop(NUMBER)
             yield request
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send the reply to the last request. It does not return in a process that the user's code
-        forked."""
+        """Send the reply to the latest request, or the worker's first line if there was no request.
+
+        In a process that the user's code forked, send nothing and exit.
+        """
         if os.getpid() != self._pid:
             self._fork_returned[0] = 1
             os._exit(FORK_RETURNED_CODE)
@@ -76,14 +82,15 @@ class WorkerConnection:
 
 
 def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
-    """Return (requests, replies), out of reach of the user's code. A worker calls this first of all.
+    """Return the worker's standard input and output as two streams, for requests and for replies.
 
-    What user code prints goes to stderr, and it reads nothing. The worker dies with process `parent`,
-    even where that is killed -9 while the user's code hangs. Where memory runs out Linux kills it
-    first, and not the trainer, which holds more.
+    A worker calls this before it loads the user's code. That code then has no standard input, and
+    what it prints goes to stderr. The worker dies with process `parent`, even if that process is
+    killed with SIGKILL while the user's code hangs. If memory runs out, Linux kills the worker
+    before the trainer, although the trainer uses more memory.
     """
     die_with_parent(parent)
-    # SLURM may signal every process of a job, so that the ranks save.
+    # SLURM may send SIGUSR1 to every process of a job to make the ranks save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -95,10 +102,10 @@ def worker_pipes(parent: int) -> tuple[BinaryIO, BinaryIO]:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error of user code in one line of bounded length, which can be printed anywhere."""
+    """Describe an error of user code in one line of bounded length that can always be printed."""
     try:
         text = " ".join(str(error).split())[:500]
-    except Exception as inner:  # user code, too
+    except Exception as inner:  # user code again
         text = f"its str() raises {type(inner).__name__}"
     # An unpaired surrogate cannot be written to a file or to stdout.
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Says as which user the workers of a tenant run, where a service of root gives them another."""
+"""The user as which a tenant's workers run, if a service that runs as root sets another user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.errors import InputError
 
 @dataclass(frozen=True)
 class WorkerUser:
-    """A `WorkerUser` is a user of this machine, and not the one of this process."""
+    """A user of this machine other than this process's user."""
 
     name: str
     home: str
@@ -25,9 +25,10 @@ class WorkerUser:
 
 
 def worker_user(name: str | None) -> WorkerUser | None:
-    """Return the user `name`; None for none, and for the one of this process.
+    """Return the user `name`; None if `name` is None or names this process's user.
 
-    Raises InputError where there is no such user, or this process may not start others' processes.
+    Raises InputError if there is no such user, or if this process may not start processes as
+    another user.
     """
     if name is None:
         return None
@@ -49,7 +50,7 @@ def worker_user(name: str | None) -> WorkerUser | None:
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or its number where it has none."""
+    """Return the name of this process's user, or the user's number if the user has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -57,13 +58,14 @@ def user_name() -> str:
 
 
 def check_open(path: Path, what: str) -> None:
-    """Raise InputError where this process's user may not read `path` or a folder on the way to it.
+    """Raise InputError if this process's user may not read `path`, or may not enter a folder above it.
 
-    `what` is for the message, which names the file or folder. A path that is not there is no fault.
+    The message begins with `what` and names the file or folder. A path that does not exist is
+    accepted.
     """
     for place in (path.absolute(), path.resolve()):
         for folder in reversed(place.parents):
-            # Not Path.exists(), which raises for what a link into a closed folder names.
+            # Path.exists() would raise for a link into a folder without permission.
             if os.path.exists(folder) and not os.access(folder, os.X_OK):
                 raise InputError(_closed(what, place, folder, "x"))
         rights = os.R_OK | (os.X_OK if os.path.isdir(place) else 0)
@@ -72,7 +74,7 @@ def check_open(path: Path, what: str) -> None:
 
 
 def _closed(what: str, place: Path, closed: Path, right: str) -> str:
-    through = "" if closed == place else f", as {closed} is closed to it"
+    through = "" if closed == place else f", because it has no access to {closed}"
     return (
         f"{what}: user {user_name()} may not read {place}{through}; open it "
         f"(chmod o+{right} {closed}), or put the file where that user may read it"

@@ -1,4 +1,4 @@
-"""Trackers get what metrics.jsonl holds: TensorBoard, Weights & Biases, MLflow, or a user's own."""
+"""Trackers copy metrics.jsonl to TensorBoard, Weights & Biases, MLflow, or a service of the user's."""
 
 from mrl.trackers.check import check_trackers
 from mrl.trackers.trackers import Trackers

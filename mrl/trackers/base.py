@@ -1,7 +1,7 @@
-"""This module says what a tracker must do.
+"""The interface of a tracker.
 
-A tracker copies a run to a tracking service. It is told what metrics.jsonl holds, line by line, and
-never asked for anything: one that fails is closed, and later another one starts where it failed.
+A tracker copies a run to a tracking service. It receives the lines of metrics.jsonl one by one. A
+tracker that fails is closed. Later a new tracker starts with the step that failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from mrl.config import LoggingConfig
 from mrl.system.plugins import Kind, resolve
 
 JSONL = "jsonl"
-"""The name of metrics.jsonl, which the run folder writes, whether a recipe names it or not."""
+"""The name of metrics.jsonl in `logging.trackers`. The file is written even if a recipe does not
+name it."""
 
 KIND = Kind(
     noun="logging.trackers",
@@ -29,13 +30,13 @@ KIND = Kind(
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as a tracker knows it."""
+    """A run, as it is described to a tracker."""
 
     folder: Path
-    """The run folder; a tracker that writes files makes a folder or file of its own there."""
+    """The run folder. A tracker that writes files makes its own folder or file in it."""
     config: LoggingConfig
     recipe: Mapping[str, Any]
-    """The resolved recipe, branch by branch."""
+    """The resolved recipe, as nested dicts."""
 
     @property
     def name(self) -> str:
@@ -44,31 +45,34 @@ class Run:
 
 @dataclass(frozen=True)
 class Started:
-    """A `Started` is what a tracker knows after its start."""
+    """The result of starting a tracker."""
 
     run_id: str
-    """The id of the run in the service. It is kept in trackers.json, and given to the next start."""
+    """The id of the run in the service. It is kept in trackers.json and passed to the next
+    start."""
     next_step: int
-    """The first step that the service lacks: steps from here on are logged next."""
+    """The first step that the service does not have. Logging continues with this step."""
 
 
 class Tracker(Protocol):
-    """A file of mrl/trackers/ offers one as `Tracker`; it is built with a `Run`.
+    """A tracking service, implemented by the class `Tracker` in a file of mrl/trackers/.
 
-    All methods are called in one thread, in which a tracker may block. Any exception means that the
-    step has not arrived: the tracker is closed, and built and started again later.
+    The class is called with a `Run`. All methods are called in one thread, in which they may block.
+    Any exception means that the step was not logged: the tracker is closed, and later it is built
+    and started again.
     """
 
     @staticmethod
     def packages(config: LoggingConfig) -> Sequence[str]:
-        """Return the names of the packages, as they are imported, that this tracker needs."""
+        """Return the packages that this tracker needs, by the names under which they are imported."""
         ...
 
     def start(self, run_id: str | None, next_step: int) -> Started:
-        """Create the run in the service, or continue the run `run_id`.
+        """Create the run in the service, or continue the run `run_id` if it is not None.
 
-        Steps from `next_step` on will be logged. Where the service has some of them, from before a
-        kill, they are of a history that was left and must not count any more.
+        Steps from `next_step` on will be logged. The service may already have some of these steps,
+        if they were logged before the run was killed and resumed. Those earlier values must no
+        longer count.
         """
         ...
 
@@ -77,25 +81,34 @@ class Tracker(Protocol):
         ...
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]], time_s: float) -> None:
-        """Log some samples of a step: rows of SAMPLE_COLUMNS. `log` follows for the same step."""
+        """Log some samples of a step. `log` follows for the same step.
+
+        rows: one mapping per sample, with the keys SAMPLE_COLUMNS. time_s: the end of the step, in
+        seconds since 1970.
+        """
         ...
 
     def flush(self) -> None:
-        """Return when a kill of this process would lose nothing of what was logged, where the service
-        can promise that."""
+        """Wait until everything that was logged would survive a kill of this process.
+
+        Returns at once if the service cannot guarantee that.
+        """
         ...
 
     def close(self, *, failed: bool) -> None:
-        """End the run in the service, unless it has ended; `failed`: the run was not finished."""
+        """End the run in the service, unless it was not started or has already ended.
+
+        failed: whether the run stopped before its last step.
+        """
         ...
 
 
 SAMPLE_COLUMNS = (
     "prompt", "completion", "reward", "advantage", "response_len", "finish_reason",
 )  # fmt: skip
-"""The columns of a table of samples, which are those of rollouts/step_*.jsonl."""
+"""The columns of a table of samples, named as in rollouts/step_*.jsonl."""
 
 
 def load_tracker(name: str) -> Any:
-    """Return the class of a tracker. Raises InputError where there is none of this name."""
+    """Return the class of a tracker. Raises InputError if there is no tracker of this name."""
     return resolve(KIND, name)

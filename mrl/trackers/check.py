@@ -1,4 +1,4 @@
-"""This module finds out before a start whether the trackers of a recipe can be used."""
+"""Check, before a run starts, that the trackers of its recipe can be used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.trackers.base import JSONL, KIND, load_tracker
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raise InputError for a tracker that is not known, or whose package is not installed."""
+    """Raise InputError for an unknown tracker, or if a package that it needs is not installed."""
     for name in config.trackers:
         if name == JSONL:
             continue

@@ -1,7 +1,7 @@
-"""A follower sends one tracker what metrics.jsonl holds, in a thread of its own.
+"""Send the rows of metrics.jsonl to one tracker, in a thread of its own.
 
-The step never waits for a tracker. What a tracker refuses is still in the run folder: the follower
-closes it, starts it anew after a pause, and sends the steps that it lacks.
+Training never waits for a tracker. If a tracker fails, the follower closes it, starts it again
+after a pause, and sends the missing steps, which are still in the run folder.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from mrl.run.folder import RunFolder
 from mrl.trackers.base import SAMPLE_COLUMNS, Run, Tracker
 
 RETRY_S = 30.0
-"""Seconds until a tracker that failed is tried again."""
+"""Seconds until a tracker that failed is started again."""
 
 Save = Callable[[str, "Progress"], None]
-"""Keeps for the next start of the run how far the tracker of a name has come."""
+"""A function that saves the progress of the tracker with this name, for the next start of the
+run."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A `Progress` says how far a tracker has come, as trackers.json has it."""
+    """How far a tracker has come, as trackers.json records it."""
 
     run_id: str | None = None
     next_step: int = 0
 
 
 class Follower:
-    """Runs one tracker in a daemon thread, from `start` to `close`."""
+    """Runs one tracker in a daemon thread between `start` and `close`."""
 
     def __init__(
         self,
@@ -47,37 +48,44 @@ class Follower:
         self.name = name
         self.progress = Progress()
         self.failure: str | None = None
-        """What the tracker failed with last; None once it has caught up."""
+        """The tracker's last error; None if the tracker has received all steps since then."""
         self._make, self._run, self._folder = make, run, folder
         self._save, self._warn = save, warn
         self._wake = threading.Condition()
         self._news, self._closing, self._failed = False, False, False
         self._has_warned = False
         self._offset = 0
-        """Bytes of metrics.jsonl that the tracker has, or had before its last start."""
+        """The offset in metrics.jsonl of the first row that was not sent since the tracker was
+        started."""
         self._thread = threading.Thread(target=self._loop, name=f"mrl-{name}", daemon=True)
 
     def start(self, progress: Progress) -> None:
-        """Begin with the steps from `progress.next_step` on."""
+        """Start the thread. It begins by sending step `progress.next_step`."""
         self.progress = progress
         self._news = True
         self._thread.start()
 
     def follow(self) -> None:
-        """Note that metrics.jsonl has grown. Returns at once."""
+        """Wake the thread, because metrics.jsonl has new rows. Returns at once."""
         with self._wake:
             self._news = True
             self._wake.notify()
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left and end the run in the service; `join` waits for it."""
+        """Tell the thread to send the remaining steps and to end the run in the service.
+
+        This returns at once; `join` waits for the thread.
+        """
         with self._wake:
             self._news = self._closing = True
             self._failed = failed
             self._wake.notify()
 
     def join(self, deadline: float) -> bool:
-        """Wait until the tracker has ended, or time.monotonic() reaches `deadline`; return which."""
+        """Wait until the thread has ended, and return whether it has.
+
+        deadline: the value of time.monotonic() at which the wait ends in any case.
+        """
         if self._thread.ident is None:
             return True
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -96,7 +104,7 @@ class Follower:
                 self._send(tracker)
                 if closing:
                     tracker.close(failed=self._failed)
-            except Exception as error:  # the service, the network or the disk: anything can happen
+            except Exception as error:  # any error of the service, the network or the disk
                 self._note(error)
                 _close_quietly(tracker)
                 tracker, retry_at = None, time.monotonic() + RETRY_S
@@ -106,7 +114,7 @@ class Follower:
                 return
 
     def _pause(self, retry_at: float) -> float | None:
-        """Return the seconds until there may be something to do; None: until someone calls."""
+        """Return the seconds to wait; None to wait until `follow` or `close` is called."""
         return max(0.0, retry_at - time.monotonic()) if self._news else None
 
     def _start_tracker(self) -> Tracker:
@@ -121,7 +129,7 @@ class Follower:
         return tracker
 
     def _send(self, tracker: Tracker) -> None:
-        """Log every step that the tracker lacks."""
+        """Log all complete rows of metrics.jsonl that the tracker does not have yet."""
         config = self._run.config
         for row in self._rows():
             step = int(row["step"])
@@ -139,7 +147,7 @@ class Follower:
         self.failure = None
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Return the whole lines of metrics.jsonl that were not read yet, in order."""
+        """Yield the complete lines of metrics.jsonl that were not sent yet, in order."""
         if not self._folder.metrics.exists():
             return
         with self._folder.metrics.open("rb") as file:
@@ -147,11 +155,14 @@ class Follower:
             for line in file:
                 if line.endswith(b"\n"):
                     yield json.loads(line)
-                    self._offset += len(line)  # after the row has arrived
+                    self._offset += len(line)  # reached once the caller has sent the row
 
     def _samples(self, step: int) -> list[dict[str, Any]]:
-        """Return samples of a step, spread evenly over its groups; none if the file is missing or
-        damaged, which another attempt would not change."""
+        """Return samples of a step, spread evenly over its groups.
+
+        Returns [] if the file of rollouts is missing or damaged. This is not an error, because
+        another attempt would not help.
+        """
         if not self._folder.rollout_file(step).exists():
             return []
         try:
@@ -168,7 +179,10 @@ class Follower:
         self._save(self.name, self.progress)
 
     def _note(self, error: Exception) -> None:
-        """Warn once; how many steps are missing in the end is reported when the run closes."""
+        """Record the error, and warn about the first error.
+
+        Steps that are still missing at the end are reported when the trackers are closed.
+        """
         self.failure = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if not self._has_warned:
             self._has_warned = True
@@ -179,7 +193,7 @@ class Follower:
 
 
 def _close_quietly(tracker: Tracker | None) -> None:
-    """Close a tracker that has failed: whatever this raises has the same cause."""
+    """Close a tracker that has failed, and ignore errors, which probably have the same cause."""
     if tracker is None:
         return
     try:

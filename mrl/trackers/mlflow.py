@@ -1,7 +1,7 @@
-"""This module sends a run to MLflow: to a server, or to the database OUTPUT_DIR/mlflow.db.
+"""The tracker for MLflow: a server, or the database OUTPUT_DIR/mlflow.db.
 
-The id of the run is kept over resumes. MLflow cannot take back a value, so a step that a resume repeats
-has two values of a metric, and the one with the later timestamp counts.
+A resumed run keeps its id. MLflow cannot remove a value, so a repeated step has two values of a
+metric, and MLflow shows the value with the later timestamp.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mrl.run.changes import flatten
 from mrl.trackers.base import SAMPLE_COLUMNS, Run, Started
 
 FORBIDDEN = re.compile(r"[^/\w.\- :]")
-"""What MLflow does not take in a key; `_` stands for it."""
+"""Characters that MLflow does not allow in a key; they are replaced by `_`."""
 MAX_PARAM_CHARS = 6000
 MAX_BATCH = 100
-"""The number of parameters in one request."""
+"""The largest number of parameters in one request."""
 
 
 class Tracker:
-    """Holds one run of MLflow."""
+    """One run of MLflow."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -33,7 +33,7 @@ class Tracker:
 
     @staticmethod
     def packages(config: LoggingConfig) -> Sequence[str]:
-        # mlflow-skinny comes without what a database needs.
+        # mlflow-skinny does not include the packages that a database needs.
         return ("mlflow",) if _remote_uri(config) else ("mlflow", "sqlalchemy", "alembic")
 
     def start(self, run_id: str | None, next_step: int) -> Started:
@@ -48,7 +48,10 @@ class Tracker:
         return Started(run_id, next_step)
 
     def _create(self, artifacts: str | None) -> str:
-        """Create the run, and its experiment where there is none; return its id."""
+        """Create the run, and its experiment if that does not exist yet; return the id of the run.
+
+        artifacts: where a new experiment stores its artifacts; None for the server's default.
+        """
         param = import_module("mlflow.entities").Param
         client, name = self._client, self._run.config.project
         experiment = client.get_experiment_by_name(name)
@@ -69,7 +72,7 @@ class Tracker:
         found = [
             metric(_key(key), value, int(time_s * 1000), step) for key, value in metrics.items()
         ]
-        for first in range(0, len(found), 1000):  # as many as one request takes
+        for first in range(0, len(found), 1000):  # the most that one request may have
             self._client.log_batch(self._run_id, metrics=found[first : first + 1000])
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]], time_s: float) -> None:
@@ -79,7 +82,7 @@ class Tracker:
         self._client.log_dict(self._run_id, table, f"samples/step_{step:06d}.json")
 
     def flush(self) -> None:
-        """Every call has arrived when it returns."""
+        """Do nothing, because every call returns only after the data has reached the service."""
 
     def close(self, *, failed: bool) -> None:
         if self._run_id is not None:

@@ -1,7 +1,7 @@
-"""This tracker writes TensorBoard's event files, into OUTPUT_DIR/tensorboard/.
+"""The tracker for TensorBoard, which writes event files into OUTPUT_DIR/tensorboard/.
 
-TensorBoard holds 32-bit floats. What a resume repeats is marked as purged in the new event file, and
-TensorBoard leaves it out.
+TensorBoard stores 32-bit floats. If a resumed run repeats steps, its new event file marks the older
+values as purged, and TensorBoard does not show them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mrl.trackers.base import Run, Started
 
 
 class Tracker:
-    """Writes one event file for each start."""
+    """Writes TensorBoard event files, one new file per start."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -43,7 +43,7 @@ class Tracker:
             self._writer.add_scalar(key, value, step, walltime=time_s)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]], time_s: float) -> None:
-        # TensorBoard reads Markdown: texts of the model are indented, which makes them code.
+        # TensorBoard renders Markdown. Indentation turns prompts and completions into code blocks.
         parts = []
         for row in rows:
             short = {key: row[key] for key in row if key not in ("prompt", "completion")}

@@ -1,4 +1,4 @@
-"""This module runs all trackers of a run, and keeps in trackers.json how far each has come."""
+"""All trackers of a run, and the file trackers.json with the progress of each tracker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mrl.trackers.base import JSONL, Run, load_tracker
 from mrl.trackers.follower import Follower, Progress
 
 FOLDER = "run_folder"
-"""The key of trackers.json that says which folder the runs belong to."""
+"""The key of trackers.json that identifies the run folder."""
 CLOSE_TIMEOUT_S = 60.0
-"""Seconds that the end of a run waits for its trackers, all together."""
+"""The seconds that the end of a run waits for all of its trackers together."""
 
 
 class Trackers:
-    """Holds the trackers of a run on rank 0. Other ranks have none, and their calls do nothing."""
+    """The trackers of a run. Only rank 0 has trackers; on other ranks all methods do nothing."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class Trackers:
         self._state: dict[str, Any] = {}
 
     def start(self, step: int) -> None:
-        """Start all trackers in a run of which `step` steps are done, and metrics.jsonl has no more.
+        """Start all trackers of a run that has done `step` steps. Returns at once.
 
-        A tracker that is behind, or new in this run, gets the steps that it lacks. Returns at once.
+        metrics.jsonl must have no rows of later steps. A tracker that is new in this run, or that
+        has received fewer steps, gets the missing steps.
         """
         if not self.followers:
             return
@@ -62,7 +63,7 @@ class Trackers:
             self._state = {}
         here = _identity(self._folder.root)
         there = self._state.get(FOLDER, here)
-        if not here.items() & there.items():  # neither the place, nor moved there
+        if not here.items() & there.items():  # neither the same path nor the same inode
             self._warn(
                 f"logging: {self._folder.root} is a copy of {there['path']}; its trackers begin runs "
                 "of their own, with all steps"
@@ -74,12 +75,12 @@ class Trackers:
             follower.start(Progress(saved.run_id, min(saved.next_step, step)))
 
     def follow(self) -> None:
-        """Let the trackers have what is new in metrics.jsonl. Returns at once."""
+        """Make the trackers send the new rows of metrics.jsonl. Returns at once."""
         for follower in self.followers:
             follower.follow()
 
     def close(self, *, failed: bool, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the run in every service, and warn of steps that did not arrive within `timeout_s`."""
+        """End the run in every service, and warn about steps that were not sent within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for follower in self.followers:
             follower.close(failed=failed)
@@ -97,14 +98,17 @@ class Trackers:
             )
 
     def _save(self, name: str, progress: Progress) -> None:
-        """Keep how far a tracker has come; its follower's thread calls this."""
+        """Save the progress of a tracker. This is called in the thread of the tracker's follower."""
         with self._lock:
             self._state[name] = asdict(progress)
             write_whole(self._file, json.dumps(self._state, indent=1) + "\n")
 
 
 def _identity(folder: Path) -> dict[str, str]:
-    """Return what tells a run folder from its copy: a folder that was moved keeps its inode, and one
-    that another machine mounts keeps its path."""
+    """Return the path and the inode of a run folder. A copy of the folder has another path and inode.
+
+    A folder that was moved keeps its inode, and a folder that another machine mounts keeps its
+    path.
+    """
     found = folder.stat()
     return {"path": str(folder.resolve()), "inode": f"{found.st_dev}:{found.st_ino}"}

@@ -1,12 +1,12 @@
-"""This tracker sends a run to Weights & Biases, or writes it to OUTPUT_DIR/wandb/ (offline).
+"""The tracker for Weights & Biases: the service, or files in OUTPUT_DIR/wandb/ (offline).
 
-The id of the run is kept over resumes. `step` is the axis of all charts, as the service's own counter
-cannot go back.
+A resumed run keeps its id. The metric `step` is the axis of all charts, because wandb's own step
+counter cannot go back.
 
-- Offline, every start writes one new segment with all steps, and the segments before it are put aside:
-  `wandb sync` then uploads what metrics.jsonl holds, each step once.
-- Online, and where a segment was uploaded already, the repeated steps are logged again, and the later
-  row of a step counts.
+- Offline, every start writes a new segment with all steps and sets the earlier segments aside, so that
+  `wandb sync` uploads each step of metrics.jsonl once.
+- Online, or if a segment was already uploaded, repeated steps are logged again, and the later row of a
+  step counts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ INIT_TIMEOUT_S = 90
 
 
 class Tracker:
-    """Holds one run of wandb."""
+    """One run of wandb."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._wandb_run: Any = None
         self._samples: dict[str, Any] = {}
-        """The table of the step that is logged next."""
+        """The table of samples that the next call of `log` sends; {} without a table."""
 
     @staticmethod
     def packages(config: LoggingConfig) -> Sequence[str]:
         return ("wandb",)
 
     def start(self, run_id: str | None, next_step: int) -> Started:
-        wandb: Any = import_module("wandb")  # this file has the same name
+        wandb: Any = import_module("wandb")  # `import` would find this file
 
         config = self._run.config
         mode = config.wandb_mode or os.environ.get("WANDB_MODE", "online")
@@ -63,10 +63,10 @@ class Tracker:
         return Started(run_id, next_step)
 
     def _put_aside(self, run_id: str) -> bool:
-        """Rename the segments of former starts, so that `wandb sync` does not find them.
+        """Rename the segments of earlier starts, so that `wandb sync` does not find them. Return True.
 
-        Returns False, and leaves everything, where one of them was uploaded: a segment with all steps
-        would then repeat what the service has.
+        If one of the segments was already uploaded, nothing is renamed and False is returned. The
+        reason is that a new segment with all steps would then repeat steps that the service has.
         """
         folder = self._run.folder / "wandb"
         segments = sorted(folder.glob(f"offline-run-*-{run_id}/*.wandb"))
@@ -82,13 +82,13 @@ class Tracker:
         self._wandb_run.log(row)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]], time_s: float) -> None:
-        wandb: Any = import_module("wandb")  # this file has the same name
+        wandb: Any = import_module("wandb")  # `import` would find this file
 
         data = [[step, *(_cell(row.get(key)) for key in SAMPLE_COLUMNS)] for row in rows]
         self._samples = {"samples": wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=data)}
 
     def flush(self) -> None:
-        """wandb has a process of its own that writes and sends; it offers nothing to wait for."""
+        """Do nothing, because W&B's own process writes and sends, and offers nothing to wait for."""
 
     def close(self, *, failed: bool) -> None:
         if self._wandb_run is not None:
@@ -96,5 +96,8 @@ class Tracker:
 
 
 def _cell(value: Any) -> Any:
-    """A column of a table has one type: chat prompts, which are lists, become text."""
+    """Return a value for a table, whose columns must each have one type.
+
+    Values that are not numbers or None become strings, for example chat prompts, which are lists.
+    """
     return value if isinstance(value, (int, float)) or value is None else str(value)

@@ -6,5 +6,5 @@ timeline.py  timeline.jsonl and the staleness of all groups, for the lanes of tr
 samples.py   token records (tokens/step_*.safetensors) as bounded plain data, for the sample browser
 collect.py   everything that the page of a run shows, as plain data
 service.py   everything that the page of a service shows, as plain data
-render.py    that data inside a page: page/*.html.j2, page/*.css, page/*.js
+render.py    the page as HTML, from this data and from page/*.html.j2, page/*.css, page/*.js
 """

@@ -1,7 +1,7 @@
-"""Reads a run folder as plain data (what JSON can hold); a run may still be writing to it.
+"""Reads a run folder, to which the run may still be writing, as JSON-able data for the page.
 
-Nothing of the run has to be there but metrics.jsonl or config.yaml: what is missing is missing on the
-page, and what had to be left out is in `notes`, which the page shows.
+The folder must have metrics.jsonl or config.yaml. If another file is missing, the page lacks the
+part that shows this file. The page also shows `notes`, which say what had to be left out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mrl import __version__
 from mrl.diagnosis.decomposition import read_decomposition
 from mrl.diagnosis.findings import find, usual_mismatch
 from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.run import rollout_rows
 from mrl.system.json_text import is_number
+from mrl.version import __version__
 from mrl.view.facts import local_time, named_values, read_config, value_of
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, notes_of, read_rows, short
@@ -27,9 +27,10 @@ from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
 
 MAX_STEPS = 12
-"""Steps with samples, where `--steps` does not say which."""
+"""The largest number of steps with samples, if `--steps` does not choose the steps."""
 MAX_SAMPLE_BYTES = 24_000_000
-"""Bytes of all samples together: browsers open a page of this size at once."""
+"""The largest number of bytes of all samples together. Browsers open a page of this size without
+delay."""
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
 SUMMARY = (
     ("model", "model.path"),
@@ -47,16 +48,18 @@ SUMMARY = (
         "tensor_model", "pipeline_model", "expert_model", "context"))),
     ("seed", "seed"),
 )  # fmt: skip
-"""(name in the header, keys of the recipe)."""
+"""The entries of the page's header. Each is a name, followed by the recipe keys whose values are
+shown."""
 WORST_BY = ("mismatch/logprob_abs_max", "mismatch/k3", "routing/disagreement", "grad_norm")
-"""Metrics whose largest value puts a step among the steps with samples."""
+"""For each of these metrics, the page includes the samples of the step with the largest value."""
 
 
 def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
-    """Return everything that the page shows. `steps`: those of the sample browser; None chooses
-    MAX_STEPS.
+    """Return everything that the page of a run shows.
 
-    Raises InputError where `run` is no run folder.
+    steps: the steps that the sample browser and the timeline show; None lets mrl choose.
+    max_samples: the largest number of samples per step. Raises InputError if `run` is not a run
+    folder, or if it has token records but none for a step in `steps`.
     """
     metrics, config = run / "metrics.jsonl", run / "config.yaml"
     if not (metrics.exists() or config.exists()):
@@ -89,8 +92,13 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
 
 
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
-    """Choose at most `limit` of the steps with a token record: last, first, worst, then evenly
-    spaced."""
+    """Choose at most `limit` of the steps with a token record, and return them in ascending order.
+
+    The last, the first and the worst steps (WORST_BY) are chosen first, and then evenly spaced
+    steps.
+
+    recorded: the steps with a token record, ascending. rows: the rows of metrics.jsonl.
+    """
     known = set(recorded)
     rows = [row for row in rows if row["step"] in known]
     chosen = dict.fromkeys([*recorded[-1:], *recorded[:1]])
@@ -108,7 +116,11 @@ def _read_samples(
     max_samples: int,
     notes: list[str],
 ) -> list[dict[str, Any]]:
-    """Return packed steps, each with its `findings`, the diagnosis first."""
+    """Return the data of the sample browser, with one entry per step.
+
+    An entry also has the `findings` of its step, of which the first is the diagnosis. Raises
+    InputError if there are token records, but none for a step in `steps`.
+    """
     files = {_step_of(file): file for file in (run / "tokens").glob("step_*.safetensors")}
     recorded = sorted(files)
     if not recorded:
@@ -149,8 +161,10 @@ def _read_samples(
 
 
 def _read_rollouts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Read a step's rollouts; empty if the file is missing or damaged, as sample numbers are
-    lines."""
+    """Return the rows of a step's rollouts; [] if the file is missing or damaged.
+
+    No part of a damaged file is used, because the number of a sample is the number of its line.
+    """
     if not path.exists():
         return []
     try:
@@ -161,7 +175,7 @@ def _read_rollouts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return diagnosis/step_*.json by ascending step."""
+    """Return the contents of diagnosis/step_*.json, by ascending step. Damaged files are left out."""
     read = []
     for file in sorted((run / "diagnosis").glob("step_*.json")):
         try:
@@ -172,8 +186,11 @@ def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for the top of the page the first two findings of the step with the worst diagnosis, and
-    of the last; the sample browser shows all of each step."""
+    """Return the findings for the top of the page.
+
+    These are the first two findings of the step with the worst diagnosis, and the first two of the last
+    step. The sample browser shows all findings of each step.
+    """
     if not steps:
         return []
     worst = max(steps, key=lambda step: step["findings"][0]["severity"] or 0)
@@ -187,7 +204,7 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
     if not rows:
         return f"no step{total} is done"
     done = rows[-1]["step"] + 1
-    # Of runs before there were timestamps only the file tells, which a copy makes new.
+    # Rows of an older mrl have no timestamp. The file's time then serves, though copying changes it.
     noted: Any = rows[-1].get("time/timestamp")
     ended = float(noted) if is_number(noted) else metrics.stat().st_mtime
     finished = "finished: " if done == planned else ""
@@ -195,7 +212,11 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
 
 
 def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
-    """Return the versions that made this page, and those in the run's newest whole manifest."""
+    """Return (name, version) of the packages that made this page, and of those that made the run.
+
+    The versions of the run are from the newest checkpoint whose manifest can be read. They are left
+    out if there is no such checkpoint.
+    """
     here = {"mrl": __version__, "python": platform.python_version()}
     here |= {name: installed_version(name) or "not installed" for name in PACKAGES}
     rows = [(name, version) for name, version in here.items()]
@@ -211,7 +232,7 @@ def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Shorten numbers and turn NaN and infinity into None, at any depth."""
+    """Return `value` with numbers shortened, and NaN and infinity replaced by None, at any depth."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

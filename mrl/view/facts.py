@@ -1,4 +1,4 @@
-"""Reads a resolved configuration as the facts that stand at the top of a page."""
+"""Reads a resolved configuration, and formats the facts at the top of a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from mrl.run.timeline import MAX_SECONDS
 
 
 def read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
-    """Return the keys of a resolved configuration and its text; what is wrong with it joins `notes`."""
+    """Return a resolved configuration as nested dicts, and the text of its file.
+
+    If the file is missing or damaged, the dicts are empty and a note is appended to `notes`.
+    """
     if not path.exists():
         notes.append(f"{path.name} is missing.")
         return {}, ""
@@ -28,7 +31,10 @@ def read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def named_values(tree: dict[str, Any], wanted: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Return the name and the values in words of each (name, keys...) of which the tree has any."""
+    """Return a list of (name, values as one string), one for each (name, keys...) in `wanted`.
+
+    An entry is left out if `tree` has none of its keys.
+    """
     rows = []
     for name, *keys in wanted:
         values = [value_of(tree, key) for key in keys]
@@ -38,7 +44,7 @@ def named_values(tree: dict[str, Any], wanted: Iterable[tuple[str, ...]]) -> lis
 
 
 def value_of(tree: dict[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None where it is not there."""
+    """Return the value of a dotted key; None if the key is missing."""
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -46,14 +52,17 @@ def value_of(tree: dict[str, Any], key: str) -> Any:
 
 
 def local_time(timestamp: float) -> str:
-    """Return seconds since 1970 as date and time, with the zone; in words if they are not valid."""
+    """Format a time as local date, time and zone.
+
+    timestamp: seconds since 1970. A time out of range becomes "an invalid time".
+    """
     if not 0 <= timestamp < MAX_SECONDS:
         return "an invalid time"
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(timestamp))
 
 
 def _shown(value: Any) -> str:
-    """Return a value in one line; of sources of the data, their paths."""
+    """Format a value in one line. Data sources are shown by their paths, and None as "-"."""
     if isinstance(value, list):
         parts = [each.get("path") if isinstance(each, dict) else each for each in value]
         return ", ".join(map(_shown, parts))

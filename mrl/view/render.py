@@ -1,9 +1,9 @@
-"""Renders a page: one template, its styles and scripts in line, its data as JSON.
+"""Renders a page from a template, with inline styles and scripts and with its data as JSON.
 
-What a model wrote is on this page, so nothing of the data is ever markup. Jinja2 escapes it. In the
-JSON block `<` is written as an escape, so that no text can end the block. The scripts make text nodes
-only, which `require-trusted-types-for` enforces. The Content-Security-Policy allows the page's own
-style and script by their hashes, and no request at all.
+The page shows text that a model wrote, so its data must never be interpreted as markup. Jinja2 escapes
+the data. In the JSON block `<` is written as an escape, so that no text can end the block. The scripts
+only make text nodes, which `require-trusted-types-for` enforces. The Content-Security-Policy allows the
+page's own style and script by their hashes, and no request at all.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PAGE = Path(__file__).parent / "page"
 
 
 class Kind(NamedTuple):
-    """Says what a kind of page is made of."""
+    """The template, the scripts and the data of a type of page."""
 
     template: str
     scripts: tuple[str, ...]
-    """The scripts, which run in this order and in one scope."""
+    """The names of the scripts, which run in this order and in one scope."""
     drawn: tuple[str, ...]
-    """What the scripts read of the data."""
+    """The keys of `data` that the scripts read."""
 
 
 RUN = Kind(
@@ -39,7 +39,10 @@ SERVICE = Kind("service.html.j2", ("base", "chart", "curves", "service"), ("metr
 
 
 def render(data: dict[str, Any], kind: Kind = RUN) -> str:
-    """Render the data of `collect`, or for SERVICE that of `collect_service`, as HTML."""
+    """Return the page of `data` as HTML.
+
+    data: the result of `collect`, or of `collect_service` for the kind SERVICE.
+    """
     style = "\n".join((PAGE / f"{name}.css").read_text() for name in ("page", "parts"))
     parts = "\n".join((PAGE / f"{name}.js").read_text() for name in kind.scripts)
     script = f'(() => {{\n"use strict";\n{parts}\n}})();\n'
@@ -60,7 +63,10 @@ def render(data: dict[str, Any], kind: Kind = RUN) -> str:
 
 
 def policy(script: str, style: str) -> str:
-    """Return the Content-Security-Policy, which allows these two texts to run and style and no more."""
+    """Return a Content-Security-Policy that permits only this script and this stylesheet.
+
+    The script and the stylesheet are identified by their hashes. Images may come from data: URLs.
+    """
     rules = (
         "default-src 'none'",
         f"script-src '{_hash(script)}'",
@@ -75,8 +81,11 @@ def policy(script: str, style: str) -> str:
 
 
 def json_block(value: Any) -> str:
-    """Return ASCII JSON without `<`, `>` and `&` (they occur in strings only): nothing ends its
-    element."""
+    """Return `value` as ASCII JSON that cannot end the HTML element that contains it.
+
+    The characters `<`, `>` and `&`, which occur only in strings, are escaped. Raises ValueError for NaN
+    and infinity.
+    """
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,10 +1,11 @@
-"""Packs token records for the sample browser: few steps, few samples, bounded bytes.
+"""Packs token records for the sample browser, with a limited number of samples and bytes.
 
-d = old - rollout log-prob of a token. L MoE layers, E experts a layer, K experts a token, n tokens of a
-sample. Row t of the routes routes token t as an input: it shapes the log-probs of the tokens after it.
+d is a token's old log-prob minus its rollout log-prob. L MoE layers, E experts per layer, K experts
+per token, n tokens of a sample. Row t of the routes is for token t as an input, so it affects the
+log-probs of later tokens.
 
-Routes are bytes in base64: u8 up to 255 experts, else little-endian u16; the largest value says that no
-route was captured.
+Routes are base64 of u8 if there are up to 255 experts, else of little-endian u16. The largest value
+of this type means that no route was captured.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from mrl.types import NATIVE_ROUTE
 from mrl.view.series import short
 
 EXTREME = 0.6931471805599453
-"""The |d| above which the ratio exp(d) is outside [1/2, 2]."""
+"""The `|d|` above which the ratio `exp(d)` is outside [1/2, 2]."""
 
 MAX_TEXT = 60
-"""Characters of the prompt, and of the completion, in the list of samples: their ends tell most."""
+"""The list of samples shows at most this many of the last characters of a prompt, and of a
+completion."""
 
 
 def pack_step(
     record: TokenRecord, rows: Sequence[dict[str, Any]], max_samples: int, max_bytes: int
 ) -> dict[str, Any]:
-    """Pack one step for the page. `rows` are the lines of its rollouts/step_*.jsonl, empty without
-    them.
+    """Pack one step for the page.
 
-    The `max_samples` most telling samples, and of these as many as fit into `max_bytes`; routes are the
-    first to go where a sample is too large.
+    The result has at most `max_samples` samples, in the order of `choose_samples`. A sample with
+    which the result would exceed `max_bytes` is packed without its routes, or left out if that does
+    not suffice.
+
+    rows: the rows of rollouts/step_*.jsonl; empty if they are missing.
     """
     summaries = [_summary(record, i, rows) for i in range(record.num_samples)]
     samples: list[dict[str, Any]] = []
@@ -68,10 +72,10 @@ def pack_step(
 
 
 def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]:
-    """Return the indices of at most `limit` samples, in turn from four rankings.
+    """Choose at most `limit` samples in turn from four rankings, and return their indices.
 
-    Largest max |d|, largest |advantage|, highest and lowest reward; those in between would be the same
-    story. Samples without a reward come last in the rankings by reward.
+    The samples are ranked by largest max `|d|`, by largest `|advantage|`, by highest reward and by
+    lowest reward. Samples without a reward come last in the rankings by reward.
     """
 
     def ranked(key: str, sign: int, size: Callable[[float], float] = float) -> list[int]:
@@ -88,9 +92,9 @@ def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]
 
 
 def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
-    """Return bool[n, L]: whether the set of experts is another than the trainer's router would choose.
+    """Return bool[n, L]: whether the captured set of experts differs from the trainer's choice.
 
-    False where no route was captured.
+    An entry is false for a token without a captured route.
     """
     assert record.expert_ids is not None
     assert record.native_ids is not None
@@ -100,7 +104,7 @@ def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
 
 
 def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the list of samples shows, and what it is sorted by."""
+    """Return the values of the i-th sample for the list of samples, which shows and sorts by them."""
     tokens = record.sample(i)
     number = int(record.sample_ids[i])
     row = rows[number] if 0 <= number < len(rows) else {}
@@ -125,7 +129,10 @@ def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dic
 
 
 def _text(row: dict[str, Any]) -> str | None:
-    """Return the ends of prompt and completion that the list has room for; None without them."""
+    """Return the ends of prompt and completion in one string, at most MAX_TEXT characters of each.
+
+    Returns None if both prompt and completion are missing.
+    """
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list):  # messages: the last one is the question
         prompt = prompt[-1].get("content") if prompt and isinstance(prompt[-1], dict) else None
@@ -138,8 +145,10 @@ def _text(row: dict[str, Any]) -> str | None:
 
 
 def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
-    """Return numbers of each token. The old log-prob is rollout + `d`, so a tiny `d` keeps its
-    digits."""
+    """Return the values of each token of the i-th sample.
+
+    Instead of the old log-prob, the result has `d`, so that a tiny `d` keeps its digits.
+    """
     tokens = record.sample(i)
     rollout, mask = record.rollout_logprobs[tokens], record.loss_mask[tokens]
     d = record.old_logprobs[tokens].double() - rollout.double()
@@ -158,8 +167,11 @@ def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
 
 
 def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
-    """Return the captured routes of every token, and where they differ the router's choice and
-    margin."""
+    """Return the captured routes of the i-th sample; {} if no routes were captured.
+
+    For tokens and layers whose routes differ from the trainer's choice, the result also has the
+    trainer's choice and the margin of the trainer's router.
+    """
     if record.expert_ids is None or record.native_ids is None:
         return {}
     tokens = record.sample(i)
@@ -175,7 +187,10 @@ def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
 
 
 def _load(record: TokenRecord) -> list[list[int]]:
-    """Return [L][E]: the tokens of the record that the engine sent to each expert."""
+    """Return [L][E]: the number of the record's tokens that the engine sent to each expert.
+
+    Returns [] without captured routes.
+    """
     if record.expert_ids is None:
         return []
     loads = []
@@ -186,7 +201,10 @@ def _load(record: TokenRecord) -> list[list[int]]:
 
 
 def _runs(values: Tensor) -> list[list[float | int | None]]:
-    """Return [value, how often in a row], ...: masks, versions and advantages seldom change."""
+    """Return the run-length encoding of values [n]: pairs [value, number of times in a row].
+
+    The encoding is short for masks, versions and advantages, which seldom change.
+    """
     return [
         [short(value, 5), sum(1 for _ in same)]
         for value, same in itertools.groupby(values.tolist())
@@ -205,7 +223,7 @@ def _bytes(ids: Tensor, num_experts: int) -> str:
 
 
 def _num_bytes(packed: dict[str, Any]) -> int:
-    """Estimate the bytes in the page: a number is some eight characters."""
+    """Estimate the bytes of packed values in the page, at about eight characters per number."""
     return sum(
         len(value) if isinstance(value, str) else 8 * len(value) if isinstance(value, list) else 20
         for value in packed.values()

@@ -1,7 +1,7 @@
 """Turns metrics.jsonl into curves of bounded size.
 
-A row may lack keys that other rows have: a curve holds the rows that have its key. A value that is not
-a finite number is None: the page marks it, and leaves a gap.
+A curve has the values of one metric, from the rows that have this metric. A value that is not a
+finite number becomes None, which the page shows as a mark and a gap.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from mrl.system.json_text import is_number, parse_row
 
 MAX_POINTS = 1500
-"""The number of points of one curve. A longer one keeps the smallest and the largest value of each
-stretch of steps."""
+"""The largest number of points of a curve. A longer curve is thinned: it keeps the smallest and the
+largest value of each stretch of steps."""
 TOGETHER = (
     re.compile(r"time/engine_.+_s"),
     re.compile(r"time/.+_s"),
@@ -24,22 +24,23 @@ TOGETHER = (
     re.compile(r"reward/(mean|std)"),
     *(re.compile(rf"service/[^/]+/{part}") for part in ("batch_share", "tokens", "trainer_share")),
 )
-"""Keys that the page adds up: parts of a step, and a mean with its band. Those of one pattern, the
-first that fits, are thinned at the same steps, as a sum at a step where a part is left out is wrong."""
+"""Patterns of keys whose curves the page combines: it stacks the parts of a step, and draws a band
+around a mean. A key belongs to the first pattern that it matches. The curves of one pattern are thinned
+at the same steps, because a stack is wrong at a step where a part is missing."""
 
 LARGEST = 1e100
-"""The largest number on the page; larger ones are drawn as this, because the page computes with
-differences of values."""
+"""The largest number on the page. A larger number is drawn as this number, because the page
+computes differences of values."""
 
 Curve = dict[int, float | None]
-"""The values by the index of their row, ascending."""
+"""The values of a metric by the index of their row, in ascending order."""
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return (rows by ascending step, number of lines that are no row).
+    """Return the rows of metrics.jsonl by ascending step, and the number of lines that are not rows.
 
-    Of a step that is there twice, the later line counts. A line cut short by a crash, or anything else
-    that is not an object with a whole `step`, is counted and left out.
+    If a step occurs twice, the later line counts. A line is not a row if it is not a JSON object
+    with an integer `step`, for example because a crash has cut the line short.
     """
     objects, num_bad = read_objects(path)
     found = [row for row in map(_row, objects) if row is not None]
@@ -48,7 +49,10 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return (the objects of a JSON Lines file in their order, number of lines that are none)."""
+    """Return the JSON objects of a JSON Lines file in order, and the number of lines without an object.
+
+    Empty lines do not count. A missing file gives ([], 0).
+    """
     if not path.exists():
         return [], 0
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -57,11 +61,15 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """Return {"steps": [...], "series": {key: {"v": values, "at": indices into steps}}, "thinned":
-    bool, "clipped": keys with values above LARGEST}.
+    """Return the curves of all metrics in `rows`, as JSON-able data.
 
-    `at` is left out where a curve has a value at every step. Curves of keys in TOGETHER have at most
-    `max_points` steps among them, and each has its values at all of these where it has any.
+    `steps` are the steps of the rows. `series` has an entry for each metric key. An entry has the
+    values `v`, and the indices `at` of their steps in `steps`; `at` is left out if there is a value
+    at every step. `thinned` says whether any curve was thinned, and `clipped` has the keys with
+    values above LARGEST.
+
+    A curve has at most `max_points` values. The curves of one pattern in TOGETHER keep at most
+    `max_points` steps in all, and each of these curves has its values at all of these steps.
     """
     found: dict[str, Curve] = {}
     clipped: set[str] = set()
@@ -87,13 +95,15 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
 
 
 def is_clipped(value: Any) -> bool:
-    """Whether a finite number is drawn as LARGEST."""
+    """Return whether `value` is a finite number above LARGEST in size, which is drawn as LARGEST."""
     return is_number(value) and LARGEST < abs(value) < math.inf
 
 
 def notes_of(drawn: Mapping[str, Any], what: str) -> list[str]:
-    """Return the page's notes on curves: which were thinned, and which clipped. `what` is the unit of
-    the x axis: steps or rounds."""
+    """Return the page's notes about curves that were thinned or clipped.
+
+    drawn: the result of `curves`. what: the unit of the x axis, `steps` or `rounds`.
+    """
     notes = []
     if drawn["thinned"]:
         notes.append(f"Long curves are thinned; the extremes of every stretch of {what} are kept.")
@@ -105,12 +115,16 @@ def notes_of(drawn: Mapping[str, Any], what: str) -> list[str]:
 
 
 def _group(key: str) -> str | re.Pattern[str]:
-    """Return the pattern of TOGETHER that the key matches, otherwise the key."""
+    """Return the pattern of TOGETHER that the key matches, or the key itself if it matches none."""
     return next((pattern for pattern in TOGETHER if pattern.fullmatch(key)), key)
 
 
 def _kept(curves: list[Curve], max_points: int) -> set[int]:
-    """Return the rows that these curves keep: all, or those where one has an extreme of a stretch."""
+    """Return the indices of the rows at which these curves keep their values.
+
+    These are all rows if there are at most `max_points` rows. Otherwise each curve is thinned to an
+    equal share of `max_points`, and a row is kept if any of the curves keeps its value there.
+    """
     rows = set().union(*curves)
     if len(rows) <= max_points:
         return rows
@@ -120,9 +134,10 @@ def _kept(curves: list[Curve], max_points: int) -> set[int]:
 
 
 def thin(values: list[float | None], max_points: int) -> list[int]:
-    """Return the indices of at most `max_points` values: of each stretch its extremes and one None.
+    """Return the ascending indices of at most `max_points` values; `max_points` counts as at least 4.
 
-    A spike of one step stays, and so does a step that was not finite; the last value stays.
+    The values are divided into equal stretches. Each stretch keeps its smallest value, its largest
+    value and its first None, so a single spike or gap is not lost. The last value is always kept.
     """
     count = len(values)
     if count <= max_points:
@@ -140,8 +155,11 @@ def thin(values: list[float | None], max_points: int) -> list[int]:
 
 
 def short(value: Any, digits: int) -> float | int | None:
-    """Return `value` with this many significant digits, at most LARGEST; None if it is not a finite
-    number."""
+    """Return a number as the page shows it; None if `value` is not a finite number.
+
+    A float is rounded to `digits` significant digits, and becomes an int if it is then whole. An int
+    is not rounded, and a bool becomes 0 or 1. Results are limited to the range -LARGEST to LARGEST.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return int(value) if isinstance(value, bool) else None
     if isinstance(value, float) and not math.isfinite(value):
@@ -162,7 +180,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a row with its step as an integer; None where it has no step."""
+    """Return a row with its step as an integer; None if the step is missing or not an integer."""
     step = row.get("step")
     if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**63:
         return None

@@ -1,6 +1,7 @@
-"""Reads a service folder as plain data for its page; the service may run, have ended or never started.
+"""Reads a service folder as JSON-able data for its page.
 
-A round is a line of metrics.jsonl. Rounds are numbered on, as each start of a service counts from 0.
+The service may be running, have ended, or never have started. A round is a line of metrics.jsonl. Each
+start of a service counts its rounds from 0; the page numbers the rounds of all starts consecutively.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mrl.tenants.over_rounds import OverRounds, finite, over_rounds
-from mrl.tenants.record import Tenant, describe, read_past, read_tenants
-from mrl.tenants.sockets import connect_unix
+from mrl.service.metrics import OverRounds, finite, over_rounds
+from mrl.service.record import Tenant, describe, read_past, read_tenants
+from mrl.service.sockets import connect_unix
 from mrl.view.facts import local_time, named_values, read_config
 from mrl.view.series import curves, notes_of, read_objects
 from mrl.view.units import units_of
 
 CONNECT_S = 2.0
 NOTHING = "\u2013"
-"""What stands for a number that is not there."""
+"""The text that replaces a missing number."""
 SUMMARY = (
     ("model", "model.path"),
     ("tensor x pipeline x expert x context", *(f"parallel.{kind}_parallel_size" for kind in (
@@ -33,25 +34,27 @@ SUMMARY = (
     ("tenants at most", "tenants.max_number"),
     ("bound on the wait, s", "schedule.max_wait_s"),
 )  # fmt: skip
-"""(name in the header, keys of service.yaml)."""
+"""The entries of the page's header. Each is a name, followed by the keys of service.yaml whose
+values are shown."""
 NEWEST = (("reward", "reward/mean"), ("length", "response_len/mean"),
           ("gradient", "grad_norm"), ("mismatch", "mismatch/logprob_abs_max"))  # fmt: skip
-"""(heading, metric) of a tenant's newest step."""
+"""Pairs (heading, metric) for the values of a tenant's newest step."""
 OVER_ROUNDS = ("trainer", "tokens", "of all", "at the gate, s", "for trainer, s")
-"""Headings of what a tenant has over all rounds; `_in_words` fills them in."""
+"""Headings for the values of a tenant over all rounds, which `_in_words` returns."""
 
 Row = dict[str, Any]
 
 
 def is_service(folder: Path) -> bool:
-    """Whether a folder is that of a service."""
+    """Return whether `folder` is the folder of a service."""
     return (folder / "service.yaml").is_file() and (folder / "tenants").is_dir()
 
 
 def collect_service(folder: Path, page: Path) -> dict[str, Any]:
-    """Return everything that the page of a service shows; `page` is where it will be.
+    """Return everything that the page of a service shows.
 
-    Raises InputError where the state of a tenant is damaged.
+    page: the path of the page, to which its links are relative. Raises InputError if the state of a
+    tenant is damaged.
     """
     notes: list[str] = []
     config, text = read_config(folder / "service.yaml", notes)
@@ -76,8 +79,11 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
 
 
 def _numbered(found: Sequence[Row]) -> Iterator[Row]:
-    """Yield the rounds with their number as `step`. A number that does not rise is that of a service
-    which was started again."""
+    """Yield the rows with `step`, a number that increases over all starts, in place of `round`.
+
+    A start of the service counts `round` from 0. So a row is from a new start if its `round` is not
+    larger than the `round` of the row before it. A row without a valid `round` gets the next `step`.
+    """
     first, last = 0, -1
     for row in found:
         given = finite(row.get("round"))
@@ -107,7 +113,11 @@ def _listens(folder: Path) -> bool:
 def _table(
     present: Sequence[Tenant], past: Sequence[Tenant], rows: Sequence[Row], near: Path
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table of tenants, those that were removed last."""
+    """Return the rows of the table of tenants; removed tenants come last.
+
+    past: removed tenants whose name another tenant has now. rows: the rounds. near: the folder of
+    the page.
+    """
     table = []
     found = over_rounds(rows, {tenant.name: tenant.sequence for tenant in present})
     for tenant in sorted([*present, *past], key=lambda t: (t.state == "removed", t.sequence)):
@@ -132,7 +142,7 @@ def _table(
 
 
 def _in_words(found: OverRounds) -> list[str]:
-    """Return what a tenant had over all rounds, in the order of OVER_ROUNDS."""
+    """Return a tenant's values over all rounds as strings, in the order of OVER_ROUNDS."""
     return [
         _percent(found.trainer_share),
         f"{found.tokens:,.0f}" if found.tokens else NOTHING,
@@ -143,8 +153,11 @@ def _in_words(found: OverRounds) -> list[str]:
 
 
 def _link(run: Path, tenant: Tenant, near: Path) -> tuple[str, str]:
-    """Return the address of a tenant's page, or else of its run folder, as seen from the folder `near`,
-    and the words of the link. The address is empty where there is no folder."""
+    """Return the target and the text of the link to a tenant's page.
+
+    If the page does not exist, the link is to the run folder `run`. The target is relative to the
+    folder `near`; it is empty if there is no run folder either.
+    """
     path = os.path.relpath(run, os.path.realpath(near))
     words = path if not path.startswith("..") else str(run)
     if (run / "view.html").is_file():

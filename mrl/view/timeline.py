@@ -1,7 +1,7 @@
-"""Reads timeline.jsonl and the metrics of waiting as what the page draws: who did what, and when.
+"""Reads timeline.jsonl and the metrics of staleness for the timeline on the page.
 
-A lane has the spans of the trainer or of one engine. A kind is what a span was about: its words, and
-the number of its colour.
+The timeline shows what the trainer and each engine did, and when. A lane has the spans of the
+trainer or of one engine. The kind of a span is its activity, which is shown by a text and a colour.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from mrl.run.timeline import MAX_SECONDS, Timeline
 from mrl.system.json_text import is_number
 
 MAX_STEPS = 20
-"""Steps that are drawn, where `--steps` does not say which."""
+"""The number of steps that are drawn by default: the last steps of the run."""
 MAX_LANES = 17
 MAX_SPANS = 1500
-"""Spans of one lane; the longest stay."""
+"""The largest number of spans of a lane. If a lane has more spans, the longest spans are kept."""
 MERGED_S = 0.25
-"""A gap between two spans of one kind that is drawn as none."""
+"""Two consecutive spans of an engine that have the same kind are joined if the gap between them
+is shorter than this many seconds."""
 OTHER = 7
 TRAINER = {
     "train": ("trains", 0),
@@ -32,7 +33,7 @@ TRAINER = {
     "sync": ("sends weights", 3),
     "score": ("shares the samples", 4),
 }
-"""The parts of a step, with their words and colours; others have the colour OTHER."""
+"""The text and the colour of each part of a trainer's step; other parts have the colour OTHER."""
 COLOURS = {
     "generate": 0, "bound": 1, "evaluate": 2, "load": 3, "score": 4, "drain": 5, "weights": 6,
     "start": OTHER,
@@ -45,10 +46,10 @@ Piece = tuple[float, float, str]
 def read_timeline(
     run: Path, rows: list[dict[str, Any]], steps: range | None, placement: Any
 ) -> dict[str, Any]:
-    """Return what the page draws of both roles; `why` says what is missing.
+    """Return the lanes of trainer and engines, and the histogram of staleness, as JSON-able data.
 
-    `rows` are those of metrics.jsonl, `steps` those to draw (None: the last MAX_STEPS), `placement` is
-    `rollout.placement` of the recipe.
+    If there are no lanes, `why` gives the reason. rows: the rows of metrics.jsonl. steps: the steps to
+    draw; None for the last MAX_STEPS. placement: `rollout.placement` of the recipe.
     """
     histogram = {"staleness": count_staleness(rows)}
     known = Timeline(run / "timeline.jsonl").read()
@@ -75,8 +76,7 @@ def read_timeline(
 
 
 def count_staleness(rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return [staleness, groups] over all steps, the least stale first; groups without a token count
-    nowhere."""
+    """Return pairs [staleness in versions, number of groups] over all steps, by ascending staleness."""
     counts: Counter[int] = Counter()
     for row in rows:
         for key, value in row.items():
@@ -99,7 +99,11 @@ def _why(known: list[dict[str, Any]], placement: Any) -> str:
 
 
 def _pieces(rows: list[dict[str, Any]], role: str, number: int) -> list[Piece]:
-    """Return (begin, end, kind) of one lane in seconds since 1970; what is no span is left out."""
+    """Return the spans of one lane as (begin, end, kind), in seconds since 1970.
+
+    Invalid spans are left out. Consecutive spans of an engine that have the same kind are joined if
+    the gap is shorter than MERGED_S.
+    """
     found: list[Piece] = []
     for row in rows:
         lanes = [row["trainer"]] if role == "trainer" else row["engines"]
@@ -126,8 +130,11 @@ def _is_span(span: Any) -> bool:
 def _lane(
     name: str, pieces: list[Piece], words: dict[str, tuple[str, int]], origin: float
 ) -> dict[str, Any]:
-    """Return a lane: its kinds with the share of its time each, and [begin, end, kind] of its spans,
-    in seconds from `origin`."""
+    """Return a lane as JSON-able data: its kinds and its spans.
+
+    A kind has its text, its colour and its share of the lane's time. A span is [begin, end, index of
+    its kind], in seconds from `origin`.
+    """
     seconds: dict[str, float] = defaultdict(float)
     for begin, end, kind in pieces:
         seconds[kind] += end - begin

@@ -1,4 +1,4 @@
-"""Units of the metrics, for the axes of the charts; a test compares them with docs/metrics.md."""
+"""Units of the metrics, for the axes of the charts. A test compares the units with docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ UNITS = (
     ("train/empty_mini_batches", "mini-batches"),
     ("(train|value)/nonfinite_steps|train/low_ess_steps", "steps"),
 )
-"""(pattern of whole keys, unit); the first that fits counts."""
+"""Pairs (pattern, unit). A metric has the unit of the first pattern that matches its complete
+key."""
 _UNITS = tuple((re.compile(pattern, re.DOTALL), unit) for pattern, unit in UNITS)
 
 
 def unit_of(key: str) -> str:
-    """Return the unit of a metric; `value` for a key that is not mrl's."""
+    """Return the unit of a metric; `value` for a metric that mrl does not write."""
     return next((unit for pattern, unit in _UNITS if pattern.fullmatch(key)), "value")
 
 

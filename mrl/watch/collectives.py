@@ -1,7 +1,8 @@
-"""This module writes each collective of this rank into its page, for the report of a rank that hangs.
+"""Record each collective of this rank in its heartbeat page, for the report about a rank that hangs.
 
-The methods of torch's ProcessGroup are replaced for that, through which every call goes: Megatron keeps
-references to functions of torch.distributed, so that replacing these would miss some.
+This replaces methods of torch's ProcessGroup, because every collective calls one of them. Replacing
+the functions of torch.distributed would miss some calls, because Megatron keeps references to these
+functions.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch._C import _distributed_c10d as c10d
-
 from mrl.system.heartbeat import note_collective, note_collective_end
+from mrl.system.torch_names import TORCH
 
 METHODS = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
@@ -35,33 +35,38 @@ METHODS = {
     "send": ("send",),
     "recv": ("recv", "recv_anysource"),
 }
-"""The methods of ProcessGroup by the name of the collective; a version of torch has some of them."""
+"""The methods of ProcessGroup, by the name of the collective. Each version of torch has some of
+the methods."""
 
 
 @contextmanager
 def noting_collectives() -> Iterator[None]:
-    """Note the collectives of this process in its page during the block.
+    """Record the collectives of this process in its heartbeat page during the block.
 
-    In the page a collective is over when somebody has waited for it and it is done. On GPUs torch's
-    `wait` only lets the stream wait: what the device has not done by then is noted as queued. A thread
-    that has begun no collective, such as one that sends weights, ends none.
+    A collective is recorded as over when `wait` has returned and the collective is done. On GPUs
+    torch's `wait` only makes the stream wait. If the device has not finished the collective when
+    `wait` returns, it is recorded as queued. Calls of `wait` in a thread that has begun no
+    collective, such as a thread that sends weights, are ignored.
     """
+    process_group, work = TORCH.take("ProcessGroup"), TORCH.take("Work")
     groups: dict[Any, bytes] = {}
     own = threading.local()
     with ExitStack() as undo:
         for name, methods in METHODS.items():
             for method in methods:
-                if method in vars(c10d.ProcessGroup):
-                    call = _replace(c10d.ProcessGroup, method, undo)
-                    setattr(c10d.ProcessGroup, method, _noted(call, name.encode(), groups, own))
-        wait = _replace(c10d.Work, "wait", undo)
-        setattr(c10d.Work, "wait", _noting_end(wait, own))  # noqa: B010, as the stub of torch forbids it
+                if method in vars(process_group):
+                    call = _replace(process_group, method, undo)
+                    setattr(process_group, method, _noted(call, name.encode(), groups, own))
+        work.wait = _noting_end(_replace(work, "wait", undo), own)
         yield
 
 
 def _replace(owner: type, method: str, undo: ExitStack) -> Callable[..., Any]:
-    """Return the method, which `undo` puts back: what the class holds, not what it gives out, as
-    pybind11 gives out a function that would not be bound to an object any more."""
+    """Return a method of a class that is about to be replaced, and make `undo` restore the method.
+
+    `undo` restores the entry of the class's `__dict__`, because the function that pybind11 returns
+    for the attribute would not be bound to instances.
+    """
     undo.callback(setattr, owner, method, vars(owner)[method])
     return getattr(owner, method)
 

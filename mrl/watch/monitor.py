@@ -1,11 +1,14 @@
-"""The monitor: the process that reads the ranks' pages, and ends a run that hangs.
+"""The monitor is the process that reads the ranks' heartbeat pages and ends a run that hangs.
 
-There is one on each node, a child of the node's first rank, without torch. It exits with that rank or
-when its standard input ends. If `DONE` arrives there, the rank has finished the run, and the monitor
-runs until the other ranks have finished, too: nothing else watches them then. Its first line is a JSON
-object (`mrl.watch.start`). The one of rank 0 decides; the others send it the states of their ranks
-(`mrl.watch.line`). A rank that hangs cannot block them: they only read memory and /proc,
-and send signals. What may hang with the disk or the terminal has a limit.
+Each node has one monitor, a child process of the node's first rank, which does not import torch.
+The first line of its standard input is a JSON object (`mrl.watch.start`). The monitor exits when
+its parent rank exits or closes that input. The line `DONE` means that the parent rank has finished
+the run. The monitor then runs until the other ranks have finished, because nothing else watches
+them.
+
+The monitor of rank 0 decides; the monitors of other nodes send it the states of their ranks
+(`mrl.watch.connection`). A monitor only reads memory and /proc and sends signals, so a rank that
+hangs cannot block it. Anything that may hang because of the disk or the terminal has a time limit.
 """
 
 from __future__ import annotations
@@ -37,26 +40,37 @@ from mrl.system.files import write_whole
 from mrl.system.heartbeat import LEFT, SUPERVISE
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.system.processes import die_with_parent, outlive_parent
-from mrl.watch.line import MAX_STACKS, SILENT_S, Head, Line, Node, connect, report_of
+from mrl.watch.connection import (
+    MAX_STACKS,
+    SILENT_S,
+    Connection,
+    MonitorServer,
+    Node,
+    connect,
+    report_of,
+)
 from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks_of
 from mrl.watch.verdict import GONE, MAX_TICK_S, Limits, Verdict, Watch
 
 DONE = b"done\n"
-"""The line by which a rank says that it is through with the run; without it the rank has failed."""
+"""The line with which the parent rank says that it has finished the run. Without it, the rank
+failed."""
 LAST_TICK_S = 0.05
-"""The tick once the rank that started this has finished, because the others finish soon after."""
+"""Seconds between ticks after the parent rank has finished, because the other ranks finish soon."""
 REPORT_S = 20.0
-"""How long writing the report may take: the disk may be what hangs."""
+"""Time limit in seconds for writing the stacks and the report, because a disk that hangs may be the
+reason why a rank hangs."""
 PRINT_S = 2.0
-"""How long printing may take: nobody may read, as where a terminal is halted."""
+"""Time limit in seconds for printing, because printing may block, for example while the terminal is
+paused."""
 SENT_S = 5.0
-"""How long the stacks of other nodes may take to come, beside the time to write them."""
+"""The seconds that the stacks of other nodes may take to arrive after they were written."""
 
 
 def main() -> None:
-    """Watch until the ranks are done, or one hangs."""
+    """Watch the ranks until all of them have finished or one of them hangs."""
     line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):  # the rank that started this is gone already
+    if not line.endswith(b"\n"):  # the rank that started the monitor is already gone
         return
     job = json.loads(line)
     die_with_parent(job["parent"])
@@ -68,14 +82,18 @@ def main() -> None:
 
 
 class Ticks:
-    """Counts time until the rank that started this has ended, or all ranks have finished the run."""
+    """Paces a monitor: yields a tick at regular intervals, until there is nothing more to watch."""
 
     def __init__(self) -> None:
         self.is_done = False
-        """Whether the rank that started this has finished the run."""
+        """Whether the parent rank of the monitor has finished the run."""
 
     def until(self, all_have_left: Callable[[], bool]) -> Iterator[float]:
-        """Yield the seconds since the last tick."""
+        """Yield at each tick the seconds since the last tick.
+
+        The ticks end if the parent rank fails or, once it has finished the run, as soon as
+        `all_have_left()` is true.
+        """
         last = time.monotonic()
         poll = select.poll()
         poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
@@ -95,7 +113,7 @@ class Ticks:
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
-    """Do what may hang, and wait for it no longer than that."""
+    """Call `work`, which may hang, in a thread; wait at most `seconds`, and ignore an OSError."""
 
     def run() -> None:
         with suppress(OSError):
@@ -111,14 +129,14 @@ def say(text: str) -> None:
 
 
 def decide(job: dict[str, Any], ranks: list[Process]) -> None:
-    """Watch all ranks from the node of rank 0."""
+    """Watch the ranks of all nodes, in the monitor of rank 0."""
     head = None
     if job["nodes"]:
         nodes = [Node(**node) for node in job["nodes"]]
-        head = Head(socket.socket(fileno=job["server"]), job["token"], nodes)
+        head = MonitorServer(socket.socket(fileno=job["server"]), job["token"], nodes)
     watch, ticks = Watch(Limits(**job["limits"])), Ticks()
 
-    told: set[int] = set()
+    killed_last: set[int] = set()
 
     def all_have_left() -> bool:
         others = [seen for node in (head.nodes if head else ()) for seen in node.present()]
@@ -129,13 +147,13 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
         found = None
         if head is not None:
             head.poll(min(seconds, MAX_TICK_S))
-            head.tell({"goes_on": True})
+            head.broadcast({"alive": True})
             for node in head.nodes:
                 seen |= node.seen
             for node in head.unreached():
                 say(
-                    f"node {node.host} ({_named(node.ranks)}) has not reached the watchdog of rank 0: "
-                    "its ranks are not watched, only the timeouts of collectives hold there"
+                    f"node {node.host} ({_named(node.ranks)}) has not connected to the watchdog of "
+                    "rank 0: its ranks are not watched, only the timeouts of collectives apply there"
                 )
             found = lost_node(head)
             if found is not None and ticks.is_done:
@@ -146,36 +164,36 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
                 continue
         found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
         if found is not None and ticks.is_done and found.pulse.phase == SUPERVISE:
-            if found.rank not in told:
-                told.add(found.rank)
+            if found.rank not in killed_last:
+                killed_last.add(found.rank)
                 end_last(found, ranks, head)
         elif found is not None:
             places = [f"rank {rank}: {seen[rank].text()}" for rank in sorted(seen)]
             end(job, ranks, found, head, places)
             return
         if late := watch.late():
-            say(f"{late.text()}; the others wait")
+            say(f"{late.text()}; the other ranks wait for it")
     if head is not None and ticks.is_done:
-        head.tell({"bye": True})
+        head.broadcast({"bye": True})
         head.finish()
 
 
 def has_left(rank: Process) -> bool:
-    """Whether a rank has finished the run, or is gone."""
+    """Return whether a rank has finished the run or no longer exists."""
     seen = rank.see()
     return seen.pulse.phase == LEFT or seen.state in GONE
 
 
-def end_last(found: Verdict, ranks: Sequence[Process], head: Head | None) -> None:
-    """Kill a rank that leads engines and does not end although the run is done; nothing is lost."""
-    say(f"{found.text()}; the run is done, so it is killed")
+def end_last(found: Verdict, ranks: Sequence[Process], head: MonitorServer | None) -> None:
+    """Kill a rank that leads engines and does not exit although the run is done."""
+    say(f"{found.text()}; the run is done, so the rank is killed")
     kill_last(ranks, found.rank)
     if head is not None:
-        head.tell({"kill_last": found.rank})
+        head.broadcast({"kill_last": found.rank})
 
 
 def kill_last(ranks: Sequence[Process], number: int) -> None:
-    """Kill a rank of this node after the run, and signal to the launcher that this is not a failure."""
+    """Kill a rank after the run, if it is on this node. Tell the launcher that this is no failure."""
     for rank in [rank for rank in ranks if rank.rank == number]:
         if folder := os.environ.get(LAUNCH_FOLDER):
             with suppress(OSError):
@@ -183,8 +201,8 @@ def kill_last(ranks: Sequence[Process], number: int) -> None:
         rank.send(signal.SIGKILL)
 
 
-def lost_node(head: Head) -> Verdict | None:
-    """Return the verdict on a node that is not heard from."""
+def lost_node(head: MonitorServer) -> Verdict | None:
+    """Return a verdict on a node that no longer sends messages; None if no node is lost."""
     node = head.lost()
     if node is None:
         return None
@@ -197,22 +215,23 @@ def end(
     job: dict[str, Any],
     ranks: list[Process],
     found: Verdict,
-    head: Head | None,
+    head: MonitorServer | None,
     places: list[str],
 ) -> None:
-    """Write the stacks and the report, print it, and kill all ranks; rank 0 last.
+    """Write the stacks and the report, print the report, and kill all ranks, rank 0 last.
 
-    `places` says where each rank is.
+    `places` has one line per rank with its phase, its state and its last collective. Under
+    `mrl.launch`, the launcher prints the report.
     """
     folder = Path(job["folder"])
     if head is not None:
-        head.tell({"write_stacks": True})
+        head.broadcast({"write_stacks": True})
     stacks = stacks_of(ranks)
     if head is not None:
         stacks |= head.stacks(STACKS_S + SENT_S)
     hosts = {rank: node.host for node in (head.nodes if head else ()) for rank in node.ranks}
     cause = {"stuck": "", "lost": "the node died, or the network between the nodes is cut"}
-    said = Failure(
+    found_failure = Failure(
         what=found.text(),
         exit_code=int(ExitCode.LOST_RANK if found.how in ("gone", "lost") else ExitCode.HUNG_RANK),
         rank=None if found.suspects else found.rank,
@@ -231,20 +250,20 @@ def end(
     def report() -> None:
         files = write_stacks(folder, stacks)
         log = f"{folder}/logs/stacks_rank_*.txt" if found.suspects else files.get(found.rank, "")
-        failure = dataclasses.replace(said, log=log, **saved_in(folder))
+        failure = dataclasses.replace(found_failure, log=log, **saved_in(folder))
         written.append(write_failure(folder, failure))
 
     within(REPORT_S, report)
-    if LAUNCH_FOLDER not in os.environ or not written:  # else the launcher prints it
-        within(PRINT_S, lambda: print_failure(written[0] if written else said))
+    if LAUNCH_FOLDER not in os.environ or not written:  # otherwise the launcher prints it
+        within(PRINT_S, lambda: print_failure(written[0] if written else found_failure))
     if head is not None:
-        head.tell({"kill": said.exit_code})
+        head.broadcast({"kill": found_failure.exit_code})
         head.finish()
-    kill_all(job, ranks, said.exit_code)
+    kill_all(job, ranks, found_failure.exit_code)
 
 
 def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
-    """Write RUN/logs/stacks_rank_N.txt; return the files by rank."""
+    """Write RUN/logs/stacks_rank_N.txt for each rank; return the paths of written files by rank."""
     files = {}
     for rank, text in stacks.items():
         file = folder / "logs" / f"stacks_rank_{rank}.txt"
@@ -256,27 +275,28 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
 
 
 def follow(job: dict[str, Any], ranks: list[Process]) -> None:
-    """Tell the monitor of rank 0 what the ranks of this node show, and do what it says."""
-    line: Line | None = None
+    """Report the ranks of this node to the monitor of rank 0, and carry out its requests."""
+    connection: Connection | None = None
     silent_s, tries, is_over, was_heard, is_alone = 0.0, 0, False, False, False
     ticks = Ticks()
     for seconds in ticks.until(lambda: all(has_left(rank) for rank in ranks)):
         silent_s += min(seconds, MAX_TICK_S)
-        if (line is None or not line.is_open) and not is_over:
+        if (connection is None or not connection.is_open) and not is_over:
             host, port = job["addresses"][tries % len(job["addresses"])]
-            line = connect((host, port), job["token"], job["node"])
+            connection = connect((host, port), job["token"], job["node"])
             tries += 1
-        if line is None:
+        if connection is None:
             messages = []
         else:
-            line.send(report_of({rank.rank: rank.see() for rank in ranks}))
-            messages = line.receive()
+            connection.send(report_of({rank.rank: rank.see() for rank in ranks}))
+            messages = connection.receive()
         for message in messages:
             silent_s, was_heard = 0.0, True
             is_over = is_over or "bye" in message
-            if "write_stacks" in message and line is not None:
+            if "write_stacks" in message and connection is not None:
                 stacks = stacks_of(ranks)
-                line.send({"stacks": {str(n): text[-MAX_STACKS:] for n, text in stacks.items()}})
+                parts = {str(n): text[-MAX_STACKS:] for n, text in stacks.items()}
+                connection.send({"stacks": parts})
             if "kill_last" in message:
                 kill_last(ranks, message["kill_last"])
             if "kill" in message:
@@ -288,17 +308,20 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
         if silent_s > SILENT_S and not was_heard and not is_alone:
             is_alone = True
             own = _named([rank.rank for rank in ranks])
-            say(f"the watchdog of rank 0 does not answer where {own} run: they are not watched")
-    if line is not None and ticks.is_done:
-        line.send({"bye": True})
-        line.finish()
+            say(f"the watchdog of rank 0 cannot be reached from the node of {own}: not watched")
+    if connection is not None and ticks.is_done:
+        connection.send({"bye": True})
+        connection.finish()
 
 
 def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> None:
-    """Kill the ranks of this node, which is cut off from that of rank 0: only that one writes."""
+    """Kill the ranks of this node, because the node has lost the connection to rank 0's node.
+
+    The failure is only printed, because the monitor of rank 0 writes RUN/failure.json.
+    """
     own = _named([rank.rank for rank in ranks])
-    said = Failure(
-        what=f"the node of rank 0 ({job['host']}) is not heard from where {own} run: {silent_s:.1f} s",
+    failure = Failure(
+        what=f"the node of rank 0 ({job['host']}) sends nothing to {own}: {silent_s:.1f} s",
         exit_code=int(ExitCode.LOST_RANK),
         rank=ranks[0].rank,
         since_s=silent_s,
@@ -307,12 +330,12 @@ def end_alone(job: dict[str, Any], ranks: list[Process], silent_s: float) -> Non
     )
     saved: dict[str, Any] = {}
     within(PRINT_S, lambda: saved.update(saved_in(job["folder"])))
-    within(PRINT_S, lambda: print_failure(dataclasses.replace(said, **saved)))
-    kill_all(job, ranks, said.exit_code)
+    within(PRINT_S, lambda: print_failure(dataclasses.replace(failure, **saved)))
+    kill_all(job, ranks, failure.exit_code)
 
 
 def kill_all(job: dict[str, Any], ranks: list[Process], code: int) -> None:
-    """Kill the ranks of this node, and tell its launcher with which code to exit."""
+    """Kill this node's ranks that have not finished the run, and tell the launcher the exit code."""
     if folder := os.environ.get(LAUNCH_FOLDER):
         with suppress(OSError):
             write_whole(Path(folder) / ENDED_FILE, str(code).encode())

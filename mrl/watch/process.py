@@ -1,4 +1,4 @@
-"""A rank as the monitor of its node sees it: its page, its state in /proc, its stacks."""
+"""The process of a rank, as its monitor sees it: heartbeat page, state in /proc, and stacks."""
 
 from __future__ import annotations
 
@@ -14,35 +14,43 @@ from pathlib import Path
 from mrl.run.failure import TAIL_LINES
 from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_page, read_writer
 from mrl.system.proc import stat_of
-from mrl.watch.verdict import GONE, Seen
+from mrl.watch.verdict import GONE, Observation
 
 TICK_S = 0.2
 STACKS_S = 2.0
-"""How long the ranks have to write their stacks."""
+"""The seconds that ranks may take to write their stacks."""
 MOVES_BYTES = ("load", "save")
-"""Phases in which reading and writing files is progress; in others a waiting rank may read as well."""
+"""The phases in which reading or writing files counts as progress. In other phases it does not
+count, because ranks may also do it while they wait."""
 BEAT_BYTES = 1 << 16
-"""The bytes that count as one sign of progress, more than polling a file reads."""
+"""The number of bytes read or written that counts as one sign of progress. Polling a file reads
+fewer."""
 
 NO_FILE = -1
 
 
 @dataclass
 class Process:
-    """A `Process` is a rank on this node."""
+    """The process of a rank on this node."""
 
     rank: int
     pid: int
     page: mmap.mmap
     stacks: int
-    """The descriptor of the file that faulthandler writes to."""
+    """The file descriptor of the file to which faulthandler writes the stacks; NO_FILE if it
+    could not be opened."""
     started: str
-    """When it was started, by which it is told from a later process with its number."""
+    """The start time of the process, which distinguishes it from a later process with the same
+    pid."""
 
     @classmethod
     def open(cls, rank: int, pid: int, page: str, stacks: str) -> Process:
-        """Open the files of a rank. A rank that is ending may have closed them, or have others under
-        their numbers: without its page nothing is known of it."""
+        """Open the heartbeat page and the stack file of a rank.
+
+        A rank that is ending may have closed these files, or may have reused their descriptors for
+        other files. If the page cannot be opened, an empty page is used, so that nothing is known
+        about the rank.
+        """
         memory, found = mmap.mmap(-1, SIZE), NO_FILE
         with suppress(OSError, ValueError):
             descriptor = os.open(page, os.O_RDONLY)
@@ -54,7 +62,7 @@ class Process:
             found = os.open(stacks, os.O_RDONLY | os.O_CLOEXEC)
         return cls(rank, pid, memory, found, _started(pid))
 
-    def see(self) -> Seen:
+    def see(self) -> Observation:
         stat = stat_of(self.pid)
         state = stat.state if stat is not None and stat.started == self.started else ""
         pulse = read_page(self.page)
@@ -64,12 +72,14 @@ class Process:
             writer = stat_of(pid) if pid else None
             if writer is not None and writer.parent == self.pid:
                 moved += _moved(str(pid))
-                state = writer.state if writer.is_stopped else state  # the rank may wait for it
+                state = (
+                    writer.state if writer.is_stopped else state
+                )  # the rank may be waiting for it
             pulse = pulse._replace(beats=pulse.beats + moved // BEAT_BYTES)
-        return Seen(pulse, state, read_collective(self.page))
+        return Observation(pulse, state, read_collective(self.page))
 
     def send(self, number: int) -> None:
-        """Send it a signal, where it is still there."""
+        """Send a signal to the process, if it still exists."""
         with suppress(ProcessLookupError):
             if _started(self.pid) == self.started:
                 os.kill(self.pid, number)
@@ -82,7 +92,11 @@ class Process:
 
 
 def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
-    """Let every rank write the stacks of its threads, also a stopped one; return them by rank."""
+    """Make every rank, even a stopped one, write the stacks of its threads; return the stacks by rank.
+
+    This takes at most STACKS_S seconds. A rank that has written nothing within this time is left
+    out.
+    """
     ranks = list(ranks)
     waiting = [rank for rank in ranks if rank.see().state not in GONE]
     for rank in waiting:
@@ -93,34 +107,41 @@ def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
     while waiting and time.monotonic() < deadline:
         time.sleep(TICK_S)
         before, sizes = sizes, {rank.rank: len(rank.read_stacks()) for rank in waiting}
-        # the main thread comes last: until nothing is added
+        # The main thread is written last, so a rank is done when its file no longer grows.
         waiting = [r for r in waiting if not sizes[r.rank] or sizes[r.rank] != before.get(r.rank)]
     return {rank.rank: text for rank in ranks if (text := rank.read_stacks())}
 
 
 def kill(ranks: Iterable[Process], last: int) -> None:
-    """Kill ranks, the one with the process number `last` at the end: this process dies with it.
-    Engines and workers die with their rank."""
+    """Kill ranks. Their engines and workers die with them.
+
+    The rank with the pid `last` is killed last, because this process dies with that rank.
+    """
     for rank in sorted(ranks, key=lambda rank: rank.pid == last):
         rank.send(signal.SIGKILL)
 
 
 def innermost(stacks: str) -> list[str]:
-    """Return the innermost calls of the main thread, which faulthandler writes last."""
+    """Return the innermost calls of the main thread, whose stack faulthandler writes last.
+
+    Returns [] if `stacks` has no thread.
+    """
     lines = stacks.splitlines()
     heads = [i for i, line in enumerate(lines) if "hread 0x" in line]
     return [line for line in lines[heads[-1] :] if line.strip()][:TAIL_LINES] if heads else []
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started; empty if it is gone."""
+    """Return the start time of a process; an empty string if the process no longer exists."""
     stat = stat_of(pid)
     return "" if stat is None else stat.started
 
 
 def _moved(task: str) -> int:
-    """Return the bytes that a task of /proc has read and written, including mapped files; 0 if the
-    system does not report them."""
+    """Return the number of bytes that a task has read and written, including mapped files.
+
+    task: the path of the task in /proc. Returns 0 if the system does not report the numbers.
+    """
     with suppress(OSError, ValueError):
         lines = Path(f"/proc/{task}/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)

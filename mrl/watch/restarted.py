@@ -1,7 +1,8 @@
-"""Starts the monitor of a node, and starts it again if it is lost.
+"""The monitor of a node, which is started again if it is lost.
 
-Monitor and rank watch each other. A monitor that is killed, or stopped for `STOPPED_S`, is replaced;
-the phase times that it had learned are lost.
+The rank that starts the monitor also watches it. A monitor that is killed, or is stopped for more
+than `STOPPED_S` seconds, is replaced. The new monitor does not know the phase times that the old
+one had learned.
 """
 
 from __future__ import annotations
@@ -26,18 +27,24 @@ PROGRAM = (
 )
 LOOK_S = 1.0
 STOPPED_S = 20.0
-"""How long it may be stopped: less than the other nodes wait for a message from it."""
+"""The seconds that the monitor may be stopped. The other nodes wait longer than this for its
+messages."""
 MAX_STARTS = 4
 ENDS_S, LEFT_S = 5.0, 1.0
-"""How long the monitor may take to end after a failure, and how long a rank that has finished waits for
-it: the monitor runs until all ranks of its node have finished."""
+"""The seconds that `close` waits for the monitor to end. After a failure it waits ENDS_S, and
+then kills the monitor. If the rank has finished the run it waits LEFT_S, and the monitor may run
+on until all ranks of its node have finished."""
 
 
 class RestartedMonitor(Closing):
-    """The monitor of this node; a thread of this process starts another one if it is lost."""
+    """The monitor of this node. A thread of this process starts another one if the monitor is lost."""
 
     def __init__(self, job: Mapping[str, Any], server: socket | None = None) -> None:
-        """`job` is the monitor's first line; `server` is the socket of rank 0's monitor."""
+        """Start the monitor, and the thread that watches it.
+
+        `job` is the first line of the monitor's input. `server` is the socket on which rank 0's
+        monitor listens; None on other nodes.
+        """
         self._job, self._server = json.dumps(job).encode() + b"\n", server
         self._is_over = threading.Event()
         self._starting = threading.Lock()
@@ -46,14 +53,14 @@ class RestartedMonitor(Closing):
         threading.Thread(target=self._restart, daemon=True).start()
 
     def finish(self) -> None:
-        """Signal that this rank has finished the run."""
+        """Tell the monitor that this rank has finished the run."""
         self._is_finished = True
         self._is_over.set()
         with self._starting:
             _write(self._process, DONE)
 
     def close(self) -> None:
-        """End the monitor, unless it still watches other ranks after `finish`."""
+        """End the monitor. If `finish` was called, the monitor may run on to watch the other ranks."""
         self._is_over.set()
         with self._starting:
             process = self._process
@@ -68,8 +75,11 @@ class RestartedMonitor(Closing):
                 process.wait()
 
     def _restart(self) -> None:
-        """Start the monitor again if it is lost. It dies with the thread that started it, so this
-        thread runs until the monitor has ended."""
+        """Start the monitor again whenever it is lost, up to MAX_STARTS starts in all.
+
+        The monitor dies with the thread that started it, so this thread runs until the monitor has
+        ended.
+        """
         for num_starts in range(1, MAX_STARTS + 1):
             code = self._wait()
             with self._starting:
@@ -89,13 +99,16 @@ class RestartedMonitor(Closing):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=() if self._server is None else (self._server.fileno(),),
-                start_new_session=True,  # Ctrl-C reaches the trainer alone
+                start_new_session=True,  # Ctrl-C reaches only the trainer
             )
         _write(process, self._job)
         return process
 
     def _wait(self) -> int:
-        """Return the exit code of the monitor; kill it if it is stopped for `STOPPED_S`."""
+        """Wait until the monitor has ended, and return its exit code.
+
+        Kills the monitor if it is stopped for more than `STOPPED_S` seconds.
+        """
         process, stopped_s = self._process, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -107,6 +120,6 @@ class RestartedMonitor(Closing):
 
 def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
     assert process.stdin
-    with suppress(BrokenPipeError, ValueError):  # it has ended, or this one has closed it
+    with suppress(BrokenPipeError, ValueError):  # the monitor has ended, or the pipe was closed
         process.stdin.write(line)
         process.stdin.flush()

@@ -1,7 +1,7 @@
-"""Starts the watchdog of a run: each rank opens its page, and the first of a node starts a monitor.
+"""Start a run's watchdog.
 
-Ranks that lead engines are in no process group, so they register in the launcher's store
-(`EngineRanks`).
+Each rank opens its heartbeat page, and the first rank of each node starts a monitor. Ranks that
+lead engines are in no process group, so they register in the launcher's store (`EngineRanks`).
 """
 
 from __future__ import annotations
@@ -32,36 +32,44 @@ from mrl.watch.restarted import RestartedMonitor
 
 PREFIX = "mrl_watch"
 RANK, JOB = "rank", "job"
-"""Keys of the store: the page of a rank that leads engines, and the job of its monitor."""
+"""Prefixes of keys in the launcher's store. The key `rank_N` has what the monitor must know
+about rank N, which leads engines. The key `job_N` has the job of the monitor that rank N must
+start."""
 _Node = tuple[str, str, str]
 _FILES_S = 600.0
-"""How long a file system may take over a save without being called hung."""
+"""The seconds that a save may take before its file system counts as hung."""
 
 
 class EngineRanks:
-    """The ranks that lead engines, as the trainers' rank 0 finds them in the launcher's store."""
+    """The ranks that lead engines, as rank 0 of the trainers finds them in the launcher's store."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], wait_s: float) -> None:
-        """`wait_s`: how long they may take to register."""
+        """Set up access to the store.
+
+        `ranks` are the ranks that lead engines. `wait_s` is the number of seconds that a rank may
+        take to register.
+        """
         self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
 
     def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
-        """Return the node of each rank, and what its monitor needs. Raises RankLost past the limit, or
-        if the launcher's store is gone."""
+        """Return, for each rank, its node and what the node's monitor must know about the rank.
+
+        Raises RankLost if a rank does not register in time, or if the launcher's store is gone.
+        """
         self._store.set_timeout(timedelta(seconds=self._wait_s))
-        said = []
+        registered = []
         for rank in self._ranks:
             try:
-                said.append(json.loads(self._store.get(f"{RANK}_{rank}")))
+                registered.append(json.loads(self._store.get(f"{RANK}_{rank}")))
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
                 raise RankLost(
                     f"rank {rank}, which leads engines, has not connected: {why}"
                 ) from error
-        return [((node[0], node[1], node[2]), own) for node, own in said]
+        return [((node[0], node[1], node[2]), own) for node, own in registered]
 
-    def tell(self, rank: int, job: Mapping[str, Any]) -> None:
-        """Have a rank start the monitor of a node on which no rank trains."""
+    def start_monitor(self, rank: int, job: Mapping[str, Any]) -> None:
+        """Make a rank start the monitor of its node, because no rank on the node trains."""
         self._store.set(f"{JOB}_{rank}", json.dumps(job))
 
 
@@ -69,9 +77,10 @@ class EngineRanks:
 def watched_engine_rank(
     config: WatchConfig, store: dist.Store, rank: int
 ) -> Iterator[Callable[[], None]]:
-    """Watch this rank, which leads engines, during the block; the block raises if the rank fails.
+    """Let the watchdog watch this rank, which leads engines, during the block.
 
-    Yields a function to call repeatedly until the trainers have started.
+    Yields a function that the block must call repeatedly. The function reports progress, and starts
+    the monitor of this node once the trainers ask for it. The block must raise if the rank fails.
     """
     signal_arrived(rank)
     if not config.enabled:
@@ -79,16 +88,16 @@ def watched_engine_rank(
         yield heartbeat.beat
         return
     monitors: list[RestartedMonitor] = []
-    meeting = dist.PrefixStore(PREFIX, store)
+    keys = dist.PrefixStore(PREFIX, store)
     with ExitStack() as undo:
         own = _open(undo, rank)
         heartbeat.supervise()
-        meeting.set(f"{RANK}_{rank}", json.dumps([_node(), own]))
+        keys.set(f"{RANK}_{rank}", json.dumps([_node(), own]))
 
         def look() -> None:
             heartbeat.beat()
-            if not monitors and meeting.check([f"{JOB}_{rank}"]):
-                job = json.loads(meeting.get(f"{JOB}_{rank}"))
+            if not monitors and keys.check([f"{JOB}_{rank}"]):
+                job = json.loads(keys.get(f"{JOB}_{rank}"))
                 job |= {"parent": os.getpid(), "addresses": _addresses(job)}
                 monitors.append(undo.enter_context(RestartedMonitor(job)))
                 signal_watchdog_running()
@@ -107,10 +116,14 @@ def watching(
     command: str,
     engine_ranks: EngineRanks | None = None,
 ) -> Iterator[None]:
-    """Watch the ranks during the block; `command` continues the run in `folder`. A collective.
+    """Watch all ranks during the block. A collective.
 
-    `least`: the seconds that the own waits of a phase may take, by its name. `engine_ranks`: the ranks
-    that are in no process group.
+    Args:
+        config: the recipe's `watch`.
+        least: the least limit of each phase, in seconds, from `least_limits`.
+        folder: the run folder.
+        command: the command that continues the run.
+        engine_ranks: the ranks that lead engines; None if no ranks do.
     """
     if not config.enabled:
         signal_watchdog_running()
@@ -126,13 +139,13 @@ def watching(
         nodes: dict[_Node, list[dict[str, Any]]] = {}
         for node, rank, *_ in [*ranks, *ranks[0][2]]:
             nodes.setdefault(node, []).append(rank)
-        server, line = _meet(nodes, undo)
-        job = {"folder": str(folder), "command": command, **line}
+        server, contact = _share_contact(nodes, undo)
+        job = {"folder": str(folder), "command": command, **contact}
         if own["rank"] == 0:
             for node in [node for node in nodes if node not in trained]:
                 assert engine_ranks is not None
                 number = list(nodes).index(node) - 1
-                engine_ranks.tell(
+                engine_ranks.start_monitor(
                     nodes[node][0]["rank"], {**job, "ranks": nodes[node], "node": number}
                 )
             limits = {"least": dict(least), "first_s": config.first_limit_s}
@@ -150,15 +163,18 @@ def watching(
 
 
 def _open(undo: ExitStack, rank: int) -> dict[str, Any]:
-    """Open the page of this rank, and return what its monitor needs."""
+    """Open the heartbeat page of this rank, and return what its monitor must know about the rank."""
     page = heartbeat.open_page()
     undo.callback(heartbeat.close_page)
-    return {"rank": rank, "pid": os.getpid(), "page": page, "stacks": _heed_stacks(undo)}
+    return {"rank": rank, "pid": os.getpid(), "page": page, "stacks": _write_stacks_on_signal(undo)}
 
 
 def _node() -> _Node:
-    """Return what tells nodes apart: the host, the launcher where a host has several, and the
-    kernel with its process numbers, as hosts may share a name."""
+    """Return the identity of this node.
+
+    It consists of the host name, the launcher's rank (a host may run several launchers), and the
+    kernel's boot id with the PID namespace (several hosts may have the same name).
+    """
     kernel = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -166,46 +182,56 @@ def _node() -> _Node:
     return socket.gethostname(), os.environ.get("GROUP_RANK", "0"), kernel
 
 
-def _meet(
+def _share_contact(
     nodes: dict[_Node, list[dict[str, Any]]], undo: ExitStack
 ) -> tuple[socket.socket | None, dict[str, Any]]:
-    """Return what the monitors of several nodes need to find each other: (the socket at which rank 0's
-    listens, on rank 0, what its job says). A collective where there are several."""
+    """Share the token and the address with which the other nodes' monitors reach rank 0's monitor.
+
+    Returns the socket on which rank 0's monitor will listen (None on other ranks, and if there is
+    only one node), and the entries of the monitor's job. A collective if there are several nodes.
+    """
     if len(nodes) == 1:
         return None, {"nodes": []}
     server, own = None, list(nodes).index(_node())
-    said: list[Any] = [None]
+    shared: list[Any] = [None]
     if dist.get_rank() == 0:
         server = undo.enter_context(listen_for({host for host, *_ in nodes}))
-        said = [(secrets.token_hex(32), server.getsockname()[:2])]
-    dist.broadcast_object_list(said)
-    token, (host, port) = said[0]
-    line = {"token": token, "head": [host, port], "host": next(iter(nodes))[0]}
+        shared = [(secrets.token_hex(32), server.getsockname()[:2])]
+    dist.broadcast_object_list(shared)
+    token, (host, port) = shared[0]
+    contact = {"token": token, "head": [host, port], "host": next(iter(nodes))[0]}
     if server is None:
-        return None, {**line, "node": own - 1}
+        return None, {**contact, "node": own - 1}
     rest = [
         {"host": name, "ranks": [rank["rank"] for rank in ranks]}
         for (name, *_), ranks in list(nodes.items())[1:]
     ]
-    return server, {**line, "nodes": rest, "server": server.fileno()}
+    return server, {**contact, "nodes": rest, "server": server.fileno()}
 
 
 def _addresses(job: Mapping[str, Any]) -> list[list[Any]]:
-    """Return possible addresses of rank 0's monitor, which may have another address on this node."""
+    """Return the addresses at which this node may reach the monitor of rank 0, without duplicates."""
     host, port = job["head"]
     known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), job["host"]))
     return [[each, port] for each in known if each]
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:
-    """Return, by phase, the seconds that its own waits may take by the recipe: calls of an engine, the
-    start of another one, reward calls. The watchdog must not end what these would recover."""
+    """Return the least limit of the watchdog for each phase of a recipe, in seconds.
+
+    A phase may contain waits that have time limits of their own: calls of an engine, the start of
+    another engine, and reward calls. The watchdog must allow as much time, because the run recovers
+    when one of these limits ends a wait.
+    """
     rewards = (recipe.rollout.samples_per_prompt + 1) * recipe.reward_timeout_s
     return _least_limits(recipe.watch, recipe.rollout, rewards)
 
 
 def least_limits_of_service(config: ServiceConfig) -> dict[str, float]:
-    """Return what `least_limits` does for a service, whose tenants' rewards have a limit for a step."""
+    """Return the least limit of the watchdog for each phase of a service, in seconds.
+
+    A service has one time limit for all rewards of a step.
+    """
     return _least_limits(config.watch, config.rollout, config.tenants.max_reward_s)
 
 
@@ -219,12 +245,12 @@ def _least_limits(watch: WatchConfig, rollout: EngineConfig, rewards: float) -> 
         "evaluate": request + rewards,
         "score": rewards,
         "save": _FILES_S,
-        "log": watch.first_limit_s,  # user code, as in callbacks, and trackers
+        "log": watch.first_limit_s,  # trackers, and user code in callbacks
     }
 
 
-def _heed_stacks(undo: ExitStack) -> str:
-    """Let SIGUSR2 write the stacks of all threads to a file without a name; return its path."""
+def _write_stacks_on_signal(undo: ExitStack) -> str:
+    """Make SIGUSR2 write the stacks of all threads to an anonymous file; return its path in /proc."""
     descriptor = os.memfd_create("mrl-stacks")
     undo.callback(os.close, descriptor)
     faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)

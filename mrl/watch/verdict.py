@@ -1,9 +1,11 @@
-"""Decides, from what is read of the ranks, whether one of them hangs: without torch.
+"""Decide whether a rank hangs, from the monitor's observations of all ranks. Does not import torch.
 
-The rank at fault is one that is stopped, else the one furthest behind: all ranks pass the same phases
-in the same order, and those that are ahead wait for it. Of several in the same phase it is one that
-waits in no collective. GPUs do collectives later than the ranks ask for them: where one is only queued,
-it does not say who waits for whom, and the verdict names all ranks of the phase that wait in no call.
+The rank at fault is a stopped rank or, if no rank is stopped, the rank that is furthest behind: all
+ranks go through the same phases in the same order, and ranks that are ahead wait for the others. If
+several ranks are in the same phase, the rank at fault is one that does not wait in a collective. On
+GPUs a collective may only be queued, which means that the call has returned although the collective
+is not done. Then it is unknown which rank waits for which, and the verdict names all ranks of the
+phase that do not wait in a call.
 """
 
 from __future__ import annotations
@@ -17,28 +19,33 @@ from mrl.system.heartbeat import LEFT, SUPERVISE, Collective, Pulse, kind_of
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
 MAX_TICK_S = 1.0
-"""A tick counts as no more: where the monitor itself did not run, as when the whole job was suspended,
-the ranks did not run either."""
+"""The largest number of seconds that a tick counts. If more time has passed, the monitor itself
+did not run, for example because the whole job was suspended, and the ranks did not run either."""
 STOPPED = ("T", "t")
 GONE = ("Z", "X", "")
 UNKNOWN = Pulse("", -1, 0, 0)
-"""What a rank shows of which nothing is known yet."""
+"""The pulse of a rank about which nothing is known yet."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`Limits` are the seconds that a phase may take without progress."""
+    """The limits on the seconds that a phase may go without progress."""
 
     given: Mapping[str, float]
-    """The recipe's `watch.limits`, by phase without its part; they replace all other limits."""
+    """The recipe's `watch.limits`, in seconds by kind of phase. They replace all other limits."""
     least: Mapping[str, float]
-    """What the own waits of a phase may take, by its name; 0 where they have no limits."""
+    """The least limit of each kind of phase, in seconds, which allows for waits with time limits
+    of their own (`mrl.watch.start.least_limits`)."""
     first_s: float
-    """The limit of a phase until every rank has been through it."""
+    """The least limit of a phase, in seconds, until every rank has completed the phase once."""
 
     def of(self, phase: str, longest_s: float | None, *, is_stopped: bool = False) -> float:
-        """Return the limit of a phase; `longest_s` is its longest time without progress so far, None
-        before it was over once. A stopped rank waits for nothing that could have a limit of its own."""
+        """Return the limit of a phase in seconds.
+
+        `longest_s` is the longest time that the phase has gone without progress so far; None until
+        every rank has completed the phase once. `first_s` and `least` do not apply to a stopped
+        rank, because it does not wait for anything.
+        """
         kind = kind_of(phase)
         if kind in self.given:
             return self.given[kind]
@@ -50,17 +57,18 @@ class Limits:
         return max(learned, self.least.get(kind, 0.0))
 
 
-class Seen(NamedTuple):
-    """What is read of a rank in one tick."""
+class Observation(NamedTuple):
+    """The state of a rank, as the monitor reads it in one tick."""
 
     pulse: Pulse
     state: str
-    """The letter of /proc/PID/stat; empty where the process is gone."""
+    """The state of the process, a letter from /proc/PID/stat; empty if the process no longer exists."""
     collective: Collective = Collective()
-    """No sign of progress: a rank may run through collectives for ever."""
+    """The rank's last collective. It does not count as progress, because a rank may call
+    collectives forever."""
 
     def text(self) -> str:
-        """Say where the rank is, for a report."""
+        """Return the phase, the process state and the last collective in one line, for a report."""
         if self.pulse.phase == UNKNOWN.phase:
             return "not known"
         last = self.collective.text()
@@ -69,25 +77,26 @@ class Seen(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A rank that hangs, or that is about to."""
+    """The judgment that a rank hangs, or that it has used half of its limit."""
 
     rank: int
     how: str
-    """stopped, gone, stuck, or lost: of a node that is not heard from."""
+    """`stopped`, `gone` (the process no longer exists), `stuck` (no progress), or `lost` (the
+    rank's node no longer sends messages)."""
     pulse: Pulse
     since_s: float
     limit_s: float
     node: str = ""
-    """The node that is lost, and its ranks."""
+    """The name and the ranks of the node, if the node is lost; otherwise empty."""
     suspects: tuple[int, ...] = ()
-    """The ranks of which each may be at fault, where what they show does not tell; `rank` is one of
-    them. Empty where it is known."""
+    """The ranks that may be at fault, if it is not known which of them is; otherwise empty.
+    `rank` is one of them."""
 
     def text(self) -> str:
-        """Say it in one line."""
+        """Return the verdict in one line."""
         if self.node:
             return (
-                f"{self.node} is not heard from: {self.since_s:.1f} s, at most {self.limit_s:g} s; "
+                f"{self.node} sends nothing: {self.since_s:.1f} s, at most {self.limit_s:g} s; "
                 f"before, rank {self.rank} was in phase {self.pulse.where}"
             )
         how = {"stopped": "is stopped (SIGSTOP)", "gone": "is gone"}.get(
@@ -104,36 +113,40 @@ class Verdict(NamedTuple):
 
 
 _Work = tuple[str, str]
-"""A phase and the tenant whose work it is: one tenant's steps say nothing of another's."""
+"""A phase and its tenant. The times learned for one tenant's phases do not apply to another
+tenant."""
 
 
 @dataclass
 class _Rank:
-    seen: Seen
+    seen: Observation
     age_s: float = 0.0
-    """How long it shows no progress."""
+    """The seconds for which the rank has shown no progress."""
     halted_s: float = 0.0
-    """How long it is stopped or gone."""
+    """The seconds for which the process has been stopped or has no longer existed."""
 
 
 def _how(rank: _Rank) -> str:
-    """Return how a rank without progress hangs; a stopped rank showed its last progress before that."""
+    """Return `stopped` or `stuck` for a rank without progress."""
     return "stopped" if rank.seen.state in STOPPED else "stuck"
 
 
 @dataclass
 class Watch:
-    """Follows the ranks tick by tick."""
+    """Follows the ranks from tick to tick, and decides whether one of them hangs."""
 
     limits: Limits
     _ranks: list[_Rank] = field(default_factory=list)
     _longest_s: dict[_Work, float] = field(default_factory=dict)
     _through: dict[_Work, set[int]] = field(default_factory=dict)
-    """The ranks that have been through a phase."""
+    """The ranks that have completed each phase."""
     _warned: set[tuple[int, int]] = field(default_factory=set)
 
-    def tick(self, seconds: float, ranks: Sequence[Seen]) -> Verdict | None:
-        """Take in what the ranks show `seconds` after the tick before; return who hangs, or None."""
+    def tick(self, seconds: float, ranks: Sequence[Observation]) -> Verdict | None:
+        """Add the observations of all ranks, `seconds` after the last tick.
+
+        Returns a verdict if a rank hangs, else None.
+        """
         seconds = min(seconds, MAX_TICK_S)
         if not self._ranks:
             self._ranks = [_Rank(seen) for seen in ranks]
@@ -142,7 +155,11 @@ class Watch:
         return self._worst(1.0)
 
     def late(self) -> Verdict | None:
-        """Return a rank that keeps the others waiting for more than half of its limit; each once."""
+        """Return a verdict on a rank that has used half of its limit, or None.
+
+        A rank that is not stopped is only returned if other ranks wait for it. The same rank in the
+        same phase is returned only once.
+        """
         found = self._worst(0.5)
         if found is None or (found.rank, found.pulse.position) in self._warned:
             return None
@@ -152,7 +169,7 @@ class Watch:
         self._warned.add((found.rank, found.pulse.position))
         return found
 
-    def _follow(self, number: int, rank: _Rank, seen: Seen, seconds: float) -> None:
+    def _follow(self, number: int, rank: _Rank, seen: Observation, seconds: float) -> None:
         before, rank.seen = rank.seen, seen
         halted = seen.state in (*STOPPED, *GONE)
         rank.halted_s = rank.halted_s + seconds if halted else 0.0
@@ -163,20 +180,23 @@ class Watch:
         is_other = seen.pulse.position != before.pulse.position
         if seen.pulse.tenant and is_other and seen.pulse.phase == "load":
             self._forget(seen.pulse.tenant)
-        if before.state not in STOPPED:  # what a user stopped and continued teaches nothing
+        if before.state not in STOPPED:  # the time of a rank that a user stopped is not learned
             self._longest_s[work] = max(self._longest_s.get(work, 0.0), rank.age_s)
         if is_other:
             self._through.setdefault(work, set()).add(number)
         rank.age_s = 0.0
 
     def _forget(self, tenant: str) -> None:
-        """Forget the times of a tenant that loads: it may be another one of the same name."""
+        """Forget the times of a tenant that is loading.
+
+        The tenant may be a new one that reuses the name of a former tenant.
+        """
         for known in (self._longest_s, self._through):
             for work in [work for work in known if work[1] == tenant]:
                 del known[work]
 
     def _worst(self, share: float) -> Verdict | None:
-        """Return the rank at fault where it is over `share` of its limit."""
+        """Return a verdict on the rank at fault if it has used up `share` of its limit; else None."""
         halted = [v for n in range(len(self._ranks)) if (v := self._halted(n, share))]
         if halted:
             return max(halted, key=lambda verdict: verdict.since_s)
@@ -191,7 +211,7 @@ class Watch:
         if not behind:
             return None
         if not all(self._ranks[n].age_s > share * self._limit(n) for n in behind):
-            return None  # those that are as far may wait for the one that still moves
+            return None  # they may wait for one of them that still makes progress
         number = min(behind, key=self._blamed_first)
         rank, how = self._ranks[number], _how(self._ranks[number])
         free = [n for n in behind if not self._waits(n)] or behind
@@ -202,13 +222,15 @@ class Watch:
         )
 
     def _blamed_first(self, number: int) -> tuple[bool, int, float]:
-        """Return the key that sorts ranks of one position: one that waits in a collective waits for one
-        that does not."""
+        """Return a key that sorts ranks in the same phase by how likely they are at fault.
+
+        Ranks that wait in a collective come last, because they wait for a rank that does not.
+        """
         rank = self._ranks[number]
         return self._waits(number), rank.seen.pulse.beats, -rank.age_s
 
     def _waits(self, number: int) -> bool:
-        """Whether a rank waits in the call of a collective."""
+        """Return whether a rank waits in the call of a collective."""
         collective = self._ranks[number].seen.collective
         return not (collective.is_over or collective.is_queued)
 
@@ -221,15 +243,15 @@ class Watch:
         return Verdict(number, how, rank.seen.pulse, rank.halted_s, limit)
 
     def _is_watched(self, number: int) -> bool:
-        """Whether a rank can be at fault: not where it has left, or nothing is known of it yet."""
+        """Return whether a rank can be at fault, because it is known and has not finished the run."""
         return self._ranks[number].seen.pulse.phase not in (LEFT, UNKNOWN.phase)
 
     def _passes(self, number: int) -> bool:
-        """Whether a rank goes through the phases of a step; one that is not known does not count."""
+        """Return whether a rank is known and goes through the phases of a step."""
         return self._ranks[number].seen.pulse.phase not in (SUPERVISE, UNKNOWN.phase)
 
     def _leads_engines(self, number: int) -> bool:
-        """Whether a rank leads engines, and goes through no phases."""
+        """Return whether a rank leads engines, so that it does not go through the phases of a step."""
         return self._ranks[number].seen.pulse.phase == SUPERVISE
 
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:

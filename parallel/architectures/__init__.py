@@ -1,5 +1,7 @@
-"""Finds model architectures: MODEL_TYPE.py by the `model_type` of a Hugging Face config.json, or what
-the recipe names as `model.architecture`."""
+"""Find a model's architecture by `model_type` of config.json, or by the recipe's `model.architecture`.
+
+The architecture of a `model_type` is in the file of this folder with that name.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,27 @@ _NAMED = replace(_KIND, noun="model.architecture")
 
 
 def architectures() -> list[str]:
-    """Return the model types of this folder, sorted."""
+    """Return the sorted model types for which this folder has a file."""
     return _KIND.names()
 
 
 def load_architecture(model_type: str) -> Architecture:
-    """Return the architecture of a `model_type`. Raises InputError that lists the supported ones.
+    """Return the architecture of a `model_type`. Raises an InputError that lists the supported
+    types.
 
-    A config.json comes with downloaded weights, so it names files of this folder and no other code.
+    A config.json comes with downloaded weights, so it can name files of this folder but no other
+    code.
     """
     own = "give your own with model.architecture=path/file.py (docs/architecture.md)"
     return resolve_builtin(_KIND, model_type, own)
 
 
 def find_architecture(config: HfConfig, named: str | None = None) -> Architecture:
-    """Return the architecture that the recipe names as `model.architecture`, or else that of the
-    `model_type` of `config`, a parsed config.json.
+    """Return the architecture that the recipe names as `model.architecture` (`named`). If `named` is
+    None, return the architecture for the `model_type` of `config`, a parsed config.json.
 
-    Raises InputError where there is none, or where one from outside breaks the contract of `base`.
+    Raises InputError if there is no such architecture, or if a user's own architecture breaks the
+    contract of `base`.
     """
     if named is None:
         return load_architecture(str(config.get("model_type") or ""))

@@ -1,7 +1,8 @@
-"""What an architecture has to say: sizes, Megatron's settings, and one table of parameter rules.
+"""The definition of an architecture: sizes, Megatron's settings, and one table of parameter rules.
 
-The table serves both directions, HF -> Megatron and Megatron -> HF, at any TP/PP/EP. `{layer}` is the
-0-based layer of the whole model and `{expert}` the expert of the whole model, in both columns.
+The table serves both directions, HF -> Megatron and Megatron -> HF, at any TP/PP/EP. In HF and
+Megatron names, `{layer}` is the 0-based number of the layer, and `{expert}` the number of the
+expert, in the whole model.
 """
 
 from __future__ import annotations
@@ -14,28 +15,32 @@ from typing import Any, Literal
 from parallel.dims import ModelSizes
 
 Split = Literal["none", "rows", "columns", "gated", "qkv"]
-"""How a Megatron parameter is shared out over tensor-parallel ranks.
+"""How a Megatron parameter is split over tensor-parallel ranks, or an expert's parameter over
+expert-tensor-parallel ranks.
 
-- none: whole on every rank.
-- rows: dim 0 in rank order. columns: dim 1 in rank order.
-- gated: [gate; up] stacked in dim 0, each split by rows (SwiGLU's linear_fc1).
-- qkv: query groups in dim 0, each [its query heads; key; value], shared out by group.
+- none: every rank holds the whole parameter.
+- rows: dim 0 is split in rank order.
+- columns: dim 1 is split in rank order.
+- gated: gate and up are stacked in dim 0, and each is split by rows (SwiGLU's linear_fc1).
+- qkv: dim 0 has the query groups, each with its query heads, key and value; it is split by group.
 """
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter and the HF parameters that it is made of."""
+    """One Megatron parameter, and the HF parameters of which it consists."""
 
     megatron: str
     hf: tuple[str, ...]
     split: Split = "none"
     is_buffer: bool = False
-    """Megatron keeps it as a buffer: no gradient, no optimizer state, always fp32."""
+    """Whether Megatron keeps the parameter as a buffer: without gradient and optimizer state, and
+    always in fp32."""
 
     @property
     def shard_dim(self) -> int:
-        """The dimension of its HF tensors that tensor-parallel ranks share out."""
+        """The dimension of the rule's HF tensors that is split over tensor-parallel ranks, if the
+        parameter is split."""
         return 1 if self.split == "columns" else 0
 
 
@@ -45,26 +50,29 @@ HfConfig = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that mrl must know about a `model_type`."""
+    """The properties of a `model_type` that mrl must know. All functions in it take a parsed
+    config.json."""
 
     model_type: str
     sizes: Callable[[HfConfig], ModelSizes]
     transformer_config: Callable[[HfConfig], dict[str, Any]]
-    """Keyword arguments of Megatron's TransformerConfig."""
+    """Returns keyword arguments of Megatron's TransformerConfig."""
     rules: Callable[[HfConfig], list[Rule]]
     moe_layer_numbers: Callable[[HfConfig], tuple[int, ...]]
-    """Megatron's 1-based numbers of the MoE layers."""
+    """Returns Megatron's 1-based numbers of the MoE layers."""
     unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
-    """What of a checkpoint is left out on purpose: prefix of the HF names -> a line for the plan."""
+    """Returns the tensors of a checkpoint that mrl leaves out, as a dict from the prefix of their
+    names to the text about them in the plan (`mrl check --plan`)."""
 
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:
-    """Matches the Megatron names of a rule, with the groups `layer` and `expert` where it has them."""
+    """Return a pattern for a rule's Megatron names, with groups for `layer` and `expert`."""
     return name_pattern(rule.megatron)
 
 
 def name_pattern(name: str) -> re.Pattern[str]:
-    """Matches the names that `{layer}` and `{expert}` of a name of the table stand for, as groups."""
+    """Return a pattern for the names that `name` stands for: its placeholders `{layer}` and
+    `{expert}` match digits, and are the groups `layer` and `expert`."""
     escaped = re.escape(name)
     for field in ("layer", "expert"):
         escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")

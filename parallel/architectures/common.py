@@ -1,7 +1,7 @@
-"""What the architectures share: settings, rows of the rule table, and refusals of config.json.
+"""Code that the architectures share: settings, rows of the rule table, and refusals of config.json.
 
-Everything that transformers would compute and Megatron would not, or not in the same way, is refused
-here or in the architecture's own file: a difference that nobody sees is the worst outcome.
+A setting that transformers and Megatron would not compute in the same way is refused here or in the
+architecture's own file, because a silent difference is the worst outcome.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ SHARED_EXPERT = f"{LAYER}.mlp.shared_experts"
 
 
 def rope_settings(hf: HfConfig) -> dict[str, Any]:
-    """RoPE from where transformers 5 (`rope_parameters`) or 4 (`rope_scaling`, `rope_theta`) keeps it.
+    """Return the RoPE settings, always with `rope_type` and `rope_theta`.
 
-    Always has `rope_type` and `rope_theta`. Raises KeyError without a theta.
+    transformers 5 keeps them in `rope_parameters`, and transformers 4 in `rope_scaling` and
+    `rope_theta`. Raises KeyError if there is no `rope_theta`.
     """
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -30,14 +31,16 @@ def rope_settings(hf: HfConfig) -> dict[str, Any]:
 
 
 def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:
-    """Raise InputError with the text of the first finding whose condition holds."""
+    """Raise InputError with the text of the first (condition, text) whose condition is true; return
+    if no condition is true."""
     for wrong, text in findings:
         if wrong:
             raise InputError(f"config.json of this {hf['model_type']} model: {text}")
 
 
 def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ("default",)) -> None:
-    """The refusals that hold for every architecture."""
+    """Raise InputError for settings that no architecture in mrl supports, and for a RoPE type that
+    is not in `rope_types`."""
     rope = rope_settings(hf)
     kind, act = rope["rope_type"], hf.get("hidden_act", "silu")
     dropout = hf.get("attention_dropout")
@@ -70,8 +73,12 @@ def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ("default",))
     )
 
 
-def refuse_unlike_softmax_routing(hf: HfConfig, renormalised: bool) -> None:
-    """Megatron refuses the one-expert gate whose weight is 1 whatever the router says."""
+def refuse_constant_gate(hf: HfConfig, renormalised: bool) -> None:
+    """Raise InputError if gate weights are `renormalised` and a token has only one expert, because
+    the weight of this expert would always be 1.
+
+    Megatron refuses such a model too.
+    """
     refuse(
         hf,
         (
@@ -93,7 +100,7 @@ def query_groups(hf: HfConfig) -> int:
 
 
 def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return Megatron's settings of the decoder around its attention and experts."""
+    """Return Megatron's settings of the decoder, except for its attention and its experts."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -110,7 +117,11 @@ def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
-    """Qwen's MoE layers: dense where `mlp_only_layers` says so or `decoder_sparse_step` skips it."""
+    """Return the 1-based numbers of Qwen's MoE layers.
+
+    A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it. All layers are
+    dense if there are no experts.
+    """
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
     return tuple(
@@ -121,7 +132,8 @@ def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
 
 
 def decoder_rules(hf: HfConfig) -> list[Rule]:
-    """Embedding, norms around the layers' two halves, and the output layer unless it is tied."""
+    """Return the rules of the embedding, the norms, and the output layer. The output layer has no
+    rule if it is tied to the embedding."""
     table = [
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows"),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -134,7 +146,8 @@ def decoder_rules(hf: HfConfig) -> list[Rule]:
 
 
 def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Return the rules of grouped-query attention, with norms of query and key or with biases."""
+    """Return the rules of grouped-query attention, optionally with norms of query and key, or with
+    biases."""
 
     def qkv(kind: str) -> tuple[str, ...]:
         return tuple(f"{HF_ATTENTION}.{x}_proj.{kind}" for x in "qkv")
@@ -156,8 +169,11 @@ def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule
 def mlp_rules(
     megatron: str, hf: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Rule]:
-    """Return the rules of a SwiGLU block: dense, expert or shared expert. `names`: its gate, up
-    and down projection."""
+    """Return the rules of a SwiGLU block, which may be a dense MLP, an expert or a shared expert.
+
+    `megatron` and `hf` are the prefixes of the names of its weights. `names` are the HF names of
+    its gate, up and down projections.
+    """
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [
         Rule(f"{megatron}.linear_fc1.weight", (gate, up), "gated"),

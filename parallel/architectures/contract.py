@@ -1,4 +1,4 @@
-"""Checks that an architecture from outside keeps the contract of `base`, before anything uses it."""
+"""Check that a user's own architecture fulfils the contract of `base`, before anything uses it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ SETTINGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     "moe_layer_freq",
 )
-"""What `transformer_config` must have: the plan of the memory reads these."""
+"""Keys that the result of `transformer_config` must have, because the memory plan reads them."""
 ALIKE = {
     "num_layers": "num_layers",
     "num_attention_heads": "num_attention_heads",
     "num_moe_experts": "num_experts",
 }
-"""Keys of `transformer_config`, and the fields of `sizes` that are the same numbers."""
+"""Maps keys of `transformer_config` to the fields of `sizes` that must have the same value."""
 PARTS = {"gated": 2, "qkv": 3}
-"""How many tensors of the checkpoint a parameter of this split is made of; 1 where it is not here."""
+"""The number of HF tensors that form a parameter, by its split; it is 1 for all other splits."""
 
 
 def check_object(spec: str, found: Any) -> Architecture:
-    """Return `found` where it is an architecture. Raises InputError."""
+    """Return `found` if it is an Architecture with functions in its fields. Raises InputError
+    otherwise."""
     if not isinstance(found, Architecture):
         raise InputError(
             f"model.architecture {spec!r} is a {type(found).__name__}, expected an object of "
@@ -45,7 +46,7 @@ def check_object(spec: str, found: Any) -> Architecture:
 def check_contract(spec: str, architecture: Architecture, config: HfConfig) -> None:
     """Call the functions of an architecture with a parsed config.json, and check what they return.
 
-    Raises InputError that names the function, what it returned and what was expected.
+    Raises an InputError that names the function, what it returned and what was expected.
     """
     sizes = _call(spec, "sizes", architecture.sizes, config)
     _expect(spec, "sizes", sizes, isinstance(sizes, ModelSizes), "a parallel.dims.ModelSizes")
@@ -66,8 +67,11 @@ def check_contract(spec: str, architecture: Architecture, config: HfConfig) -> N
 
 
 def _check_settings(spec: str, settings: dict[str, Any], sizes: ModelSizes) -> None:
-    """Raise InputError where `moe_layer_freq` is no list of one 0 or 1 for each layer, or where a
-    number is another one in `sizes`."""
+    """Raise InputError unless `moe_layer_freq` is a list with a 0 or a 1 for each layer.
+
+    Also raise InputError if a setting differs from the field of `sizes` that must be equal to it
+    (ALIKE).
+    """
     pattern, num_layers = settings["moe_layer_freq"], settings["num_layers"]
     is_pattern = isinstance(pattern, list | tuple) and all(each in (0, 1) for each in pattern)
     if not is_pattern or len(pattern) != num_layers:
@@ -85,8 +89,7 @@ def _check_settings(spec: str, settings: dict[str, Any], sizes: ModelSizes) -> N
 
 
 def _check_rules(spec: str, rules: list[Rule]) -> None:
-    """Raise InputError for an unknown split, another number of tensors than the split has, or a name
-    that two rules have."""
+    """Raise InputError for an unknown split, a wrong number of tensors, or a name in two rules."""
     for rule in rules:
         if not isinstance(rule.hf, tuple):
             raise InputError(

@@ -1,13 +1,14 @@
-"""DeepSeek-V3 and R1: latent attention (MLA), a shared expert, sigmoid routing limited to groups and
-balanced by a bias that only chooses.
+"""DeepSeek-V3 and R1: latent attention (MLA), a shared expert, sigmoid routing in groups of experts.
 
-Gate weights (arXiv 2412.19437 eq. 12 to 16): s = sigmoid(router logits); experts are chosen by
-s + e_score_correction_bias, first the groups, then the experts in them; the weights are s at the
-chosen experts, divided by their sum and multiplied by routed_scaling_factor. Routing replay replaces
-the choice and nothing else.
+A bias, which affects only the choice of experts, balances the load of the experts.
+
+Gate weights (arXiv 2412.19437 eq. 12 to 16): `s = sigmoid(router logits)`. By the scores
+`s + e_score_correction_bias` the router chooses first groups of experts, then the experts in these
+groups. The gate weights are the `s` of the chosen experts, divided by the sum of these `s` and
+multiplied by `routed_scaling_factor`. Routing replay replaces the choice and nothing else.
 
 Source: `DeepseekV3ForCausalLM` of transformers. The layers of multi-token prediction
-(num_nextn_predict_layers) are not part of it: they are neither read, trained nor exported.
+(num_nextn_predict_layers) are not part of that class: mrl does not read, train or export them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from parallel.architectures.common import ATTENTION, HF_ATTENTION
 from parallel.dims import ModelSizes
 
 LATENT_NORM_EPS = 1e-6
-"""transformers norms the latents with this epsilon whatever rms_norm_eps says; Megatron has one."""
+"""The epsilon that transformers uses for the latents' norms, regardless of rms_norm_eps. Megatron
+has one epsilon for all norms."""
 SCORED_EXPERTS = 2
-"""A group's score is the sum of its best two experts' (arXiv 2412.19437 section 2.1.2)."""
+"""The number of experts whose scores are summed to the score of their group: the best two (arXiv
+2412.19437 section 2.1.2)."""
 
 
 def moe_layer_numbers(hf: HfConfig) -> tuple[int, ...]:
@@ -43,7 +46,8 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 
 def unread(hf: HfConfig) -> dict[str, str]:
-    """Name what is not read: the layers of multi-token prediction, which follow the others."""
+    """Return the tensors that are not read: those of the layers of multi-token prediction, which
+    come after all other layers."""
     count, first = hf.get("num_nextn_predict_layers") or 0, hf["num_hidden_layers"]
     return {
         f"model.layers.{first + n}.": "a multi-token-prediction layer is neither trained nor exported"
@@ -86,9 +90,12 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
 
 
 def _rope(hf: HfConfig) -> dict[str, Any]:
-    """YaRN (arXiv 2309.00071) scales cosines and sines by m(mscale) / m(mscale_all_dim) and the softmax
-    by m(mscale_all_dim) squared, m(x) = 0.1 x ln(factor) + 1. Without the two keys, transformers uses
-    m(1) and 1, which is what mscale 1 and mscale_all_dim 0 mean to Megatron.
+    """Return Megatron's settings of RoPE, plain or YaRN (arXiv 2309.00071).
+
+    YaRN scales cosines and sines by `m(mscale) / m(mscale_all_dim)`, and the softmax by
+    `m(mscale_all_dim) ** 2`, with `m(x) = 0.1 * x * ln(factor) + 1`. If config.json has neither
+    `mscale` nor `mscale_all_dim`, transformers scales cosines and sines by `m(1)` and the
+    softmax by 1. Megatron does the same with mscale 1 and mscale_all_dim 0.
     """
     rope = common.rope_settings(hf)
     if rope["rope_type"] == "default":
@@ -177,7 +184,7 @@ def _refuse_other_routing(hf: HfConfig) -> None:
             (not hf["routed_scaling_factor"], "routed_scaling_factor must not be 0; use 1.0"),
             (
                 not groups or not kept or experts % groups,
-                f"{experts} experts cannot be shared out over n_group {groups} with topk_group "
+                f"{experts} experts cannot be divided into n_group {groups} with topk_group "
                 f"{kept}; use a divisor, or 1 and 1 for no groups",
             ),
         ),
@@ -211,7 +218,10 @@ def rules(hf: HfConfig) -> list[Rule]:
 
 
 def _attention_rules() -> list[Rule]:
-    """Queries come from a latent (q_down, norm, q_up) or, without q_lora_rank, straight from q_proj."""
+    """Return the rules of latent attention.
+
+    Queries come from a latent (q_down, norm, q_up) or, without q_lora_rank, directly from q_proj.
+    """
 
     def rule(megatron: str, hf: str, split: Any = "none") -> Rule:
         return Rule(f"{ATTENTION}.{megatron}.weight", (f"{HF_ATTENTION}.{hf}.weight",), split)

@@ -1,4 +1,4 @@
-"""Mixtral has GQA, RoPE, and in every layer SwiGLU experts with renormalised softmax routing.
+"""Mixtral: GQA, RoPE, and in every layer SwiGLU experts with renormalised softmax routing.
 
 Source: `MixtralForCausalLM` of transformers and "Mixtral of Experts" (arXiv 2401.04088).
 """
@@ -35,7 +35,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         hf.get("router_jitter_noise"),
     )
     common.refuse_unsupported(hf)
-    common.refuse_unlike_softmax_routing(hf, renormalised=True)
+    common.refuse_constant_gate(hf, renormalised=True)
     common.refuse(
         hf,
         (
@@ -53,7 +53,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         "num_moe_experts": hf["num_local_experts"],
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf["intermediate_size"],
-        "moe_router_pre_softmax": False,  # softmax over the chosen: the same as renormalising
+        "moe_router_pre_softmax": False,  # a softmax over the chosen experts equals renormalising
     }
 
 

@@ -1,5 +1,5 @@
-"""Qwen2-MoE and Qwen1.5-MoE have GQA with biases, RoPE, SwiGLU, softmax top-k routing beside a gated
-shared expert.
+"""Qwen2-MoE and Qwen1.5-MoE: GQA with biases, RoPE, SwiGLU, softmax top-k routing, and a shared
+expert with a gate.
 
 Source: `Qwen2MoeForCausalLM` of transformers and the Qwen2 technical report (arXiv 2407.10671).
 """
@@ -33,7 +33,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
     common.refuse_unsupported(hf)
-    common.refuse_unlike_softmax_routing(hf, renormalised=hf["norm_topk_prob"])
+    common.refuse_constant_gate(hf, renormalised=hf["norm_topk_prob"])
     return {
         **common.decoder_config(hf, moe_layer_numbers(hf)),
         **common.grouped_query_config(hf),
@@ -48,7 +48,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def has_bias(hf: HfConfig) -> bool:
-    """Query, key and value have biases; configs older than the key always mean that."""
+    """Return whether query, key and value have biases: `qkv_bias` in config.json, by default True."""
     return hf.get("qkv_bias", True)
 
 

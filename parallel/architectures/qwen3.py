@@ -1,4 +1,4 @@
-"""Qwen3, the dense model, has GQA with query/key norms, RoPE, SwiGLU, RMSNorm.
+"""Qwen3, the dense model: GQA with query/key norms, RoPE, SwiGLU, RMSNorm.
 
 Source: `Qwen3ForCausalLM` of transformers and the Qwen3 technical report (arXiv 2505.09388).
 """

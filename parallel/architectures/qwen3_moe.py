@@ -1,4 +1,4 @@
-"""Qwen3-MoE has GQA with query/key norms, RoPE, SwiGLU, RMSNorm, softmax top-k routing.
+"""Qwen3-MoE: GQA with query/key norms, RoPE, SwiGLU, RMSNorm, softmax top-k routing.
 
 Source: `Qwen3MoeForCausalLM` of transformers and the Qwen3 technical report (arXiv 2505.09388).
 """
@@ -13,7 +13,8 @@ from parallel.dims import ModelSizes
 
 
 def num_experts(hf: HfConfig) -> int:
-    """transformers 5 writes the count under another name than transformers 4."""
+    """Return the number of experts. transformers 5 writes it as `num_local_experts`, transformers 4
+    as `num_experts`."""
     return hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"]
 
 
@@ -36,7 +37,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
     common.refuse_unsupported(hf)
-    common.refuse_unlike_softmax_routing(hf, renormalised=hf["norm_topk_prob"])
+    common.refuse_constant_gate(hf, renormalised=hf["norm_topk_prob"])
     return {
         **common.decoder_config(hf, moe_layer_numbers(hf)),
         **common.grouped_query_config(hf),
@@ -44,8 +45,8 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         "num_moe_experts": num_experts(hf),
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        # With norm_topk_prob the softmax runs over the chosen experts only, which is the same as
-        # renormalising the chosen shares of a softmax over all; without it, over all experts.
+        # With norm_topk_prob the softmax is over the chosen experts only, which equals renormalising
+        # the chosen weights of a softmax over all experts; without it, the softmax is over all.
         "moe_router_pre_softmax": not hf["norm_topk_prob"],
     }
 

@@ -1,1 +1,1 @@
-"""Checkpoints are written in the background, checked, loaded at any layout, and exported."""
+"""Checkpoints, which are written in the background, checked, loaded in any layout, and exported."""

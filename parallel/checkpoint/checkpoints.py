@@ -1,10 +1,10 @@
-"""Checkpoints that any layout can load: written beside, checked, renamed; resumed bit for bit.
+"""Checkpoints that any layout can load, and from which the same layout resumes bit for bit.
 
 `checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`,
-`common.pt`, `metadata.json`) with a manifest (`manifest.py`). It holds whole tensors by name in
-rectangles (`sharded_state.py`), one set of random states a rank, and in the manifest the
-trainer's own state. The folder appears under its name only when it is whole. A run with a critic has
-both models in it: what is the critic's has `critic_` before its keys.
+`common.pt`, `metadata.json`) with a manifest (`manifest.py`). It holds whole tensors by name, cut
+into rectangles (`sharded_state.py`), and one set of random states for each rank. The trainer's own
+state is in the manifest. The folder gets its name only when it is complete. With a critic it holds
+policy and critic; the keys of the critic begin with `critic_`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-from mrl import __version__
 from mrl.errors import InputError, RunFailed
 from mrl.system.heartbeat import phase
+from mrl.system.torch_names import TORCH
+from mrl.version import __version__
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank, on_ranks
 from parallel.checkpoint.model_identity import describe_model, other_model, refusal
@@ -49,15 +50,16 @@ from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.optimizer_state import optimizer_shards, set_step, steps_done, write_back
 
-# Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`, and a
-# pickle that names getattr is refused: it could reach anything. This is what other versions write.
-copyreg.pickle(_MEM_FORMAT_ENCODING, lambda member: (type(member), (member.value,)))
+# Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`. A pickle
+# that names getattr is refused, as it could reach anything, so write what other versions write.
+copyreg.pickle(TORCH.take("_MEM_FORMAT_ENCODING"), lambda member: (type(member), (member.value,)))
 
 
 RESCUE_S = 60.0
 
 Models = Mapping[str, MegatronModel]
-"""The models by the prefix of their keys: none, and `critic_`."""
+"""The models by the prefix of their keys: an empty prefix for the policy, and `critic_` for the
+critic."""
 
 
 def by_prefix(policy: MegatronModel, critic: MegatronModel | None) -> Models:
@@ -66,21 +68,22 @@ def by_prefix(policy: MegatronModel, critic: MegatronModel | None) -> Models:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint gave back beside the policy's own state."""
+    """The result of loading a checkpoint, apart from the models' state, which is loaded into the
+    models."""
 
     step: int
     trainer: dict[str, Any]
-    """What was given to `save`."""
+    """The trainer state that was passed to `save`."""
     same_layout: bool
-    """The random states are then those of the moment of saving; else they were seeded anew."""
+    """Whether the layout is that of the save. If so, random states were restored; otherwise they
+    were reseeded."""
 
 
 class Checkpoints:
-    """This store holds the checkpoints of a run. Every method but `rescue` is a collective: call
-    it on all ranks.
+    """The checkpoints of a run. Every method except `rescue` is a collective: call it on all ranks.
 
-    With `async_save` a save only copies to the host. It gets its name once all is written; one that
-    could not be written raises RunFailed on all ranks in the next `poll`.
+    With `async_save`, `save` returns after the copy to the host, and the checkpoint gets its name when
+    everything is written. If writing fails, the next `poll` raises RunFailed on all ranks.
     """
 
     def __init__(
@@ -94,15 +97,19 @@ class Checkpoints:
         warn: Callable[[str], None] = lambda text: None,
         record: Record | None = None,
     ) -> None:
-        """`seed`: the recipe's, from which other layouts draw their random states; a checkpoint that is
-        loaded brings its own. `record`: what keeps the run's files."""
+        """Use the folder `root`, and keep the newest `keep` checkpoints in it.
+
+        `seed` is the recipe's seed, from which a load in another layout reseeds the random states;
+        the seed in a loaded checkpoint replaces it. `record` gives the run's files of which each
+        checkpoint keeps a copy.
+        """
         self.root, self.mesh, self.keep = root, mesh, keep
         self.async_save = async_save
         self.seed = seed
         self.warn = warn
         self.record = record
         self.folder_ranks: Sequence[int] = (0,)
-        """The ranks that make a folder for a save: one of each file system."""
+        """The ranks that make the folder of a save: one rank for each file system."""
         self._queue = AsyncCallsQueue()
         self._in_flight: PendingSave | None = None
 
@@ -114,11 +121,11 @@ class Checkpoints:
         trainer: dict[str, Any],
         critic: MegatronModel | None = None,
     ) -> Path:
-        """Save the policy, the critic where there is one, and the JSON-able `trainer` state; return the
-        folder that it will have.
+        """Save the policy, the critic if there is one, and the JSON-able `trainer` state.
 
-        A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Waits for a
-        save that is still in flight. Raises RunFailed when a rank cannot write.
+        Return the folder that the checkpoint will have. A crash at any moment leaves the previous
+        checkpoint untouched and named by LATEST. Waits first for an earlier save in flight. Raises
+        RunFailed if a rank cannot write.
         """
         self.finish()
         models = by_prefix(policy, critic)
@@ -135,7 +142,7 @@ class Checkpoints:
             )
         shards.append(self._random_shard())
         writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
-        num_bytes = self._room(writer, shards)
+        num_bytes = self._needed_bytes(writer, shards)
         on_ranks(mesh, self.folder_ranks, unnamed, lambda: start_folder(unnamed, common, num_bytes))
         request = writer.request(shards, copy=self.async_save)
         content = self._content(step, models, trainer)
@@ -151,7 +158,8 @@ class Checkpoints:
         return self.root / manifest.folder_name(step)
 
     def poll(self) -> None:
-        """See to a save that is done on every rank; does not wait."""
+        """Complete the save in flight if every rank has written its part. Otherwise return without
+        waiting."""
         self._queue.maybe_finalize_async_calls(blocking=False)
 
     @phase("save:finish")
@@ -160,10 +168,11 @@ class Checkpoints:
         self._queue.maybe_finalize_async_calls(blocking=True)
 
     def rescue(self, wait_s: float = RESCUE_S) -> None:
-        """After a failure: name the save in flight if every rank has written its share.
+        """Complete the save in flight after a failure, if every rank has written its part.
 
-        No collective, for ranks may be gone; waits up to `wait_s` for them. What is not whole then is
-        reported and stays without a name. Raises nothing for it: another error is on its way.
+        This is not a collective, because ranks may have died; it waits up to `wait_s` seconds for
+        the ranks' parts. A save that cannot be completed is reported and removed. No error is
+        raised, because the run is already failing with another error.
         """
         save, self._in_flight = self._in_flight, None
         if save is None:
@@ -182,14 +191,14 @@ class Checkpoints:
             self.warn(f"checkpoint {name} was in flight when the run stopped; it is whole")
         except Exception as error:
             self.warn(f"checkpoint {name} was in flight when the run stopped, and is lost: {error}")
-            self._remove(save)  # it may hold the room that the report of the failure needs
+            self._remove(save)  # the report of the failure may need its room on the disk
 
     def _name_in_flight(self) -> None:
         save, self._in_flight = self._in_flight, None
         assert save is not None
         save.stop_watching()
         outcome = [save.is_published, save.failure]
-        dist.broadcast_object_list(outcome)  # of rank 0, which has the thread
+        dist.broadcast_object_list(outcome)  # from rank 0, which has the thread
         is_published, failure = outcome
         try:
             if failure:
@@ -197,7 +206,7 @@ class Checkpoints:
             if not is_published:
                 save.writer.collect()
                 on_first_rank(self.mesh, save.writer.folder, save.publish)
-        except RunFailed:  # on all ranks, when all have ended to write
+        except RunFailed:  # on all ranks, after all of them have stopped writing
             self._remove(save)
             raise
 
@@ -207,10 +216,11 @@ class Checkpoints:
 
     @phase("load:checkpoint")
     def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
-        """Load the newest checkpoint that is whole; every damaged one on the way is reported and
-        renamed, so that it neither counts in `keep` nor is found again.
+        """Load the newest checkpoint that is not damaged.
 
-        Raises InputError when there is none, or it is of another model.
+        Newer checkpoints, which are damaged, are reported and renamed, so that they do not count in
+        `keep` and are not found again. Raises InputError if there is no undamaged checkpoint, or if
+        it is of another model.
         """
         listed = [manifest.candidates(self.root) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(listed)
@@ -232,7 +242,7 @@ class Checkpoints:
 
     @phase("load:checkpoint")
     def load(self, step: int, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
-        """Load one checkpoint. Raises InputError when it is damaged or of another model."""
+        """Load one checkpoint. Raises InputError if it is damaged or of another model."""
         folder = self.root / manifest.folder_name(step)
         if reason := find_damage(self.mesh, folder):
             raise InputError(
@@ -262,7 +272,7 @@ class Checkpoints:
             unused = self._unused(own, saved, prefix)
             if reason is None and (difference := misfit(own, saved) or unused):
                 reason = other_model(difference, path)
-            if reason := first_reason(self.mesh, reason):
+            if reason := first_reason(reason):
                 raise InputError(f"checkpoint {folder} {reason}")
             shards += own
         random = None
@@ -270,13 +280,13 @@ class Checkpoints:
             size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
             random = self._random_shard(torch.empty(size, dtype=torch.uint8))
             shards.append(random)
-        self._bring(folder, shards, saved)
+        self._fetch_files(folder, shards, saved)
         wanted: dict[str, Any] = {str(number): shard for number, shard in enumerate(shards)}
         common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for prefix, model in models.items():
             write_back(states[prefix])
             if model.optimizer is None:
-                continue  # it is only evaluated
+                continue  # the model is only evaluated
             set_step(model.optimizer, common[f"{prefix}adam_step"])
             model.scheduler.num_steps = 0  # loading adds to it
             model.scheduler.load_state_dict(common[f"{prefix}scheduler"])
@@ -288,15 +298,17 @@ class Checkpoints:
             reseed(self.seed, content["step"])
         return Loaded(content["step"], content["trainer"], same_layout)
 
-    def _room(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
-        """Return the bytes that have to be free where the folder is made."""
+    def _needed_bytes(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
+        """Return the number of bytes that must be free on the disk of the folder."""
         return writer.count_bytes(shards)
 
-    def _bring(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
-        """Fetch what `shards` are read from, where it is not in the folder."""
+    def _fetch_files(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
+        """Fetch the files from which `shards` are read. Does nothing here, because the folder has
+        all of them; `Snapshots` overrides it."""
 
     def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
-        """A parameter of the checkpoint that no rank has, in words."""
+        """Return an error message that names a parameter that the checkpoint has and the model
+        lacks on every rank; None if there is no such parameter."""
         names = parameter_names(saved, prefix)
         ours = {shard.key.partition(".")[2] for shard in shards}
         used = torch.tensor([name in ours for name in names], dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""Files that go from rank to rank over gloo, in pieces, all at the same time."""
+"""Send files from rank to rank over gloo. Files are sent in pieces, and all files at the same
+time."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PIECE_BYTES = 32 << 20
 
 
 class Move(NamedTuple):
-    """A `Move` sends the file `name` of one rank's folder to another rank's."""
+    """A transfer of the file `name` from one rank's folder to another rank's."""
 
     source: int
     target: int
@@ -38,11 +39,10 @@ class _File:
 
 
 def move_files(mesh: Mesh, moves: list[Move], folder: Path, listed: dict[str, FileRecord]) -> None:
-    """Carry out `moves` between the folders that each rank calls `folder`. A collective: every rank
-    gives the same moves.
+    """Carry out `moves` between the ranks' folders. A collective: every rank passes the same moves.
 
-    A file appears under its name when it is whole, with the digest that is `listed`. Raises RunFailed,
-    or DiskFailed, on every rank where one could not read or write.
+    A file gets its name when it is complete and has the digest in `listed`. Raises RunFailed or
+    DiskFailed on every rank if one rank cannot read or write a file, or receives a damaged one.
     """
     reason: str | None = None
     files: list[_File] = []
@@ -52,7 +52,7 @@ def move_files(mesh: Mesh, moves: list[Move], folder: Path, listed: dict[str, Fi
                 files.append(_open(move, folder, listed, mesh.rank))
     except OSError as error:
         reason = describe(error, folder)
-    if reason := first_reason(mesh, reason):  # nobody waits for a piece that never comes
+    if reason := first_reason(reason):  # before any rank waits for a piece that never comes
         _close(files, folder)
         raise failed(folder, reason)
     try:
@@ -62,7 +62,7 @@ def move_files(mesh: Mesh, moves: list[Move], folder: Path, listed: dict[str, Fi
                 reason = _finish(file, folder, listed[file.move.name])
     finally:
         _close(files, folder)
-    if reason := first_reason(mesh, reason):
+    if reason := first_reason(reason):
         raise failed(folder, reason)
 
 
@@ -77,7 +77,8 @@ def _open(move: Move, folder: Path, listed: dict[str, FileRecord], rank: int) ->
 
 
 def _carry(files: list[_File], moves: list[Move], folder: Path) -> str | None:
-    """Send and receive every piece; return what went wrong with a file, in words."""
+    """Send and receive every piece. Return an error message if a file could not be read or written,
+    and otherwise None."""
     reason = None
     for start in range(0, max((file.num_bytes for file in files), default=0), PIECE_BYTES):
         work, received = [], []
@@ -86,7 +87,7 @@ def _carry(files: list[_File], moves: list[Move], folder: Path) -> str | None:
                 continue
             piece, tag = torch.zeros(size, dtype=torch.uint8), moves.index(file.move)
             if file.sends:
-                try:  # a short read is found by its digest
+                try:  # a short read shows in the digest
                     os.preadv(file.descriptor, [piece.numpy().data], start)
                 except OSError as error:
                     reason = reason or describe(error, folder)
@@ -112,7 +113,8 @@ def _write(descriptor: int, data: memoryview, start: int) -> None:
 
 
 def _finish(file: _File, folder: Path, listed: FileRecord) -> str | None:
-    """Give a received file its name; return what is wrong with it otherwise."""
+    """Give a received file its name and return None. If its digest is wrong, return an error message
+    instead."""
     partial = _partial(folder, file.move.name)
     os.fsync(file.descriptor)
     with partial.open("rb") as stream:

@@ -1,8 +1,8 @@
-"""A checkpoint of any layout becomes a Hugging Face folder, in one process and without Megatron.
+"""Export a checkpoint of any layout to a Hugging Face folder, in one process and without Megatron.
 
-One Megatron parameter at a time is read whole and split into its HF tensors; memory peaks at one output
-file and one parameter. A checkpoint of an adapter becomes PEFT's folder of it, or, merged, the whole
-model.
+Megatron parameters are read whole, one at a time, and split into their HF tensors. The peak memory
+is one output file and one parameter. A checkpoint of an adapter becomes a PEFT folder or, if the
+adapter is merged, a folder with the whole model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mrl import __version__
 from mrl.config.adapter import Adapter
 from mrl.errors import DiskFailed, InputError
+from mrl.version import __version__
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.checkpoint.hf_writer import write_safetensors
@@ -40,7 +40,7 @@ COPIED = (
     "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "generation_config.json", "preprocessor_config.json", "LICENSE*",
 )  # fmt: skip
-"""Files of the base model's folder. Code files are not copied."""
+"""Files that are copied from the base model's folder. Code files are not copied."""
 TAGS = ("mixture-of-experts", "reinforcement-learning", "mrl")
 
 
@@ -48,7 +48,7 @@ TAGS = ("mixture-of-experts", "reinforcement-learning", "mrl")
 class Exported:
     step: int
     what: str
-    """`weights`, `adapter`, or `base with the adapter merged`."""
+    """The contents of the folder: `weights`, `adapter`, or `base with the adapter merged`."""
     num_files: int
     num_tensors: int
 
@@ -63,16 +63,18 @@ def export_checkpoint(
     architecture: str | None = None,
     merged: bool = False,
 ) -> Exported:
-    """Write a whole, undamaged checkpoint `folder` as a model folder `target`; that of an adapter as a
-    PEFT folder, or, `merged`, as a model folder with the update added.
+    """Convert the checkpoint `folder`, which must be undamaged, to a model folder `target`.
 
-    `base`: the model folder that has the tokenizer and the frozen weights; by default the one that was
-    trained. `notes`: rows of the model card. `architecture`: where a `model.architecture` of the recipe
-    is now; by default where it was. `target` appears under its name only when it is whole.
+    An adapter's checkpoint becomes a PEFT folder or, with `merged`, a model folder whose weights
+    include the adapter. `base` is the model folder that has the tokenizer and the frozen weights;
+    by default it is the folder that the run trained from. `notes` are additional rows of the model
+    card's table. `architecture` is the present location of the recipe's `model.architecture`, by
+    default the location that the run used. A file has at most `max_bytes`, unless one tensor is
+    larger. `target` gets its name only when it is complete.
 
-    Raises InputError where `target` is not a new or an empty folder or cannot be made, where `base` is
-    not there or another model, where the architecture is not, where the checkpoint is a critic's, or
-    where it has no adapter to merge; DiskFailed where a file cannot be written.
+    Raises InputError if `target` exists and is not empty or cannot be made, if `base` is missing or
+    is another model, if the architecture is missing, if the checkpoint is a critic's, or if it has
+    no adapter to merge. Raises DiskFailed if a file cannot be written.
     """
     content = read_manifest(folder)
     adapter = saved_adapter(content["model"])
@@ -106,7 +108,8 @@ def export_checkpoint(
 
 
 def _read_model(content: dict[str, Any], base: Path | None, architecture: str | None) -> HfModel:
-    """Return the model of a manifest, in the folder `base`, or where the run had it."""
+    """Return the model that a manifest describes, with the folder `base`, or by default the folder
+    that the run trained from. Raises InputError if its architecture is not found."""
     config = dict(content["model"]["config"])
     named = architecture or content["model"].get("architecture")
     try:
@@ -136,11 +139,12 @@ def _copy_files(source: Path, target: Path) -> None:
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside `target` to write into; it gets that name at the end of the block.
+    """Yield a hidden folder to write into, which becomes `target` at the end of the block.
 
-    Raises InputError where that could not be; DiskFailed where writing fails, and then nothing is left.
+    Raises InputError if the folder could not become `target`, and DiskFailed if writing fails. If
+    writing fails, the hidden folder is removed.
     """
-    target = Path(os.path.abspath(target))  # `.` and `..` are no names to give
+    target = Path(os.path.abspath(target))  # a folder cannot be renamed to `.` or `..`
     partial = target.parent / f".{target.name}.partial"
     try:
         if os.path.lexists(target):
@@ -148,7 +152,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
                 raise InputError(f"{target} is not an empty folder; give a new one")
             if target == Path.cwd():
                 raise InputError(f"{target} is the folder that you are in; give a new one")
-            target.rmdir()  # now, and not after hours of writing: a mount point cannot be replaced
+            target.rmdir()  # a mount point cannot be replaced: find that out before hours of writing
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
@@ -167,7 +171,8 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
-    """Raise InputError where the head is not a vocabulary's: it differs from a policy in that only."""
+    """Raise InputError if the checkpoint is a critic's. A critic's checkpoint is recognized by the
+    size of its head."""
     head, vocab_size = "model.output_layer.weight", model.sizes.vocab_size
     if head in saved and saved.shape(head)[0] != vocab_size:
         raise InputError(
@@ -179,7 +184,8 @@ def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
 def adapter_tensors(
     saved: SavedTensors, model: HfModel, adapter: Adapter
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every A and B of an adapter once, under PEFT's names, in the dtype of training."""
+    """Yield the matrices A and B of an adapter, each once, under PEFT's names and in the dtype of
+    training."""
     return hf_tensors(saved, model, adapter_rules(model.architecture.rules(model.config), adapter))
 
 
@@ -188,8 +194,8 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every HF tensor once, layer by layer, in the dtype of training.
 
-    `table`: rules of the parameters, by default those of the model. Raises ValueError where a weight of
-    the checkpoint has no rule.
+    `table` has the rules of the parameters, by default those of the model. Raises ValueError if a
+    weight of the checkpoint has no rule.
     """
     table = model.architecture.rules(model.config) if table is None else table
     rules = [(rule_pattern(rule), rule) for rule in table]
@@ -213,7 +219,7 @@ def _place(name: str, rules: list[tuple[re.Pattern[str], Rule]]) -> tuple[int, i
 
 
 def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
-    """transformers 5 calls the key `dtype`, 4 `torch_dtype`."""
+    """Write config.json with the dtype, which transformers 5 calls `dtype` and 4 `torch_dtype`."""
     assert isinstance(getattr(torch, dtype), torch.dtype)
     named = {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps({**config, **named}, indent=2) + "\n")
@@ -222,7 +228,7 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
 def model_card(
     name: str, base: str, content: dict[str, Any], notes: dict[str, str], *, merged: bool = False
 ) -> str:
-    """README.md with the front matter that model hubs read."""
+    """Return the text of README.md, with the front matter that model hubs read."""
     adapter = saved_adapter(content["model"])
     library, what, tags, of_adapter = "transformers", base, TAGS, {}
     if adapter is not None:

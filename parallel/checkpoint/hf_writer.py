@@ -1,4 +1,4 @@
-"""Tensors go under HF names into safetensors files of bounded size, one in memory at a time."""
+"""Write tensors into safetensors files of bounded size, with one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ INDEX = "model.safetensors.index.json"
 def write_safetensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> dict[str, str]:
-    """Write `model-00001-of-00003.safetensors` and so on, and the index; name -> file.
+    """Write `model-00001-of-00003.safetensors` and so on, and the index. Return a dict from the
+    names of the tensors to the names of their files.
 
-    A file is closed before it would grow over `max_bytes`; a larger tensor gets one of its own. Takes
-    what a checkpoint gives (`parallel.checkpoint.hf_export`) or the buckets of a live `Policy.export`.
-    Raises ValueError when a name comes twice or none comes at all.
+    A file is closed before it would exceed `max_bytes`; a larger tensor gets a file of its own. The
+    tensors come from a checkpoint (`parallel.checkpoint.hf_export`) or from the buckets of a live
+    `Policy.export`. Raises ValueError if a name comes twice, or if there are no tensors.
     """
     readable = folder.stat().st_mode & 0o666
     groups: list[list[str]] = []
@@ -31,7 +32,7 @@ def write_safetensors(
         groups.append(list(pending))
         file = folder / _temporary(len(groups))
         save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(readable)  # safetensors gives the owner alone the right to read
+        file.chmod(readable)  # safetensors lets only the owner read it
         pending.clear()
 
     for name, tensor in tensors:
@@ -59,5 +60,5 @@ def write_safetensors(
 
 
 def _temporary(number: int) -> str:
-    """Until all are written nobody knows how many there are."""
+    """Return the name that file number `number` has until the number of files is known."""
     return f"model-{number:05d}.safetensors.partial"

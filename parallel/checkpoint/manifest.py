@@ -1,8 +1,9 @@
-"""Which checkpoints there are, which of them are whole, and how one gets its name. No Megatron.
+"""Find checkpoints, check them for damage, and give a complete one its name.
 
-A checkpoint folder `iter_0000010/` has a `manifest.json` with size and SHA-256 of every other file, and
-`manifest.json.sha256` for the manifest itself; that file carries its own digest, so that whichever file
-is damaged can be named.
+A checkpoint folder `iter_0000010/` has a `manifest.json` with size and SHA-256 of every other file,
+and a `manifest.json.sha256` with the SHA-256 of the manifest. The digest file also contains a
+SHA-256 of its own first line, so that mrl can tell which of these two files is damaged. This module
+does not import Megatron.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FileRecord(NamedTuple):
 
 
 class Damaged(Exception):
-    """Says which file of a checkpoint is damaged, and how."""
+    """Raised for a damaged checkpoint. The message names the file and says what is wrong with it."""
 
 
 def folder_name(step: int) -> str:
@@ -51,15 +52,16 @@ def write_manifest(folder: Path, content: dict[str, Any], files: dict[str, FileR
 
 
 def _digest_text(digest: str) -> str:
-    """`sha256sum -c` reads it, and passes over the second line."""
+    """Return the text of the digest file. `sha256sum -c` can read it, and skips its second line."""
     line = f"{digest}  {MANIFEST}\n"
     return f"{line}# sha256 of this line: {hashlib.sha256(line.encode()).hexdigest()}\n"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked against its digest.
+    """Return the manifest, after checking its digest.
 
-    Raises Damaged, or InputError for a checkpoint of a format that this version does not read.
+    Raises Damaged if the manifest or its digest file is missing or damaged. Raises InputError for a
+    checkpoint of a format that this version of mrl does not read.
     """
     manifest, digest = folder / MANIFEST, folder / DIGEST
     try:
@@ -92,7 +94,7 @@ def _refuse_other_format(folder: Path, data: bytes) -> None:
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise Damaged where a file is missing or has another size. Cheap: reads no content."""
+    """Raise Damaged if a file is missing or has another size. This is cheap: it reads no contents."""
     for name, listed in manifest["files"].items():
         file = folder / name
         if not file.is_file():
@@ -104,7 +106,8 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def check_digests(folder: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> None:
-    """Raise Damaged where a file of this rank's share differs from its SHA-256."""
+    """Raise Damaged if a file does not match its SHA-256. Each of `world` ranks checks a part of
+    the files."""
     by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
     for name, listed in by_size[rank::world]:
         if record(folder / name).sha256 != listed["sha256"]:
@@ -112,9 +115,11 @@ def check_digests(folder: Path, manifest: dict[str, Any], rank: int = 0, world: 
 
 
 def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None when it is whole.
+    """Return in words what is wrong with a checkpoint, naming the file; None if it is not damaged.
 
-    `digests` False leaves out the contents of the large files.
+    Without `digests` the manifest and the sizes of all files are checked, but not the contents of
+    the files. With several ranks (`world`) each rank checks the contents of a part of the files.
+    Raises InputError for a checkpoint of a format that this version of mrl does not read.
     """
     try:
         manifest = read_manifest(folder)
@@ -129,7 +134,11 @@ def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1)
 
 
 def candidates(root: Path) -> list[Path]:
-    """List the checkpoint that LATEST names and all older ones, newest first; all, if it names none."""
+    """Return the folders of the checkpoint that LATEST names and of all older checkpoints, newest
+    first.
+
+    If LATEST names no checkpoint, return the folders of all checkpoints.
+    """
     found = set(steps(root))
     latest = latest_step(root)
     if latest is not None:
@@ -138,7 +147,8 @@ def candidates(root: Path) -> list[Path]:
 
 
 def steps(root: Path) -> list[int]:
-    """List the steps of the checkpoints in `root`; a folder of another name is the user's own."""
+    """Return the steps of the checkpoints in `root`, sorted. Folders whose names are not those of
+    checkpoints belong to the user and are ignored."""
     names = [f.name for f in root.glob("iter_*") if f.is_dir()]
     numbers = [name.removeprefix("iter_") for name in names]
     found = [int(number) for number in numbers if number.isascii() and number.isdigit()]
@@ -146,7 +156,8 @@ def steps(root: Path) -> list[int]:
 
 
 def latest_step(root: Path) -> int | None:
-    """The step that LATEST names, or None where there is no such file or no number in it."""
+    """Return the step that the file LATEST names; None if there is no such file or it holds no
+    number."""
     try:
         text = (root / LATEST).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -157,9 +168,9 @@ def latest_step(root: Path) -> int | None:
 def newest_good(
     folders: list[Path], find_damage: Callable[[Path], str | None], warn: Callable[[str], None]
 ) -> Path | None:
-    """The first folder without damage; None when there are none at all.
+    """Return the first folder without damage; None if there are no folders.
 
-    Every damaged one is reported. Raises InputError when all are damaged.
+    Damaged folders before it are reported. Raises InputError if all folders are damaged.
     """
     reasons = []
     for folder in folders:
@@ -182,42 +193,45 @@ def step_of(folder: Path) -> int:
 
 
 def partial_folder(root: Path, step: int) -> Path:
-    """Return the folder in which a checkpoint is written before it is whole."""
+    """Return the folder in which a checkpoint is written until it is complete."""
     return root / f".{folder_name(step)}.partial"
 
 
 def publish(root: Path, step: int, keep: int) -> Path:
-    """Give a whole checkpoint its name, point LATEST to it, remove all but the newest `keep`."""
+    """Give a complete checkpoint its name, and make LATEST name it. Keep the newest `keep`
+    checkpoints up to `step`, and remove older ones. Return the checkpoint's folder."""
     final, partial = root / folder_name(step), partial_folder(root, step)
     replaced = root / f".{final.name}.replaced"
     sync(partial)
     shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():  # of a run that was set back
+    if final.exists():  # the run was set back to an earlier step
         final.rename(replaced)
     partial.rename(final)
     point_to(root, step)
-    # Later ones belong to a run that was set back; hidden ones to saves that were cut short.
+    # Later checkpoints of a run that was set back are kept. Interrupted saves leave hidden folders.
     upto = [number for number in steps(root) if number <= step]
     for old in (folder_name(number) for number in upto[:-keep]):
-        (root / old).rename(root / f".{old}.removed")  # never half a checkpoint under a good name
+        (root / old).rename(
+            root / f".{old}.removed"
+        )  # a half-removed folder must not have its name
     sweep(root)
     return final
 
 
 def sweep(root: Path) -> None:
-    """Remove what saves that were cut short have left. No save may be under way."""
+    """Remove the hidden folders that interrupted saves have left. No save may be in progress."""
     for hidden in root.glob(".iter_*"):
         if hidden.suffix in (".partial", ".replaced", ".removed"):
             shutil.rmtree(hidden, ignore_errors=True)
 
 
 def point_to(root: Path, step: int) -> None:
-    """Make LATEST name this step: the next start resumes from it."""
+    """Make LATEST name `step`, so that the next start resumes from there."""
     write_whole(root / LATEST, f"{step}\n", durable=True)
 
 
 def set_aside(folder: Path) -> Path:
-    """Give a damaged checkpoint a name that is no checkpoint's, `iter_0000010.damaged`; returns it."""
+    """Rename a damaged checkpoint to `iter_0000010.damaged` or similar; return the new path."""
     names = (f"{folder.name}.damaged{'' if n == 1 else f'.{n}'}" for n in itertools.count(1))
     aside = next(path for name in names if not (path := folder.with_name(name)).exists())
     return folder.rename(aside)

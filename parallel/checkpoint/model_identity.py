@@ -1,4 +1,5 @@
-"""Which model a checkpoint is of: what is written about it, and how it differs from another."""
+"""The identity of the model that a checkpoint belongs to: the model's entry in the manifest, and
+the comparison of that model with a run's model."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from parallel.hf_config import HfModel
 
 
 def describe_model(model: HfModel, adapter: Adapter | None) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint says about a model; JSON-able."""
+    """Return the manifest's entry about a model, which can be written as JSON."""
     return {
         "path": str(model.path),
         "config": model.config,
@@ -20,8 +21,10 @@ def describe_model(model: HfModel, adapter: Adapter | None) -> dict[str, Any]:
 
 
 def saved_adapter(model: dict[str, Any]) -> Adapter | None:
-    """Return the adapter that a checkpoint holds, from the part of its manifest about the model; None
-    where it holds all weights."""
+    """Return the adapter of a checkpoint from its manifest's entry about the model.
+
+    Returns None if the checkpoint holds all weights.
+    """
     lora: dict[str, Any] | None = model.get("lora")
     if lora is None:
         return None
@@ -34,10 +37,12 @@ def saved_adapter(model: dict[str, Any]) -> Adapter | None:
 def refusal(
     saved: dict[str, Any] | None, model: HfModel, adapter: Adapter | None, path: str = "model.path"
 ) -> str | None:
-    """Say what a checkpoint is that a run with this model and adapter cannot load, and what to do; None
-    where it can.
+    """Return the reason why a run with this model and adapter cannot load a checkpoint; None if it
+    can.
 
-    `saved` is the part of the manifest about the model, and `path` the key that names it in the recipe.
+    `saved` is the manifest's entry about the model, or None if the checkpoint has no such model.
+    `path` is the recipe key of the model's folder. The reason is a message that continues the words
+    "checkpoint FOLDER" and tells the user what to do.
     """
     if saved is None:
         return other_model("it has no critic", path)
@@ -51,7 +56,10 @@ def refusal(
 
 
 def other_model(difference: str, path: str) -> str:
-    """Return the words of a refusal for a difference of the models."""
+    """Return the error message for a checkpoint of another model.
+
+    `difference` says how the models differ, and `path` is the recipe key of the model's folder.
+    """
     return (
         f"is of another model: {difference}; give the {path} that it was trained from, or another "
         "output_dir"
@@ -59,7 +67,12 @@ def other_model(difference: str, path: str) -> str:
 
 
 def other_adapter(there: Adapter | None, here: Adapter | None) -> str | None:
-    """Say in words where the adapter of a checkpoint differs from the run's; None where it does not."""
+    """Return the error message for a checkpoint with another adapter; None if the adapters are
+    equal.
+
+    `there` is the checkpoint's adapter, and `here` the run's adapter. An adapter is None if all
+    weights are trained.
+    """
     if there == here:
         return None
     if there is None:

@@ -1,8 +1,9 @@
-"""The folder of a node in which a run keeps its snapshots, by default in host memory. No torch.
+"""The folder on a node in which a run keeps its snapshots, by default in host memory.
 
-The folder belongs to the user (mode 0700), and its name is made of the user's number and of the path of
-the run. A file in it holds a random token: ranks that read the same token share the folder, whatever
-their hosts are called. Each rank holds a lock on that file, so that other runs know the folder is used.
+The folder belongs to the user (mode 0700), and its name consists of the user's id and a digest of
+the run's path. A file in the folder holds a random token: ranks that read the same token share the
+folder, whatever their hosts are called. Each rank locks that file, so that other runs know that the
+folder is in use. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ HOST_MEMORY = Path("/dev/shm")
 KEY = "checkpoint.snapshot_folder"
 TOKEN = ".node"
 SWEPT_AFTER_S = 24 * 3600.0
-"""The age at which snapshots of runs that no longer run are removed by the next run with snapshots."""
+"""The age, in seconds, from which the snapshots of an ended run may be removed. The next run that
+takes snapshots on the node removes them."""
 
 
 def node_folder(run: Path, given: str | None) -> Path:
-    """Return the folder for the run folder `run`, in the recipe's folder or in host memory."""
+    """Return the path of a run's snapshot folder, inside the folder `given` or in host memory.
+    `run` is the run's own folder."""
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return Path(given or HOST_MEMORY) / f"mrl-{os.getuid()}-{digest}"
 
 
 class NodeFolder:
-    """A `NodeFolder` is claimed by every rank of a node, and removed by one of them."""
+    """The snapshot folder of this node. Every rank of the node claims it, and one of them removes
+    it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -43,7 +47,7 @@ class NodeFolder:
     def claim(self) -> str:
         """Make the folder, lock it for this process, and return its token.
 
-        Raises InputError where it cannot be made, or is not this user's alone.
+        Raises InputError if the folder cannot be made, or if other users can access it.
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +56,7 @@ class NodeFolder:
                 self._write_token()
                 self._lock = (self.root / TOKEN).open()
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
-                if os.fstat(self._lock.fileno()).st_nlink:  # not swept in between
+                if os.fstat(self._lock.fileno()).st_nlink:  # no other run has removed it meanwhile
                     return self._lock.read()
                 self.close()
                 self.root.mkdir(mode=0o700, exist_ok=True)
@@ -65,35 +69,36 @@ class NodeFolder:
         own = self.root / f"{TOKEN}.{os.getpid()}.{secrets.token_hex(4)}"
         own.write_text(secrets.token_hex(16))
         with suppress(FileExistsError):
-            os.link(own, self.root / TOKEN)  # whole, and the first one stays
+            os.link(own, self.root / TOKEN)  # atomic, and the first rank's token stays
         own.unlink()
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def num_bytes(self) -> int:
-        """Return the bytes of all files in it."""
+        """Return the total size in bytes of all files in the folder."""
         return sum(f.stat().st_size for f in self.root.rglob("*") if f.is_file())
 
     def clear(self, keep: str = "") -> None:
-        """Remove every snapshot but the folder called `keep`, and what was half written."""
+        """Remove every snapshot except the folder called `keep`, and all incomplete snapshots."""
         for folder in (*self.root.glob("iter_*"), *self.root.glob(".iter_*")):
             if folder.name != keep:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the folder, for a run that needs no snapshot any more."""
+        """Remove the folder. Call this when the run no longer needs a snapshot."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def sweep(self) -> list[Path]:
-        """Remove the folders of this user's other runs that run no more and are old; return them."""
+        """Remove the folders of this user's other runs that have ended and are older than
+        SWEPT_AFTER_S. Return the paths of the removed folders."""
         swept = []
         for folder in self.root.parent.glob(f"mrl-{os.getuid()}-" + "[0-9a-f]" * 16):
             with suppress(OSError):
-                if folder != self.root and _is_litter(folder):
+                if folder != self.root and _is_abandoned(folder):
                     shutil.rmtree(folder)
                     swept.append(folder)
         return swept
@@ -110,8 +115,9 @@ def _check_owner(root: Path) -> None:
     )
 
 
-def _is_litter(folder: Path) -> bool:
-    """Whether a folder is this user's, old, and locked by no process."""
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether a folder belongs to this user, is older than SWEPT_AFTER_S, and is locked by no
+    process."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return False

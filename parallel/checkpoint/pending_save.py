@@ -1,4 +1,5 @@
-"""A save that is being written: it gets its name as soon as every rank has written its share."""
+"""A save that is being written. The checkpoint gets its name as soon as every rank has written its
+part."""
 
 from __future__ import annotations
 
@@ -22,32 +23,39 @@ COMMON_FILE = "common.pt"
 
 
 class Record(Protocol):
-    """A `Record` is the run's folder, of which a checkpoint keeps what it cannot do without."""
+    """The run's own files. A checkpoint keeps a copy of some of them."""
 
     def kept(self, step: int) -> Mapping[str, bytes]:
-        """Return the files that the checkpoint of `step` gets a copy of, by name."""
+        """Return the contents, by file name, of the files that the checkpoint of `step` keeps a
+        copy of."""
         ...
 
     def settle(self, step: int) -> None:
-        """Wait until the files of the steps before `step` are on the disk; in a thread of its own."""
+        """Wait until the files of the steps before `step` are on the disk. This is called in a
+        thread."""
         ...
 
 
 @dataclass
 class PendingSave:
-    """A thread of rank 0 gives the save its name, or keeps what went wrong for the next collective."""
+    """A save in flight. A thread of rank 0 may complete it in the background.
+
+    If the thread fails, it stores the reason. The next `Checkpoints.poll` or `finish` then raises
+    RunFailed with this reason on all ranks.
+    """
 
     root: Path
     step: int
     keep: int
     content: dict[str, Any]
-    """Fields of the manifest."""
+    """The fields of the manifest."""
     writer: ShardWriter
     record: Record | None = None
-    """The run's folder, on rank 0; a checkpoint of no run has none."""
+    """The run's files; None on ranks other than 0, and for a checkpoint that belongs to no run."""
     is_published: bool = False
+    """Whether the checkpoint is complete and has its name."""
     failure: str | None = None
-    """Why the thread could not give it its name."""
+    """The reason why the thread could not publish the checkpoint."""
     _stop: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
 
@@ -55,21 +63,27 @@ class PendingSave:
         self._kept = {} if self.record is None else self.record.kept(self.step)
 
     def watch(self) -> None:
-        """Publish on rank 0 in the background, so that what was written survives a trainer that is
-        killed in the middle of a long step."""
+        """Start a thread on rank 0 that publishes the checkpoint as soon as all ranks have written.
+
+        The checkpoint then survives even if the trainer is killed in the middle of a long step.
+        """
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
     def stop_watching(self) -> None:
-        """After this `is_published` and `failure` are final, or neither is set and the reports are
-        where they were."""
+        """Stop the thread. `is_published` and `failure` do not change afterwards.
+
+        If the thread has neither published the checkpoint nor failed, the ranks' reports are still
+        in the folder.
+        """
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
             self._watcher = None
 
     def publish(self) -> None:
-        """Publish on rank 0, when the writer has the reports of all ranks."""
+        """Complete the checkpoint and give it its name. Call this on rank 0, after the writer has
+        received the reports of all ranks."""
         partial, files = self.writer.folder, self.writer.finish()
         save_config(CheckpointingConfig("torch_dist"), str(partial))
         for name, data in self._kept.items():
@@ -90,16 +104,20 @@ class PendingSave:
         try:
             self.writer.wait(0.0)
             self.publish()
-        except Exception as error:  # nobody would see it here
+        except Exception as error:  # no one would see an error of this thread
             self.failure = describe(error, self.writer.folder)
 
 
 def start_folder(partial: Path, common: dict[str, Any], num_bytes: int) -> None:
-    """Make the folder of a save of `num_bytes`, with what is no rank's own."""
+    """Make the folder of a save, with the file `common.pt`, which belongs to no single rank.
+
+    Remains of interrupted saves are removed first. Raises DiskFailed if fewer than `num_bytes`
+    bytes are free.
+    """
     manifest.sweep(partial.parent)
     require_room(partial, num_bytes)
     partial.parent.mkdir(exist_ok=True)  # but not the run folder, which may have been moved
     partial.mkdir()
-    stream = io.BytesIO()  # torch.save to a full disk does not say so
+    stream = io.BytesIO()  # torch.save does not report a full disk
     torch.save(common, stream)
     write_whole(partial / COMMON_FILE, stream.getvalue())

@@ -1,8 +1,9 @@
-"""What a pickle would import, found without running it.
+"""Find what a pickle would import, without running it.
 
-torch's `.metadata` is a pickle, and unpickling runs whatever the file names. A checkpoint may come
-from anywhere and its digests prove only that it is whole, so that every pickle in it is read opcode by
-opcode first, and refused unless all it names are the plain records of torch's checkpoint format.
+torch's `.metadata` is a pickle, and unpickling runs whatever the file names. A checkpoint may come from
+anywhere, and its digests prove only that it is not damaged. So every pickle in a checkpoint is first
+read opcode by opcode. The pickle is refused unless everything that it names is a plain record of
+torch's checkpoint format.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mrl.errors import InputError
+from mrl.system.torch_names import TORCH
 
 RECORDS = "torch.distributed.checkpoint.metadata"
 ALLOWED = frozenset(
     {
         *(f"{RECORDS}.{name}" for name in ("Metadata", "TensorStorageMetadata", "TensorProperties",
-          "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
+          "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
+        *(path for name in ("_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout")
+          for path in TORCH.names[name].paths.values()),  # of every release: files may be older
         *(f"torch.{name}" for name in ("Size", "float64", "float32", "float16", "bfloat16", "uint8",
           "int64", "int32", "int16", "int8", "bool", "strided")),
-        "torch.serialization._get_layout",
         "collections.OrderedDict",
         "collections.defaultdict",
         "pathlib.PosixPath",
@@ -34,7 +34,7 @@ ARCHIVE_START = b"PK\x03\x04"
 ENTRIES = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
-"""What torch.save writes into an archive, below its one folder. Of these only data.pkl is a pickle."""
+"""The files that torch.save writes into an archive, in its one folder. Only data.pkl is a pickle."""
 IMPORTS_BY_NAME = ("GLOBAL", "INST")
 IMPORTS_UNSEEN = ("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID")
 NEUTRAL = ("PROTO", "FRAME")
@@ -42,7 +42,7 @@ TEXT = ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE")
 
 
 def check_pickles(folder: Path) -> None:
-    """Raise InputError where a pickle of a checkpoint would import anything outside the list."""
+    """Raise InputError if a pickle of a checkpoint would import anything that is not ALLOWED."""
     try:
         pickles = {
             ".metadata": (folder / ".metadata").read_bytes(),
@@ -63,18 +63,18 @@ def check_pickles(folder: Path) -> None:
 
 
 def archived_pickle(file: Path) -> bytes:
-    """The one pickle that torch.load would unpickle of a file that torch.save has written.
+    """Return the one pickle that torch.load would unpickle from a file that torch.save has written.
 
-    Read by torch's own reader: it takes a name in any case for data.pkl, and other readers may find
-    another directory in the same bytes. Raises ValueError for a file that is not such an archive, or
-    has an entry too many or twice.
+    The archive is read with torch's own reader, because another reader may find other entries in
+    the same bytes; torch's reader, for example, also accepts data.pkl in capitals. Raises
+    ValueError for a file that is not such an archive, or that has an unknown or duplicate entry.
     """
     with file.open("rb") as stream:
         start = stream.read(len(ARCHIVE_START))
-    if start != ARCHIVE_START:  # torch.load would unpickle the file from its first byte on
+    if start != ARCHIVE_START:  # torch.load would unpickle the whole file
         raise ValueError(f"{file.name} is not an archive of torch.save")
     try:
-        archive = torch._C.PyTorchFileReader(str(file))
+        archive = TORCH.take("PyTorchFileReader")(str(file))
         entries = archive.get_all_records()
         foreign = [name for name in entries if not ENTRIES.fullmatch(name)]
         if foreign or len(set(entries)) < len(entries):
@@ -89,13 +89,17 @@ def archived_pickle(file: Path) -> bytes:
 
 
 def imported(data: bytes) -> list[str]:
-    """Dotted names that unpickling `data` would import. Raises ValueError on broken data.
+    """Return the dotted names that unpickling `data` would import. Raises ValueError on broken
+    data.
 
-    A name taken from the stack counts as known only when the two opcodes before it pushed constants;
-    in every other case it is reported as `?`, which no list allows.
+    A name that an opcode takes from the stack is known only if the two values that were pushed last
+    are constant strings. A name that is not known is returned as `?`, which is never allowed.
     """
     names: list[str] = []
-    pushed: list[Any] = [None, None]  # the last two values, None where it is not a known text
+    pushed: list[Any] = [
+        None,
+        None,
+    ]  # the last two values, or None for one that is not a known text
     memo: dict[int, Any] = {}
     for opcode, argument, _ in pickletools.genops(data):
         name: str = opcode.name

@@ -1,4 +1,5 @@
-"""The random states of a rank, as bytes in a tensor: a checkpoint holds nothing but tensors."""
+"""The random states of a rank, packed as bytes into a tensor, because a checkpoint holds only
+tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 STRIDE = 1_000_003
-"""The distance between the seeds of two steps."""
+"""The distance between the seeds of consecutive steps."""
 
 
 def pack_random_state(device: torch.device) -> Tensor:
-    """Pack Python's, numpy's, torch's and Megatron's states into u8[any length]."""
+    """Pack the random states of Python, numpy, torch and Megatron into a tensor u8[n]."""
     tracker: Any = get_cuda_rng_tracker()
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
@@ -35,7 +36,7 @@ def pack_random_state(device: torch.device) -> Tensor:
 
 
 def restore_random_state(packed: Tensor, device: torch.device) -> None:
-    """Restore what `pack_random_state` packed, for a rank at the same place of the same layout."""
+    """Restore the states that `pack_random_state` packed, on the same rank of the same layout."""
     stream = io.BytesIO(packed.numpy().tobytes())
     state = torch.load(stream, map_location="cpu", weights_only=True)
     version, words, gauss = state["python"]
@@ -51,7 +52,8 @@ def restore_random_state(packed: Tensor, device: torch.device) -> None:
 
 
 def reseed(seed: int, step: int) -> None:
-    """Seed for another layout: the same states whenever this step is resumed at that layout."""
+    """Seed the generators of Python, numpy and torch for a step that is resumed in another layout.
+    The same seed and step give the same states."""
     fresh = (seed + STRIDE * step) % 2**32
     random.seed(fresh)
     np.random.seed(fresh)

@@ -1,4 +1,4 @@
-"""Whole tensors are read out of a checkpoint one at a time, without Megatron or process group."""
+"""Read whole tensors from a checkpoint one at a time, without Megatron or a process group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from parallel.checkpoint.pickle_scan import check_pickles
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads `.metadata` once; of a large model it is as long as a book.
+    """A reader that reads `.metadata`, which may be large, only once. After `show`, torch sees only
+    one key of it.
 
-    torch plans a load over all keys that it is shown, so that it is shown only the wanted one: reading
-    n tensors one by one would take n^2 steps.
+    torch plans each load over all keys that it sees, so reading n tensors one by one would otherwise
+    take n^2 steps.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,10 +37,11 @@ class _Reader(dcp.FileSystemReader):
 
 
 class SavedTensors:
-    """This mapping holds the tensors of a checkpoint folder by key, e.g.
-    `model.decoder.final_layernorm.weight`.
+    """The tensors of a checkpoint folder by key, such as `model.decoder.final_layernorm.weight`. A
+    tensor is read when it is accessed.
 
-    Raises InputError where a pickle of the folder names anything that does not belong there.
+    The constructor raises InputError if a pickle in the folder would import anything that a
+    checkpoint does not need.
     """
 
     def __init__(self, folder: Path) -> None:

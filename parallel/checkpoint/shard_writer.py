@@ -1,13 +1,14 @@
-"""Rectangles into files, at once or in a background process, in torch's and Megatron's own format.
+"""Write rectangles of tensors into files, in this process or in a background process.
 
-The files and `.metadata` are torch's (torch.distributed.checkpoint), the background process is
-Megatron's (AsyncRequest, AsyncCallsQueue), Megatron's `dist_checkpointing.load` reads the result.
-Megatron's own writer is not used: it hands its results over through a manager process that outlives a
-killed trainer.
+The files and `.metadata` have torch's format (torch.distributed.checkpoint), the background process
+is Megatron's (AsyncRequest, AsyncCallsQueue), and Megatron's `dist_checkpointing.load` reads the
+result. Megatron's own writer is not used, because it passes its results through a manager process
+that outlives a killed trainer.
 
-Every rank decides for itself what it writes, as its names and rectangles are the whole model's already;
-it asks no other rank before the writing. Each then reports what it wrote to rank 0, which makes
-`.metadata` of the reports and checks that they fit together, in the background if the save is.
+Every rank decides by itself what it writes, without asking other ranks. This is possible because
+names and rectangles refer to the whole model. Each rank then reports to rank 0 what it has written.
+Rank 0 makes `.metadata` from the reports, and checks that they fit together. If the save is
+asynchronous, rank 0 also does this in the background.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
     LocalShardsContainer,
 )
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -53,42 +52,46 @@ from mrl.system.disk import describe
 from mrl.system.files import naming, write_whole
 from mrl.system.heartbeat import register_writer
 from mrl.system.processes import die_with_parent
+from mrl.system.torch_names import TORCH
 from parallel.checkpoint.agreement import failed
 from parallel.checkpoint.manifest import FileRecord, record
+from parallel.mesh import gather_objects
 
+StorageInfo = TORCH.take("_StorageInfo")
 POLL_S = 0.05
 REFUSAL_BYTES = 16384
 Report = dict[str, Any]
-"""What a rank has written: `items` and `files`, or `error`. It is a file, by which rank 0 knows without
-a collective; where even that cannot be written, a few bytes that the rank shares with its writer."""
+"""A rank's report of what it has written: the keys `items` and `files`, or only `error`. The report
+is a file, so that rank 0 can read it without a collective. If even this file cannot be written, the
+error is in memory that the rank shares with its writing process."""
 
 
 class ShardWriter:
-    """A `ShardWriter` makes one save: assign and copy, write (maybe elsewhere), collect, finish.
+    """Writes one save.
 
-    `count_bytes`, `request` and `collect` are collectives.
+    Call `request`, run the request (maybe in another process), call `collect` or `wait`, and then
+    `finish` on rank 0. `count_bytes` and `collect` are collectives.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.folder = folder
         self.rank = rank
         self.world = world
-        # No copying ahead: that would use a CUDA stream, which a forked process cannot.
+        # No copying ahead, because a forked process cannot use a CUDA stream.
         self._writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
         self._reports: list[Report] | None = None
         self._refusal = mmap.mmap(-1, REFUSAL_BYTES)
 
     def count_bytes(self, shards: list[ShardedTensor]) -> int:
-        """Return the bytes of the tensors that all ranks write together."""
+        """Return the number of bytes that all ranks together write."""
         own = sum(shard.data.nbytes for shard in _written(shards) if shard.data is not None)
-        counts: list[int] = [0] * self.world
-        dist.all_gather_object(counts, own)
-        return sum(counts)
+        return sum(gather_objects(own))
 
     def request(self, shards: list[ShardedTensor], *, copy: bool) -> AsyncRequest:
-        """Decide what this rank writes, and return the writing as a request to run or to start.
+        """Decide what this rank writes; return a request that does the writing when it is run.
 
-        `copy`: to memory that later training steps do not touch.
+        `copy`: whether to copy the data first, to host memory that later training steps do not
+        change.
         """
         written = _written(shards)
         if copy:
@@ -101,34 +104,37 @@ class ShardWriter:
         planner.set_up_planner(state, is_coordinator=self.rank == 0)
         self._writer.set_up_storage_writer(self.rank == 0)
         local = planner.create_local_plan()
-        share = planner.finish_plan(replace(local, storage_data=_StoragePrefix(f"__{self.rank}_")))
+        prefix = TORCH.take("_StoragePrefix")(f"__{self.rank}_")
+        share = planner.finish_plan(replace(local, storage_data=prefix))
         report = self._report_file(self.rank)
         arguments = (self._writer, planner, share, report, os.getpid(), self._refusal)
         return AsyncRequest(_write, arguments, [])
 
     def collect(self) -> None:
-        """After the writing: raise RunFailed on every rank when one has not written its share. The
-        reports come to rank 0 alone."""
+        """Send the reports of all ranks to rank 0, after the writing.
+
+        Raises RunFailed on every rank if one rank has not written its part.
+        """
         ours = self._read_report(self.rank)
         ours = ours or {"error": "the process that writes ended without a report"}
-        errors: list[Any] = [None] * self.world
-        dist.all_gather_object(errors, {k: v for k, v in ours.items() if k == "error"})
-        self._accept(errors)
+        self._accept(gather_objects({k: v for k, v in ours.items() if k == "error"}))
         reports: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(ours, reports)
         self._accept(reports or [ours])
 
     def wait(self, timeout_s: float) -> None:
-        """`collect` for when ranks may be gone: rank 0 reads the reports of all, the others their own.
+        """Read the reports from their files, without a collective, because ranks may have died.
 
-        Raises RunFailed when a rank has not written its share, or not within `timeout_s`.
+        Rank 0 waits for the reports of all ranks, and every other rank only for its own report.
+        Raises RunFailed if one of these ranks reports an error, or does not report within
+        `timeout_s` seconds. Returns early if rank 0 has already completed the checkpoint.
         """
         if self._reports is not None:
             return
         ranks = range(self.world) if self.rank == 0 else (self.rank,)
         deadline = time.monotonic() + timeout_s
         while missing := self._without_report(ranks):
-            if not self.folder.exists():  # rank 0 has given it its name
+            if not self.folder.exists():  # rank 0 has renamed it already
                 return
             if time.monotonic() > deadline:
                 raise RunFailed(f"rank {missing[0]} has not written its share in {timeout_s:g} s")
@@ -136,15 +142,16 @@ class ShardWriter:
         self._accept([self._read_report(rank) or {} for rank in ranks])
 
     def all_have_reported(self) -> bool:
-        """Say, on rank 0, whether `wait` would return, or raise, at once."""
+        """Return, on rank 0, whether all ranks have reported, so that `wait` would not have to
+        wait."""
         return not self._without_report(range(self.world))
 
     def _without_report(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if self._read_report(rank) is None]
 
     def finish(self) -> dict[str, FileRecord]:
-        """Write `.metadata` on rank 0, after `collect` or `wait`; return every file with size
-        and digest.
+        """Write `.metadata` on rank 0, after `collect` or `wait`; return the size and digest of
+        every rank's files.
 
         Raises ValueError unless each element of each tensor was written exactly once.
         """
@@ -166,9 +173,9 @@ class ShardWriter:
         return self.folder / f"written_{rank:05d}.json"
 
     def _read_report(self, rank: int) -> Report | None:
-        told = self._refusal[:].rstrip(b"\0") if rank == self.rank else b""
-        if told:
-            return {"error": told.decode(errors="replace")}
+        error = self._refusal[:].rstrip(b"\0") if rank == self.rank else b""
+        if error:
+            return {"error": error.decode(errors="replace")}
         try:
             return json.loads(self._report_file(rank).read_text())
         except (OSError, ValueError):
@@ -176,9 +183,10 @@ class ShardWriter:
 
 
 def check_coverage(metadata: Metadata) -> None:
-    """torch has checked that no rectangles overlap; here, that their volumes are those of the tensors.
+    """Raise ValueError unless the rectangles of each tensor together have as many elements as the
+    tensor.
 
-    Raises ValueError.
+    torch must have checked before that the rectangles do not overlap.
     """
     for key, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
@@ -188,7 +196,8 @@ def check_coverage(metadata: Metadata) -> None:
 
 
 def _written(shards: list[ShardedTensor]) -> list[ShardedTensor]:
-    """Return the shards that this rank writes, of which others may hold copies."""
+    """Return the shards that this rank writes. If several ranks hold copies of a shard, only the
+    first copy is written."""
     return [shard for shard in shards if is_main_replica(shard.replica_id)]
 
 
@@ -200,10 +209,11 @@ def _write(
     parent: int,
     refusal: mmap.mmap,
 ) -> None:
-    """Write this rank's file and digest it. What happened goes into `report`, never up the stack.
+    """Write this rank's file, compute its digest, and write the report. An error is written to the
+    report, and never raised.
 
-    What cannot be written leaves its bytes to others: the share is removed, and why goes into `refusal`
-    as well, which takes no room on the disk.
+    After an error the written file is removed, so that other files can use its space. The error is
+    also put into `refusal`, memory that takes no space on the disk.
     """
     try:
         if os.getpid() != parent:
@@ -214,7 +224,7 @@ def _write(
         files = {name: tuple(record(report.parent / name)) for name in names}
         by_index = {result.index: result for result in results}
         items = [_item(by_index[item.index], item) for item in share.items]
-        # Whole: another process may be waiting for it.
+        # This is atomic, because another process may be waiting for the file.
         write_whole(report, json.dumps({"items": items, "files": files}))
     except Exception as error:
         text = describe(error, report.parent)
@@ -226,20 +236,23 @@ def _write(
 
 
 def _settle_in_child(parent: int) -> None:
-    """Exit when the trainer dies: the next one writes to the same place."""
-    torch.set_num_threads(1)  # the parent's OpenMP threads did not come along
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; this is to be finished
-    register_writer()  # the trainer may wait for it
+    """Prepare the writing process. It exits when the trainer dies, because the next trainer writes
+    to the same files."""
+    torch.set_num_threads(1)  # a fork does not have the parent's OpenMP threads
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all, but the writing should finish
+    register_writer()  # the trainer may wait for this process
     die_with_parent(parent)
 
 
 Item = list[Any]
-"""A rectangle that was written: name, offset, bytes, file, place in it (offset and length), its shape,
-the tensor's shape, the dtype."""
+"""A written rectangle of a tensor: name of the tensor, offset in the tensor, number of bytes, file,
+offset and length in the file, shape of the rectangle, shape of the tensor, dtype."""
 
 
 def _item(result: WriteResult, item: WriteItem) -> Item:
-    place: _StorageInfo = result.storage_data
+    place: Any = result.storage_data  # a StorageInfo
     tensor = item.tensor_data
     assert tensor is not None
     return [
@@ -251,14 +264,16 @@ def _item(result: WriteResult, item: WriteItem) -> Item:
 
 def _result(item: Item) -> WriteResult:
     name, offset, size, file, start, length, *_ = item
-    return WriteResult(MetadataIndex(name, offset), size, _StorageInfo(file, start, length))
+    return WriteResult(MetadataIndex(name, offset), size, StorageInfo(file, start, length))
 
 
 def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
-    """Return what `.metadata` says of the tensors, as torch's planner would make it of all shares.
+    """Return the tensors' entries of `.metadata`, as torch's planner would make them from the items
+    of all ranks.
 
-    Raises ValueError where the shares do not fit together: shapes or dtypes differ, rectangles overlap,
-    reach beyond their tensor, or leave some of it out.
+    Raises ValueError if the items do not fit together: ranks have different shapes or dtypes for a
+    tensor, or the rectangles of a tensor overlap, reach beyond the tensor, or leave a part of it
+    out.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     for name, offset, _, _, _, _, sizes, whole, dtype in chain.from_iterable(items_by_rank):
@@ -272,7 +287,7 @@ def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
             )
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
     metadata = Metadata({**tensors})
-    if errors := _validate_global_plan([], metadata):
+    if errors := TORCH.take("_validate_global_plan")([], metadata):
         raise ValueError(f"the ranks' shares do not fit together: {errors[0]}")
     check_coverage(metadata)
     return metadata

@@ -1,9 +1,9 @@
-"""A policy's weights and optimizer state are saved as rectangles of whole tensors with own names.
+"""A model's weights and optimizer state as rectangles of whole tensors, which a checkpoint stores.
 
 The key of a tensor is its kind (`model`, `main`, `exp_avg`, `exp_avg_sq`) and the Megatron name of the
 parameter in the whole model (`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that
-nothing on disk depends on the layout, the kind of optimizer or the implementation of the layers. A
-critic beside the policy has the same kinds with a prefix (`critic_model`).
+nothing on disk depends on the layout, the optimizer's class or the implementation of the layers. A
+critic's kinds have a prefix (`critic_model`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.checkpoint.shard_boxes import boxes, whole_shape
 from parallel.optimizer_state import OptimizerShard
+from parallel.shards import boxes, whole_shape
 from parallel.weights import Entry, WeightMap
 
 Replica = tuple[int, ...]
-"""Which copy a rank holds; the one of zeros is written."""
+"""The indices that identify a rank's copy of a tensor among all copies. Only the copy whose indices
+are all 0 is written."""
 KeyOf = Callable[[str, str, torch.dtype], str]
-"""(kind, name, dtype of this rank's tensor) -> the key to read it from."""
+"""Returns the key of a tensor in the checkpoint, given (kind, parameter name, dtype of this rank's
+tensor)."""
 
 
 def own_key(prefix: str = "") -> KeyOf:
@@ -35,10 +37,12 @@ def own_key(prefix: str = "") -> KeyOf:
 def state_shards(
     weights: WeightMap, state: Mapping[int, OptimizerShard], key_of: KeyOf | None = None
 ) -> list[ShardedTensor]:
-    """Everything of this rank, with the optimizer's `state` from `optimizer_shards`; the data are
-    views: loading into them, and then `optimizer_state.write_back`, loads the policy.
+    """Return all tensors of this rank as shards of whole tensors. They include the optimizer's
+    `state`, which `optimizer_shards` returns.
 
-    A tied output layer is a further copy of the embedding.
+    The data of the shards are views of the model's tensors. So the model is loaded by loading into
+    the shards and then calling `optimizer_state.write_back`. A tied output layer is one more copy
+    of the embedding.
     """
     both = [(e, 0) for e in weights.entries] + [(e, 1) for e in weights.tied_entries]
     return [
@@ -75,12 +79,14 @@ def _rectangles(
     whole = whole_shape(split, shape, place[1])
     for box in boxes(split, shape, *place, start, start + flat.numel()):
         data = flat.narrow(0, box.start - start, math.prod(box.shape)).view(box.shape)
-        # Without a regular grid Megatron leaves it to torch to check that all is covered once.
+        # Without a regular grid Megatron lets torch check that everything is covered once.
         yield ShardedTensor(key, data, data.dtype, box.shape, whole, box.offset, None, replica)
 
 
 def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
-    """(copy over tensor-parallel ranks, copy over data- and context-parallel ranks)."""
+    """Return two indices of this rank's copy of a parameter: among the copies on tensor-parallel
+    ranks (0 if the parameter is split over them), and among the copies on data- and
+    context-parallel ranks."""
     state: Any = parallel_state
     split = weights.tp_place(entry)[1] > 1
     if entry.expert >= 0:
@@ -91,10 +97,11 @@ def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
 
 
 def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
-    """Return the key to read from when the precision has changed between writing and reading.
+    """Return a function that returns the key from which a tensor is read.
 
-    fp32 weights come from the fp32 main parameters of a bf16 checkpoint, and main parameters from the
-    weights of an fp32 one.
+    The model's dtype may have changed since the save. If a bf16 checkpoint is loaded into an fp32
+    model, the weights are read from the fp32 main parameters. If an fp32 checkpoint is loaded into
+    a bf16 model, the main parameters are read from the weights.
     """
 
     def key(kind: str, name: str, dtype: torch.dtype) -> str:
@@ -109,13 +116,15 @@ def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
 
 
 def parameter_names(saved: Metadata, prefix: str = "") -> list[str]:
-    """List the names of the whole model in a checkpoint, in order."""
+    """Return the sorted names of all parameters in a checkpoint that belong to the model whose keys
+    begin with `prefix`."""
     kinds = (key.partition(".") for key in saved.state_dict_metadata)
     return sorted(name for kind, _, name in kinds if kind == f"{prefix}model")
 
 
 def misfit(shards: list[ShardedTensor], saved: Metadata) -> str | None:
-    """What keeps these tensors from being read from a checkpoint, in words."""
+    """Return in words why the tensors `shards` cannot be read from a checkpoint; None if they can be
+    read."""
     for shard in shards:
         found = saved.state_dict_metadata.get(shard.key)
         if not isinstance(found, TensorStorageMetadata):

@@ -1,4 +1,8 @@
-"""The files of a snapshot: shares, which one node has and its neighbour, and small ones for all."""
+"""The files of a snapshot: shares and small files.
+
+A share is the large file that one rank writes. It is on the rank's node and on the next node. The
+small files are on all nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +19,40 @@ from parallel.checkpoint.manifest import FileRecord
 
 
 def share(rank: int) -> str:
-    """Return the file that a rank writes."""
+    """Return the file name of a rank's share."""
     return f"__{rank}_0.distcp"
 
 
 def is_share(name: str) -> bool:
-    """Whether a file is what one rank has written."""
+    """Return whether a file is the share of a rank."""
     return name.endswith(".distcp")
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Read everything but the shares."""
+    """Return the contents of all files in `folder` except the shares, by file name."""
     return {f.name: f.read_bytes() for f in folder.iterdir() if not is_share(f.name)}
 
 
 def write_small(folder: Path, contents: dict[str, bytes]) -> None:
-    """Write what `small_files` has read."""
+    """Write the files whose contents `small_files` returned."""
     for name, data in contents.items():
         write_whole(folder / name, data)
 
 
 def listed_files(folder: Path) -> dict[str, FileRecord]:
-    """Return the files that the manifest lists."""
+    """Return the sizes and digests that the manifest lists, by file name."""
     files = manifest.read_manifest(folder)["files"]
     return {name: FileRecord(row["bytes"], row["sha256"]) for name, row in files.items()}
 
 
 def whole_files(folder: Path, sha256: str, number: int, count: int) -> tuple[list[str], list[str]]:
-    """Return the files that the snapshot has, and those that are whole here, of every `count`-th from
-    `number` on. Both are empty where its manifest is not here."""
+    """Return the names of all files of the snapshot, and the names of those that are undamaged in
+    `folder`.
+
+    For the second list only every `count`-th file, starting with file `number`, is checked; the
+    other files are left out. Both lists are empty if the folder does not have the snapshot's
+    manifest, whose digest is `sha256`.
+    """
     try:
         if manifest.record(folder / manifest.MANIFEST).sha256 != sha256:
             return [], []
@@ -61,7 +70,7 @@ def whole_files(folder: Path, sha256: str, number: int, count: int) -> tuple[lis
 
 
 def shares_read(shards: list[ShardedTensor], saved: Metadata) -> set[str]:
-    """Return the files with rectangles that overlap those of `shards`."""
+    """Return the file names of the shares from which the tensors `shards` are read."""
     found = set()
     for shard in shards:
         tensor: Any = saved.state_dict_metadata[shard.key]

@@ -1,7 +1,8 @@
-"""RUN/checkpoints/snapshot.json names the newest snapshot of a run, and where its files lie. No torch.
+"""Read and write RUN/checkpoints/snapshot.json, a note that names the newest snapshot of a run and
+the folders of its files.
 
-A snapshot counts only with this note: what lies on a node without one belongs to a run that was deleted
-or has continued from somewhere else.
+A snapshot is valid only with this note. Snapshot files that no note names are left over from a run
+that was deleted, or that continued without them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ NOTE = "snapshot.json"
 
 @dataclass(frozen=True)
 class Note:
-    """A `Note` describes a snapshot that is whole."""
+    """The note about a complete snapshot."""
 
     step: int
     sha256: str
-    """The digest of its manifest, which has the digests of its other files."""
+    """The digest of the snapshot's manifest, which lists the digests of all other files."""
     checkpoint: int | None
-    """The step of the newest checkpoint at that time; None where there was none."""
+    """The step of the newest checkpoint when the snapshot was taken; None if there was no
+    checkpoint."""
     nodes: list[dict[str, str]]
     """`host` and `folder` of each node."""
 
@@ -41,7 +43,7 @@ def remove_note(checkpoints: Path) -> None:
 
 
 def read_note(checkpoints: Path) -> Note | None:
-    """Return the note of a run; None where there is none that can be read."""
+    """Return the note of a run; None if there is no note, or if it is not valid."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         row = json.loads((checkpoints / NOTE).read_text())
         note = Note(**{each.name: row[each.name] for each in dataclasses.fields(Note)})
@@ -52,15 +54,18 @@ def read_note(checkpoints: Path) -> Note | None:
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:
-    """Return the step that LATEST names, else that of the newest folder."""
+    """Return the step that LATEST names, or else the step of the newest folder; None if there is no
+    checkpoint."""
     latest = manifest.latest_step(checkpoints)
     return latest if latest is not None else max(manifest.steps(checkpoints), default=None)
 
 
 def note_to_resume(checkpoints: Path, num_steps: int) -> Note | None:
-    """Return the note of a snapshot that is newer than the newest checkpoint, within `num_steps`.
+    """Return the note of the snapshot from which the run can resume; None if there is no such
+    snapshot.
 
-    None also where the run was set back to an older checkpoint.
+    The snapshot must be newer than the newest checkpoint and before `num_steps`, and the run must
+    not have been set back to an older checkpoint.
     """
     note, newest = read_note(checkpoints), newest_checkpoint(checkpoints)
     if note is None or note.step >= num_steps:
@@ -73,9 +78,11 @@ def note_to_resume(checkpoints: Path, num_steps: int) -> Note | None:
 
 
 def step_to_resume(checkpoints: Path, root: Path, num_steps: int) -> int | None:
-    """Return the step of the snapshot that a start is going to load; `root` is this node's folder.
+    """Return the step of the snapshot that the next start will load; None if it will load no
+    snapshot.
 
-    Files on other nodes cannot be seen here; those of a run on one node are looked for.
+    `root` is this node's folder. Files on other nodes cannot be seen here, so only the files of a
+    run on one node are checked.
     """
     note = note_to_resume(checkpoints, num_steps)
     if note is None:

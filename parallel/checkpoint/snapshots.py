@@ -1,8 +1,8 @@
-"""Snapshots are checkpoints on the nodes themselves, so that a lost rank costs few steps.
+"""Snapshots: checkpoints on the nodes themselves, so that the loss of a rank costs few steps.
 
-Each rank writes its share into its own node's folder (`node_folder.py`), and sends it to a rank of the
-next node, so that it is still there when the node is lost. The small files are on every node.
-RUN/checkpoints/snapshot.json names the newest one that is whole (`snapshot_note.py`).
+Each rank writes a file, its share, into the folder of its own node (`node_folder.py`). It sends a copy
+to a rank of the next node, so that a copy remains if a node is lost. The small files are on every node.
+RUN/checkpoints/snapshot.json names the newest complete snapshot (`snapshot_note.py`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ from parallel.checkpoint.snapshot_note import (
     write_note,
 )
 from parallel.megatron_model import MegatronModel
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, gather_objects
 from parallel.optimizer_state import optimizer_shards
 
 
 class Snapshots(Checkpoints):
-    """This store holds the newest snapshot of a run. Every method is a collective, but `metrics`.
+    """The snapshots of a run, of which only the newest is kept. Every method except `is_due` and
+    `metrics` is a collective.
 
-    Nothing happens before `open`, nor where `every` is 0 and no earlier start left a snapshot.
+    Before `open` is called, no snapshot is due, loaded or removed. The same is true afterwards if
+    `every` is 0 and no earlier start left a snapshot.
     """
 
     def __init__(
@@ -70,25 +72,31 @@ class Snapshots(Checkpoints):
         warn: Callable[[str], None] = lambda text: None,
         record: Record | None = None,
     ) -> None:
-        """`run`: the checkpoints of the run; `root`: this node's folder; `every`: steps between two."""
+        """Prepare for snapshots. Their files on this node are in `root`.
+
+        `run` is the folder of the run's checkpoints. A snapshot is due every `every` steps, or
+        never if `every` is 0. A snapshot of step `num_steps` or later is not loaded.
+        """
         super().__init__(root, mesh, keep=2, seed=seed, warn=warn, record=record)
         self.run = run
         self.every = every
         self.num_steps = num_steps
         self.nodes: list[list[int]] = []
-        """The ranks of each node, by their lowest rank."""
+        """The ranks of each node. Nodes are sorted by their lowest rank."""
         self._node = NodeFolder(root)
         self._held: list[set[str]] = []
-        """The whole files of the snapshot that is being loaded, on each node."""
+        """For each node, the undamaged files that it has of the snapshot that is being loaded."""
         self._seconds = 0.0
         self._num_bytes = 0
         self._copy_seconds = 0.0
         self._copy_bytes = 0
 
     def open(self, policy: MegatronModel, critic: MegatronModel | None = None) -> None:
-        """Make and lock this node's folder, and find out which ranks share it.
+        """Make and lock this node's folder, and find out which ranks share it. Do nothing if no
+        snapshots are taken and no earlier start left a snapshot.
 
-        Raises InputError, on all ranks, where one is refused its folder, or has too little room there.
+        Raises InputError on all ranks if one rank cannot use its folder, or has too little space
+        there.
         """
         wanted = [bool(self.every) or read_note(self.run) is not None]
         dist.broadcast_object_list(wanted)
@@ -100,12 +108,12 @@ class Snapshots(Checkpoints):
             swept = self._node.sweep()
         except InputError as error:
             refusal, swept = str(error), []
-        if refusal := first_reason(self.mesh, refusal):
+        if refusal := first_reason(refusal):
             raise InputError(refusal)
         for folder in swept:
             self.warn(f"{folder} was left by a run that has ended, and is removed")
         by_token: dict[str, list[int]] = {}
-        for rank, each in enumerate(self._gather(token)):
+        for rank, each in enumerate(gather_objects(token)):
             by_token.setdefault(each, []).append(rank)
         self.nodes = list(by_token.values())
         self.folder_ranks = [ranks[0] for ranks in self.nodes]
@@ -113,7 +121,7 @@ class Snapshots(Checkpoints):
             self._check_room(policy, critic)
 
     def is_due(self, step: int) -> bool:
-        """Whether a snapshot is to be taken after `step` steps."""
+        """Return whether a snapshot is due after `step` steps."""
         return bool(self.nodes and self.every and step % self.every == 0)
 
     @phase("save:snapshot")
@@ -124,9 +132,9 @@ class Snapshots(Checkpoints):
         trainer: dict[str, Any],
         critic: MegatronModel | None = None,
     ) -> None:
-        """Take a snapshot and wait until it is whole; the one before is removed then.
+        """Take a snapshot, wait until it is complete, and then remove the previous snapshot.
 
-        One that cannot be written is reported, and the run continues.
+        If the snapshot cannot be written, a warning is given and the run continues.
         """
         start = time.perf_counter()
         try:
@@ -139,7 +147,9 @@ class Snapshots(Checkpoints):
         self._seconds += time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Return what the snapshots since the last call cost; nothing where there are none."""
+        """Return the seconds that snapshots have taken since the last call, and the size in bytes
+        of the last snapshot. With several nodes, also return seconds and size of the copies to
+        the next nodes. The result is empty if no snapshots are taken."""
         if not self.every:
             return {}
         seconds, self._seconds = self._seconds, 0.0
@@ -154,9 +164,10 @@ class Snapshots(Checkpoints):
     def load_newer(
         self, policy: MegatronModel, critic: MegatronModel | None = None
     ) -> Loaded | None:
-        """Load the snapshot where it is newer than the newest checkpoint and whole; else None.
+        """Load the snapshot if it is complete and newer than the newest checkpoint. Return None if
+        no snapshot is loaded.
 
-        A snapshot that is not loaded is removed: the run continues from somewhere else.
+        A snapshot that is not loaded is removed, because the run continues without it.
         """
         if not self.nodes:
             return None
@@ -174,7 +185,8 @@ class Snapshots(Checkpoints):
         return None
 
     def close(self) -> None:
-        """Remove the snapshot where a checkpoint is as new, and the nodes' folders with it."""
+        """Remove the nodes' folders, unless they hold a snapshot that is newer than the newest
+        checkpoint. Then release the lock."""
         if not self.nodes:
             return
         note, newest = read_note(self.run), newest_checkpoint(self.run)
@@ -189,25 +201,22 @@ class Snapshots(Checkpoints):
     def _forget(self) -> None:
         on_ranks(self.mesh, (0,), self.run, lambda: remove_note(self.run))
 
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.mesh.dims.world
-        dist.all_gather_object(values, value)
-        return values
-
     @property
     def _own(self) -> list[int]:
         """The ranks of this node."""
         return next(ranks for ranks in self.nodes if self.mesh.rank in ranks)
 
     def _check_room(self, policy: MegatronModel, critic: MegatronModel | None) -> None:
-        """Refuse to start where a node has no room for its ranks' shares of two snapshots, with the
-        copies."""
+        """Raise InputError on all ranks if a node lacks space for two snapshots.
+
+        A node stores the shares of its own ranks, and copies of another node's shares.
+        """
         own = 0
         for model in by_prefix(policy, critic).values():
             for shard in state_shards(model.trained, optimizer_shards(model.optimizer)):
                 if is_main_replica(shard.replica_id) and shard.data is not None:
                     own += shard.data.numel() * shard.data.element_size()
-        shares = self._gather(own)
+        shares = gather_objects(own)
         kept = [
             *self._own,
             *(m.source for m in self._copies(range(len(shares))) if m.target in self._own),
@@ -222,22 +231,24 @@ class Snapshots(Checkpoints):
                 "folder on a local disk, enlarge /dev/shm (docker run --shm-size), or set "
                 "checkpoint.snapshot_every=0"
             )
-        if refusal := first_reason(self.mesh, refusal):
+        if refusal := first_reason(refusal):
             raise InputError(refusal)
 
     def _copies(self, ranks: Collection[int]) -> list[Move]:
-        """Return who sends the share of each of `ranks` to which rank of the next node."""
+        """Return the moves that copy the shares of `ranks`, each to a rank of the next node; an
+        empty list if there is only one node."""
         moves = []
         for node, following in zip(self.nodes, [*self.nodes[1:], self.nodes[0]], strict=True):
             if node is following:
-                continue  # there is but one
+                continue  # there is only one node
             for number, rank in enumerate(node):
                 if rank in ranks:
                     moves.append(Move(rank, following[number % len(following)], share(rank)))
         return moves
 
     def _spread(self, folder: Path, step: int) -> None:
-        """Give every node what the first one has, and its neighbour's shares; name the snapshot."""
+        """Send the small files to every node, and copies of each node's shares to the next node.
+        Then write the note of the snapshot, and remove older snapshots."""
         first = [(small_files(folder), listed_files(folder)) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(first)
         assert first[0] is not None
@@ -257,7 +268,7 @@ class Snapshots(Checkpoints):
             move_files(self.mesh, moves, folder, listed)
             self._copy_seconds += time.perf_counter() - start
             self._copy_bytes = sum(listed[move.name].num_bytes for move in moves)
-        places = self._gather((socket.gethostname(), str(self.root)))
+        places = gather_objects((socket.gethostname(), str(self.root)))
         nodes = [{"host": places[r][0], "folder": places[r][1]} for r in self.folder_ranks]
         digest = manifest.record(folder / manifest.MANIFEST).sha256
         note = Note(step, digest, newest_checkpoint(self.run), nodes)
@@ -266,13 +277,14 @@ class Snapshots(Checkpoints):
         self._num_bytes = sum(record.num_bytes for record in listed.values())
 
     def _find(self, note: Note) -> str | None:
-        """Find out which node has which whole files, and give every node the small ones.
+        """Find out which node has which undamaged files of the snapshot, and send the small files
+        to the nodes that lack them.
 
-        Return what is missing, in words.
+        Return in words what is missing; None if the snapshot is complete.
         """
         folder = self.root / manifest.folder_name(note.step)
         number = self._own.index(self.mesh.rank)
-        all_found = self._gather(whole_files(folder, note.sha256, number, len(self._own)))
+        all_found = gather_objects(whole_files(folder, note.sha256, number, len(self._own)))
         names = next((set(listed) for listed, _ in all_found if listed), None)
         where = ", ".join(f"{node['folder']} of host {node['host']}" for node in note.nodes)
         if names is None:
@@ -303,13 +315,13 @@ class Snapshots(Checkpoints):
         on_ranks(self.mesh, lacking, folder, write)
         return None
 
-    def _room(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
-        """Return nothing: `open` has seen to the room, and a node holds but a part."""
+    def _needed_bytes(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
+        """Return 0: `open` has checked the space, and a node holds only a part of a snapshot."""
         return 0
 
-    def _bring(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
-        """Send each node the shares that its ranks read and that it does not have."""
-        needed = self._gather(shares_read(shards, saved))
+    def _fetch_files(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
+        """Send each node the shares that its ranks read and that the node does not have."""
+        needed = gather_objects(shares_read(shards, saved))
         moves = []
         for ranks, held in zip(self.nodes, self._held, strict=True):
             for number, name in enumerate(sorted(set().union(*(needed[r] for r in ranks)) - held)):

@@ -1,16 +1,17 @@
-"""Packed attention without TransformerEngine is causal within each sequence of a thd batch.
+"""Packed attention without TransformerEngine, causal within each sequence of a thd batch.
 
-A drop-in `core_attention` for Megatron's layer spec, for CPUs and GPUs. The sequences of a
-micro-batch are sorted into buckets whose lengths differ by less than 2x, and each bucket is one call
-of `scaled_dot_product_attention`: a few large calls in place of one a sequence, and at most 2x
-padding. Right padding needs no mask, because causal queries never look at later keys.
+It is a drop-in `core_attention` for Megatron's layer spec, on CPUs and GPUs. The sequences of a
+micro-batch are sorted into buckets of lengths that differ by less than 2x, and each bucket is one call
+of `scaled_dot_product_attention`: a few large calls instead of one for each sequence, and less than 2x
+padding. Padding on the right needs no mask, because causal queries do not attend to later keys. On GPUs
+torch's FlashAttention for packed sequences is used instead where possible.
 
 Under context parallelism, keys and values are gathered over the ranks; the queries of a rank are two
 blocks of each sequence (`parallel.context`), and a mask says which keys come before them.
 
 Dimensions: N packed tokens, n of them on this rank (n = N without context parallelism), b blocks of a
-bucket, s its longest block, k its most keys, h heads, g query groups, d and e head sizes of keys and
-values (the same but in latent attention).
+bucket, s length of its longest block, k keys of the block with most keys, h heads, g query groups, d
+and e head sizes of keys and values (equal except in latent attention).
 """
 
 from __future__ import annotations
@@ -33,38 +34,42 @@ from parallel.layers.rotary import Rotation
 
 @dataclass
 class Bucket:
-    """Blocks of like length, next to each other in the layout, and their keys among all."""
+    """Blocks of similar length, which are adjacent in the layout, and the indices of their keys."""
 
     shape: tuple[int, int]
-    """(b, s)."""
+    """(b, s): the number of blocks and the length of the longest block."""
     keys: Tensor | None
-    """i64[b, k]: index into the gathered keys; None for whole sequences, whose keys are their own."""
+    """i64[b, k]: indices into the gathered keys; None if each block is a whole sequence, whose keys
+    are those of its own tokens."""
     mask: Tensor | None
-    """bool[b, 1, s, k]: true where a query sees a key; None for plain causal blocks."""
+    """bool[b, 1, s, k]: true where a query sees a key; None if causal attention needs no mask."""
 
 
 @dataclass
 class Layout:
-    """The padded blocks of all buckets laid end to end: P positions of n tokens, n <= P < 2 n."""
+    """The padded blocks of all buckets laid end to end: P positions for n tokens, n <= P < 2 n."""
 
     source: Tensor
-    """i64[P]: the local index of each position; padding repeats the block's last token."""
+    """i64[P]: the index of the token at each position; padding repeats the block's last token."""
     places: Tensor
     """i64[n]: the position of each token."""
     is_identity: bool
-    """Nothing is padded and nothing is moved."""
+    """Whether no block is padded and no token changes its position."""
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """Lay [n, h, d] out as [P, h, d]."""
+        """Copy tokens [n, h, d] to their positions in the padded blocks [P, h, d]."""
         return x if self.is_identity else _LayOut.apply(x, self.source, self.places)
 
     def take_back(self, x: Tensor) -> Tensor:
-        """Take [n, h, d] back from [P, h, d]."""
+        """Take the tokens [n, h, d] out of the padded blocks [P, h, d]."""
         return x if self.is_identity else _TakeBack.apply(x, self.places)
 
 
 class _LayOut(torch.autograd.Function):
-    """Padding is seen by no token's output: its gradient is zero, and each token has one position."""
+    """Copies tokens to their padded positions.
+
+    No output that is used depends on the padding, so each token gets the gradient of one position.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
@@ -93,23 +98,23 @@ class _TakeBack(torch.autograd.Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's thd parameters plus what is computed once per micro-batch for all layers."""
+    """Megatron's thd parameters, and values that are computed once per micro-batch."""
 
     buckets: list[Bucket] = field(default_factory=list)
     layout: Layout | None = None
     context: ContextSlice | None = None
     positions: Tensor | None = None
-    """i64[n]: the place of each of this rank's tokens in its sequence."""
+    """i64[n]: the position of each of this rank's tokens in its sequence."""
     rotation: Rotation | None = None
-    """Rotation of queries and keys in PackedAttention; the first layer (RotaryAttention) sets it."""
+    """Rotation of queries and keys in PackedAttention; RotaryAttention of the first layer sets it."""
     latent_rotation: Rotation | None = None
-    """Rotation of the rotary parts in latent attention; its first layer sets it."""
+    """Rotation of the rotary parts in latent attention; the first layer sets it."""
 
 
 def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
-    """Turn `cu_seqlens` i32[B+1] on the CPU into parameters for one micro-batch on `device`."""
+    """Make the parameters of one micro-batch, on `device`, from `cu_seqlens` i32[B+1] on the CPU."""
     by_size: dict[tuple[int, int], list[Block]] = {}
     for block in context.blocks:
         size = (block.num_tokens - 1).bit_length()
@@ -133,14 +138,14 @@ def packed_sequences(
 
 
 def _columns(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
-    """i64[b, 1]: first local token, length and offset of each block."""
+    """Return first local token, length and offset of each block, i64[b, 1] each."""
     rows = [(block.local_start, block.num_tokens, block.offset) for block in blocks]
     start, length, offset = torch.tensor(rows).unsqueeze(2).unbind(1)
     return start, length, offset
 
 
 def _layout(buckets: list[list[Block]], device: torch.device) -> Layout:
-    """All buckets, in the order in which `PackedAttention` asks for them."""
+    """Lay out all buckets in the order in which `PackedAttention` processes them."""
     sources, real = [], []
     for blocks in buckets:
         start, length, _ = _columns(blocks)
@@ -171,7 +176,7 @@ def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) ->
 
 
 class RotaryAttention(SelfAttention):
-    """This is Megatron's self-attention, whose queries and keys PackedAttention turns."""
+    """Megatron's self-attention, except that PackedAttention rotates the queries and keys."""
 
     def forward(
         self,
@@ -182,7 +187,7 @@ class RotaryAttention(SelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Attend. `rotary_pos_emb` f32[S, 1, 1, d] are Megatron's angles by position."""
+        """Compute the layer. `rotary_pos_emb` f32[S, 1, 1, d] has Megatron's angles by position."""
         packed = packed_seq_params
         if packed is None or packed.positions is None:
             raise ValueError("RotaryAttention takes packed batches with positions, got none")
@@ -194,9 +199,10 @@ class RotaryAttention(SelfAttention):
 
 
 class PackedAttention(torch.nn.Module):
-    """This is the `core_attention` of a Megatron layer.
+    """The `core_attention` of a Megatron layer.
 
-    Query [n, h, d], key [n, g, d], value [n, g, e] -> [n, h*e]; `softmax_scale` or 1 / sqrt(d).
+    It maps query [n, h, d], key [n, g, d] and value [n, g, e] to [n, h*e]. Scores are scaled by
+    `softmax_scale`, or else by 1 / sqrt(d).
     """
 
     def __init__(
@@ -230,11 +236,11 @@ class PackedAttention(torch.nn.Module):
                 f"{tuple(query.shape)}"
             )
         if packed.rotation is not None:
-            query, key = packed.rotation.turn(query), packed.rotation.turn(key)
+            query, key = packed.rotation.rotate(query), packed.rotation.rotate(key)
         return self.attend(query, key, value, packed).flatten(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend with turned query [n, h, d], key [n, g, d] and value [n, g, e] -> [n, h, e]."""
+        """Attend: rotated query [n, h, d] and key [n, g, d], value [n, g, e] -> [n, h, e]."""
         if takes_varlen(query, value, packed):
             return varlen_attention(query, key, value, packed, self.softmax_scale)
         return self._in_buckets(query, key, value, packed)
@@ -273,21 +279,24 @@ class PackedAttention(torch.nn.Module):
 
 
 def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether `scaled_dot_product_attention` may be given fewer key heads than query heads.
+    """Return whether `scaled_dot_product_attention` may get fewer key heads than query heads.
 
-    On GPUs only FlashAttention and the math kernel take that (its docstring in torch 2.13). The math
-    kernel holds all scores [b, h, s, k], and FlashAttention takes no mask and no fp32.
+    On GPUs only FlashAttention and the math kernel support that (documentation of torch 2.13).
+    FlashAttention supports neither a mask nor fp32, and the math kernel holds all scores [b, h, s, k].
     """
     return not query.is_cuda or (mask is None and query.dtype != torch.float32)
 
 
 VARLEN_MAX_HEAD_SIZE = 256
-"""FlashAttention's largest (`mha_varlen_fwd` in torch's aten/src/ATen/native/transformers/cuda)."""
+"""FlashAttention's largest head size (`mha_varlen_fwd` in torch's native/transformers/cuda)."""
 
 
 def takes_varlen(query: Tensor, value: Tensor, packed: PackedSequences) -> bool:
-    """Whether torch's FlashAttention for packed sequences takes this: half precision on a GPU, whole
-    sequences, one head size for keys and values, a multiple of 8."""
+    """Return whether torch's FlashAttention for packed sequences supports these tensors.
+
+    It needs half precision on a GPU, no context parallelism, and the same head size for keys and
+    values: a multiple of 8, at most VARLEN_MAX_HEAD_SIZE.
+    """
     context, size = packed.context, query.shape[2]
     return (
         query.is_cuda
@@ -304,10 +313,10 @@ def takes_varlen(query: Tensor, value: Tensor, packed: PackedSequences) -> bool:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float | None
 ) -> Tensor:
-    """Launch once for all sequences, without padding: [n, h, d], [n, g, d], [n, g, d] -> [n, h, d].
+    """Attend in all sequences at once: query [n, h, d], key and value [n, g, d] -> [n, h, d].
 
-    Its backward adds up the gradient of the queries in no fixed order unless
-    `torch.use_deterministic_algorithms` is on, like every FlashAttention.
+    Nothing is padded. Like every FlashAttention it sums the gradient of the queries in no fixed
+    order unless `torch.use_deterministic_algorithms` is on.
     """
     assert VARLEN is not None
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
@@ -320,14 +329,16 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),  # all keys up to the query's own place
+        window_size=(-1, 0),  # all keys up to the query's own position
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def _find_varlen() -> Any:
-    """torch's `varlen_attn`, read in torch 2.13; None where this torch has none, or one that lacks an
-    argument that is needed here: the buckets serve then."""
+    """Return torch's `varlen_attn` if it takes the arguments that are used here, as in torch 2.13.
+
+    Otherwise return None; attention then always uses buckets.
+    """
     try:
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:

@@ -1,15 +1,19 @@
-"""What keeps a router's load even while it trains: balancing losses, z-loss, the expert bias.
+"""Balance the load of the experts while routers train: balancing losses, z-loss, the expert bias.
 
-All of it is off by default under RL: a balancing loss pulls the router away from what the reward asks
-for, and under routing replay it pulls at choices that did not happen.
+All of it is off by default in RL: a balancing loss pulls the router away from what the reward asks
+for, and under routing replay it acts on the router's own choices, which are not the experts that
+were used.
 
-Megatron's own losses are not used. With losses that are sums (as mrl's are) it counts a token by its
-rank's share of tokens, which in 0.16.1 is wrong by the tensor-parallel size, takes padding for tokens,
-and takes a packed micro-batch for one sequence. Here a forward hook on each router adds them instead,
-so that every layout and every split into micro-batches has the gradient that one process has.
+Megatron's own balancing losses are not used. If the training loss is a sum, as in mrl, Megatron
+weights a token by its rank's share of all tokens, and in 0.16.1 this share is wrong by a factor of
+the tensor-parallel size. Megatron also counts padding as tokens, and treats a packed micro-batch as
+one sequence. Here a forward hook on each router adds the losses instead, so that every layout and
+every split into micro-batches has the same gradient as one process.
 
-n rows of this rank's router, E experts, K experts per token, S segments; T tokens of the whole step, of
-all data-parallel ranks: those of sequences with a loss token, so neither padding nor masked samples.
+Dimensions: n rows of this rank's router, E experts, K experts per token, S segments (the sequences
+over which choices are counted separately), T counted tokens of the step on all data-parallel ranks.
+A token is counted if it is not after the last loss token of its sample (`moe.align.RouterRows`);
+padding and samples without a loss token are not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from mrl.types import Mean, Statistics
 
 
 def expert_biases(chunks: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the buffers by which routers balance their experts without a loss."""
+    """Yield the expert biases of all routers. These biases balance the experts without a loss."""
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith("expert_bias"):
@@ -40,15 +44,19 @@ def expert_biases(chunks: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def z_loss_sum(logits: Tensor, counted: Tensor) -> Tensor:
-    """Sum over tokens of logsumexp(logits)^2 (arXiv 2202.08906 eq. 5, which takes the mean).
+    """Return the sum over counted tokens of logsumexp(logits)^2, f32[] (arXiv 2202.08906 eq. 5,
+    which takes the mean).
 
-    logits f32[n, E], counted bool[n] -> f32[].
+    logits: f32[n, E]. counted: bool[n].
     """
     return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum()
 
 
 def router_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Each expert's share of a token, over all experts: f32[n, E] -> f32[n, E]."""
+    """Return f32[n, E]: the router's scores for each token, normalised over all experts.
+
+    logits: f32[n, E]. Raises ValueError for a score function other than softmax and sigmoid.
+    """
     if score_function == "softmax":
         return logits.softmax(-1)
     if score_function != "sigmoid":
@@ -58,7 +66,8 @@ def router_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def choice_counts(scores: Tensor, rows: RouterRows, topk: int) -> Tensor:
-    """How many tokens of each segment have an expert among their K best: f32[S, E]."""
+    """Return f32[S, E]: for each segment and expert, the number of counted tokens in the segment
+    that have the expert among the `topk` experts with the highest scores."""
     chosen = torch.zeros_like(scores).scatter_(1, scores.topk(topk, dim=-1).indices, 1.0)
     chosen = torch.where(rows.counted.unsqueeze(-1), chosen, 0.0)
     return chosen.new_zeros(rows.num_segments, scores.shape[-1]).index_add_(
@@ -67,10 +76,12 @@ def choice_counts(scores: Tensor, rows: RouterRows, topk: int) -> Tensor:
 
 
 def balance_loss_sum(scores: Tensor, rows: RouterRows, counts: Tensor) -> Tensor:
-    """Sum over tokens of E sum_e f_e p_e (arXiv 2101.03961 eq. 4 to 6, times the tokens): f32[].
+    """Return the sum over counted tokens of `E * sum_e(f_e * p_e)`, f32[] (arXiv 2101.03961 eq. 4
+    to 6, times the number of tokens).
 
-    scores f32[n, E] are p; f is a segment's share of choices, counts f32[S, E] over its sum, constant.
-    Perfect balance gives 1 a token.
+    `p_e` is a token's score for expert e, from `scores` f32[n, E]. `f_e` is the expert's share of
+    the choices in the token's segment, from `counts` f32[S, E]; it gets no gradient. Perfect
+    balance gives 1 for each token.
     """
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0)
     per_token = scores.shape[-1] * (share[rows.segments] * scores).sum(-1)
@@ -81,13 +92,15 @@ def balance_loss_sum(scores: Tensor, rows: RouterRows, counts: Tensor) -> Tensor
 class _Router:
     module: Any
     rows: deque[RouterRows]
-    """Rows of the micro-batches whose forward with gradients is still to come. With recompute
-    that is the recompute, and routers run those in the order of the forwards too."""
+    """Rows of the micro-batches whose forward pass with gradients has not run yet. With recompute
+    that pass is the second forward pass; the order of the micro-batches is the same in both
+    passes."""
     global_counts: Tensor | None = None
 
 
 class RouterLosses:
-    """These are the hooks of one model's routers; they do nothing if the recipe turns nothing on."""
+    """The hooks of one model's routers. There are no hooks unless the recipe turns on a loss or the
+    update of the bias."""
 
     def __init__(self, config: MoeConfig, chunks: Iterable[Any]) -> None:
         self.config = config
@@ -106,35 +119,44 @@ class RouterLosses:
         self.attach()
 
     def attach(self) -> None:
-        """Put the hooks on, after `detach`."""
+        """Install the hooks."""
         for router in self._all_routers():
             self._handles.append(router.module.register_forward_hook(self._hook(router)))
 
     def detach(self) -> None:
-        """Take the hooks off: the routers then train as those of a model without these losses."""
+        """Remove the hooks; the routers then train without these losses."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def begin_step(self, num_tokens: Tensor, dp: ProcessGroup) -> None:
-        """Start a step, before its passes; `num_tokens` []: what this data-parallel rank counts
-        of T."""
+        """Start an optimizer step, before its passes. `num_tokens`, a scalar, is the number of
+        counted tokens on this data-parallel rank.
+
+        A collective if a loss or the update of the bias is on.
+        """
         if not self._watches:
             return
         self._step_tokens = num_tokens.float()
         dist.all_reduce(self._step_tokens, group=dp)
         self._aux, self._z, self._num_rows = 0, 0, 0
         for router in self._all_routers():
-            router.rows.clear()  # of a step that failed
+            router.rows.clear()  # a step that failed leaves some
             router.global_counts = None
 
     def begin_forward(self, chunk: Any, rows: RouterRows) -> None:
-        """Set the rows that the routers of `chunk` see in the next forward with gradients."""
+        """Register the rows that the routers of `chunk` see in the next forward pass with
+        gradients."""
         for router in self._routers.get(id(chunk), ()):
             router.rows.append(rows)
 
     def end_step(self) -> Statistics:
-        """This rank's share of the losses, before their coefficients: means over tokens and layers."""
+        """Return this rank's part of the statistics `moe/aux_loss` and `moe/z_loss`, each only if
+        the recipe turns this loss on.
+
+        They are the means of the losses over counted tokens and layers, without the losses'
+        coefficients. Raises RuntimeError if a router missed a micro-batch.
+        """
         if any(router.rows for router in self._all_routers()):
             raise RuntimeError("a router did not run, or recompute, every micro-batch of the step")
         stats: Statistics = {}
@@ -156,7 +178,7 @@ class RouterLosses:
             probs, routing_map = output
             rows = router.rows.popleft()
             if self.config.expert_bias_update_rate:
-                # Megatron counted all rows for the update of the bias.
+                # Megatron has counted all rows for the update of the bias.
                 ignored = routing_map & ~rows.counted.unsqueeze(-1)
                 module.local_tokens_per_expert -= ignored.sum(0)
             if not self.is_on:
@@ -167,9 +189,10 @@ class RouterLosses:
         return after_forward
 
     def _loss(self, router: _Router, hidden: Tensor, rows: RouterRows) -> Tensor:
-        """This rank's part of (aux_coeff * aux + z_coeff * z) / T of one layer and micro-batch.
+        """Return this rank's part of `(aux_coeff * aux + z_coeff * z) / T` for one layer and
+        micro-batch. `aux` and `z` are sums over counted tokens.
 
-        The router's logits are computed once more: they are not among its outputs.
+        The router's logits are computed again, because they are not among its outputs.
         """
         assert self._step_tokens is not None
         module, config = router.module, self.config
@@ -187,7 +210,11 @@ class RouterLosses:
         return total / self._step_tokens.clamp(min=1.0)
 
     def _balance(self, router: _Router, scores: Tensor, rows: RouterRows) -> Tensor:
-        """Choices are counted over a sequence, a micro-batch, or all that the step has seen so far."""
+        """Return the sum of the balancing loss over this rank's tokens.
+
+        Depending on the recipe's `load_balancing_type`, the experts' shares of the choices are
+        counted over a sequence, a micro-batch, or all micro-batches of the step so far.
+        """
         kind = self.config.load_balancing_type
         if kind != "seq_aux_loss":
             rows = dataclasses.replace(

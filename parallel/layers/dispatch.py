@@ -1,12 +1,18 @@
-"""Megatron's token dispatchers with sums in a fixed order, and the MoE layer that uses them.
+"""Megatron's token dispatchers with sums in a fixed order, and the MoE layers that use them.
 
-What travels between ranks, and when, is Megatron's. Of its own steps on a rank, two are replaced:
-tokens are copied and summed by `parallel.layers.permutation`, and received rows are sorted by expert
-by the same kernels in the place of a split and a concatenation of (ranks x local experts) pieces. Where
-experts are on one rank only, nothing here waits for the device: the number of tokens of each
-expert stays there.
+The exchange between ranks is Megatron's. Two steps within a rank are replaced. Tokens are copied
+and summed by `parallel.layers.permutation`. Received rows are sorted by expert with the same
+kernels, not by splitting and joining (ranks x local experts) pieces. Without expert and tensor
+parallelism nothing here waits for the device, because the number of tokens of each expert is not
+copied to the host.
 
-n tokens of this rank, E experts, K experts per token, m rows for this rank's experts, H hidden.
+Megatron sums the results of a token's K experts in the order of the experts' numbers. SGLang sums
+them in the order of the route, which is by falling weight. From K = 3 on the two sums round
+differently. With `moe.replay: ids_order` the sum follows the route: `NativeMoELayer` does this for
+mrl's own layers, and `OrderedMoELayer` for TransformerEngine's layers.
+
+Dimensions: n tokens of this rank, E experts, K experts per token, m rows for this rank's experts, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -27,30 +33,36 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor
 
 from parallel.layers.permutation import Permutation, by_expert, reorder, reorder_with
-from parallel.megatron_names import has
+from parallel.megatron_names import MEGATRON
 
-SHARED_WITH_MESSAGES = has("SharedExpertMLP.wait_current_stream")
-"""Whether Megatron's own `token_dispatch` and `token_combine` compute the two halves of the shared
-experts, as 0.19 does. In 0.16 the steps after the messages do, which are replaced here."""
+SHARED_WITH_MESSAGES = MEGATRON.has("SharedExpertMLP.wait_current_stream")
+"""Whether Megatron's `token_dispatch` and `token_combine` compute the two halves of the shared
+experts, as in 0.19. In 0.16 the steps that follow them compute the halves, so this module, which
+replaces those steps, must do it."""
 
 
 class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
-    """All-to-all whose sums over a token's experts have an order."""
+    """An all-to-all dispatcher that sums over a token's experts in a fixed order."""
 
     route: Tensor | None = None
-    """i64[n, K]: the experts in the order in which they are added up; None: by number."""
+    """i64[n, K]: each token's experts in the order in which their results are summed; None sums by
+    expert number."""
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sort hidden_states [n, 1, H] by routing_map bool[n, E] and probs [n, E] -> ([n K, H],
-        [n K])."""
+        """Copy hidden_states [n, 1, H] and probs [n, E] once for each expert of a token, sorted by
+        expert.
+
+        routing_map bool[n, E] has K experts for each token. Return the copied rows [n K, H] and
+        probs [n K].
+        """
         self.hidden_shape = hidden_states.shape
         self.probs, self.routing_map = probs, routing_map
         rows = hidden_states.view(-1, self.hidden_shape[-1])
         self.hidden_shape_before_permute = rows.shape
         self.tokens_per_expert = self.preprocess(routing_map)
-        # On the device: Megatron moves its own to the CPU before the first message.
+        # Keep the tensor on the device: Megatron replaces its own by one on the CPU.
         self._num_rows = self.tokens_per_expert
         if self._is_spread_out and self.num_local_experts > 1:
             self._pieces = self.num_global_tokens_per_local_expert
@@ -69,7 +81,11 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, global_input_tokens: Tensor, global_probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> rows [m, H] by expert, i64[local experts] how many each has, probs [m]."""
+        """Sort the received rows by expert.
+
+        Return the rows [m, H], the number of rows of each local expert i64[local experts], and
+        probs [m].
+        """
         rows, probs = global_input_tokens, global_probs
         if self.shared_experts is not None and not SHARED_WITH_MESSAGES:
             self.shared_experts.linear_fc1_forward_and_act(rows)
@@ -91,7 +107,10 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         return rows, self._num_rows, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sort [m, H] by expert into the rows of this rank's expert-parallel peers, in their order."""
+        """Put rows [m, H], sorted by expert, back into the order in which the peers sent them.
+
+        With expert tensor parallelism the rows are also summed over the ranks that split an expert.
+        """
         if self._is_spread_out and self.num_local_experts > 1:
             hidden_states = reorder(hidden_states, self._back, self._order)
         if self.tp_size > 1:
@@ -104,7 +123,8 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Add up [n K, H] over each token's experts -> [n, 1, H]."""
+        """Sum the rows [n K, H] over each token's experts, and add the shared experts' output.
+        Return [n, 1, H]."""
         if self.shared_experts is not None and not SHARED_WITH_MESSAGES:
             self.shared_experts.linear_fc2_forward(permutated_local_input_tokens)
             self.shared_experts.post_forward_comm()
@@ -122,29 +142,38 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
         return None if sizes is None else sizes.tolist()
 
     def _experts_of_rows(self, num_rows: int) -> Tensor:
-        """i64[m]: the local expert of each received row; they lie by rank, then by expert."""
+        """Return i64[m]: the local expert of each received row. The rows are ordered by sending
+        rank, then by expert."""
         pieces: Any = self._pieces  # i64[ranks, local experts]
         experts = torch.arange(self.num_local_experts, device=pieces.device).repeat(len(pieces))
         return experts.repeat_interleave(pieces.reshape(-1), output_size=num_rows)
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
-        """The sizes of messages have to be known on the CPU; without messages nothing is."""
+        """Copy the sizes of messages to the CPU, as Megatron does. Without expert and tensor
+        parallelism nothing is copied."""
         if not self._is_spread_out:
             return tokens_per_expert
         return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
 
 class OrderedAllGather(MoEAllGatherTokenDispatcher):
-    """All-gather whose sums over a token's experts have an order: by number on each rank, then over the
-    ranks as the reduce-scatter adds them."""
+    """An all-gather dispatcher that sums over a token's experts in a fixed order.
+
+    Each rank sums by expert number, and the reduce-scatter sums over the ranks.
+    """
 
     route: Tensor | None = None
-    """Unused: a rank has only some of a token's experts (`moe.replay: ids_order` is refused)."""
+    """Unused. A rank has only some of a token's experts, so mrl refuses `moe.replay: ids_order`
+    with this dispatcher."""
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> rows [m, H] by expert, i64[local experts] how many each has, probs [m]."""
+        """Copy the rows of this rank's experts, sorted by expert.
+
+        Return the rows [m, H], the number of rows of each local expert i64[local experts], and
+        probs [m].
+        """
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
         self.hidden_shape_before_permute = hidden_states.shape
         routing_map: Any = self.routing_map
@@ -158,7 +187,8 @@ class OrderedAllGather(MoEAllGatherTokenDispatcher):
         return rows, self._permutation.counts, self.local_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """[m, H] -> [rows of all ranks, H]: this rank's part of each token's sum."""
+        """Sum the rows [m, H] of each token over this rank's experts. Return
+        [rows of all ranks, H]."""
         return self._permutation.add_up(hidden_states)
 
 
@@ -166,16 +196,21 @@ DISPATCHERS: dict[str, Any] = {"alltoall": OrderedAllToAll, "allgather": Ordered
 
 
 class NativeMoELayer(MoELayer):
-    """MoELayer with the dispatchers of this file; the flex dispatcher, which sums in its own kernels,
-    stays Megatron's."""
+    """Megatron's MoELayer with the dispatchers of this file.
 
-    in_route_order = False
-    """Add the experts of a token in the order in which the router named them (that of the route where
-    one is replayed: `moe.replay.LayerReplay.chosen`); otherwise by number."""
+    The flex dispatcher is not replaced, because it sums in its own kernels.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, in_route_order: bool = False, **kwargs: Any) -> None:
+        """Build the layer.
+
+        `in_route_order`: sum the results of a token's experts in the order in which the router or
+        the replayed route names the experts (`moe.replay.LayerReplay.chosen`), not by expert
+        number.
+        """
         pg_collection = kwargs.setdefault("pg_collection", None) or get_default_pg_collection()
         super().__init__(*args, **{**kwargs, "pg_collection": pg_collection})
+        self._in_route_order = in_route_order
         kind = DISPATCHERS.get(self.config.moe_token_dispatcher_type)
         if kind is not None:
             dispatcher = kind(
@@ -192,12 +227,47 @@ class NativeMoELayer(MoELayer):
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor
     ) -> tuple[Tensor, Tensor]:
         router, dispatcher = self.router, self.token_dispatcher
-        if self.in_route_order:
+        if self._in_route_order:
             setattr(dispatcher, "route", getattr(router, "router_replay").chosen)  # noqa: B009, B010
         return super().preprocess(hidden_states, probs, routing_map)
 
 
-class RouteOrderMoELayer(NativeMoELayer):
-    """This layer does `moe.replay: ids_order`."""
+def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
+    """Return i64[n, K]: the row of each token's copy for each expert in `ids` i64[n, K], after the
+    dispatcher has sorted all copies by expert, then by token.
 
-    in_route_order = True
+    `routing_map` bool[n, E] marks exactly the experts that are in `ids`.
+    """
+    num_rows, num_experts = routing_map.shape
+    places = routing_map.T.reshape(-1).cumsum(0) - 1
+    return places.view(num_experts, num_rows).T.gather(1, ids)
+
+
+def add_in_order(permuted: Tensor, rows: Tensor) -> Tensor:
+    """Sum the rows of each token one after the other, in the order of `rows`. Return [n, H].
+
+    `permuted` [n K, H] holds the rows of all tokens, and `rows` i64[n, K] the indices of each
+    token's rows.
+    """
+    first, *others = permuted.index_select(0, rows.T.reshape(-1)).chunk(rows.shape[1])
+    for other in others:
+        first = first + other
+    return first
+
+
+class OrderedMoELayer(MoELayer):
+    """MoELayer that sums the results of a token's experts in the order of
+    `moe.replay.LayerReplay.chosen`.
+
+    That is the order in which the router or the replayed route names the experts.
+    """
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        router: Any = self.router
+        dispatcher: Any = self.token_dispatcher
+        # Megatron's own method handles these too, but nothing in mrl turns them on.
+        assert dispatcher.shared_experts is None
+        assert not self.config.moe_latent_size
+        rows = permuted_rows(dispatcher.routing_map, router.router_replay.chosen)
+        output = add_in_order(output, rows).view(dispatcher.hidden_shape)
+        return output if shared_expert_output is None else output + shared_expert_output

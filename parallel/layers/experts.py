@@ -1,24 +1,26 @@
-"""A rank's experts are grouped matrix products: one launch a projection, not one an expert.
+"""A rank's experts as grouped matrix products, with one kernel launch per projection instead of one
+per expert.
 
-Takes the place of Megatron's SequentialMLP in the layer spec, is a subclass of it, and keeps each
-expert's weights as parameters of their own under SequentialMLP's names: checkpoints, exports, digests
-and the optimizer see no difference.
+`GroupedExperts` replaces Megatron's SequentialMLP in the layer spec. It is a subclass, and keeps
+each expert's weights as separate parameters under SequentialMLP's names, so that checkpoints,
+exports, digests and the optimizer see no difference.
 
-`torch.nn.functional.grouped_mm` wants one operand [E, out, in]. Where the parameters of the experts lie
-at equal distances in one storage, that operand is a view and nothing is copied. `join_storages` sets
-that up; Megatron's distributed optimizer, which moves all parameters into one buffer, keeps it up,
-because it lays a rank's parameters out in the reverse of their order, and `_Experts` names the last
-expert first. Anywhere else (a bucket of the buffer ends between two experts, a test assigns to `.data`)
-the operand is stacked for each pass. Which of the two it is, is decided at each pass by the addresses,
-so moving, emptying, refilling or reloading the storages needs no care.
+`torch.nn.functional.grouped_mm` needs one operand [E, out, in]. If the parameters of the experts
+lie at equal distances in one storage, that operand is a view and nothing is copied. `join_storages`
+arranges this. Megatron's distributed optimizer, which moves all parameters into one buffer,
+preserves the arrangement: it lays a rank's parameters out in reverse order, and `_Experts` lists
+the last expert first. If the distances are not equal (a bucket of the buffer ends between two
+experts, or a test assigns to `.data`), the operand is stacked in each pass. Each pass checks the
+addresses, so the storages may be moved, emptied, refilled or reloaded at any time.
 
-E local experts, m rows sorted by expert, H hidden, F feed-forward size of this rank.
+Dimensions: E local experts, m rows sorted by expert, H hidden size, F feed-forward size of this
+rank.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +31,19 @@ from torch import Tensor
 
 from mrl.errors import InputError
 from mrl.kernels import zero_empty_groups_
+from mrl.system.torch_names import TORCH
 
+DisableTorchFunction = TORCH.take("DisableTorchFunction")
 ALIGNMENT = 16
-"""Bytes: the grouped product takes rows whose stride is a multiple of it
+"""The stride of the rows in a grouped product must be a multiple of this many bytes
 (`torch._meta_registrations._meta_grouped_mm_common`)."""
 
 
 class _Experts(torch.nn.ModuleList):
-    """Modules that `parameters` and `state_dict` list from last to first; iteration does not."""
+    """A list of modules whose `parameters` and `state_dict` start with the last module.
+
+    Iterating over the list starts with the first module.
+    """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -48,10 +55,14 @@ class _Experts(torch.nn.ModuleList):
 
 
 class GroupedExperts(SequentialMLP):
-    """These SwiGLU experts without biases are computed together.
+    """SwiGLU experts without biases that are computed together.
 
-    Raises InputError where the configuration asks for other experts.
+    The constructor raises InputError if the configuration asks for other experts.
     """
+
+    add_update: Callable[[Tensor, Tensor, Tensor, list[Any]], Tensor] | None = None
+    """A function that adds the updates of an adapter to a product
+    (`parallel.lora.layers.add_expert_updates`); None if no adapter is attached."""
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
         _check(config)
@@ -61,7 +72,8 @@ class GroupedExperts(SequentialMLP):
         self._linears = ([e.linear_fc1 for e in experts], [e.linear_fc2 for e in experts])
 
     def join_storages(self) -> None:
-        """Lay each projection's weights end to end. Call it before anything keeps their data."""
+        """Lay each projection's weights end to end in memory. Call this before anything else refers
+        to the memory of the weights."""
         for linears in self._linears:
             join_parameters([linear.weight for linear in linears])
 
@@ -71,7 +83,11 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """[m, H], i64[E] how many rows each expert has, [m] -> ([m, H], None)."""
+        """Compute the experts for rows [m, H] with probs [m]. Return the outputs [m, H], and None
+        in place of a bias.
+
+        `tokens_per_expert` i64[E] is the number of rows of each expert.
+        """
         rows, probs = permuted_local_hidden_states, permuted_probs
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         fc1, fc2 = self._linears
@@ -84,16 +100,22 @@ class GroupedExperts(SequentialMLP):
         return self._product(hidden, ends, fc2), None
 
     def _product(self, rows: Tensor, ends: Tensor, linears: list[Any]) -> Tensor:
-        """[m, in], i64[E], one linear layer of each expert -> [m, out]."""
+        """Multiply rows [m, in] by one layer of each expert, and add the updates of an adapter, if
+        one is attached. Return [m, out].
+
+        `ends` i32[E] are the indices after each expert's last row.
+        """
         for linear in linears:
-            # Their own forward does not run, but Megatron's DDP waits for gathered weights in a hook.
+            # Their forward does not run, but in these hooks Megatron's DDP waits for gathered weights.
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, ())
-        return grouped_linear(rows, ends, [linear.weight for linear in linears])
+        product = grouped_linear(rows, ends, [linear.weight for linear in linears])
+        return product if self.add_update is None else self.add_update(product, rows, ends, linears)
 
 
 def _check(config: Any) -> None:
-    """Raise InputError for experts that are not SwiGLU without biases in plain precision."""
+    """Raise InputError for experts that are not SwiGLU, that have biases, or that compute in fp8 or
+    fp4."""
     for name, expected in (
         ("gated_linear_unit", True),
         ("activation_func", F.silu),
@@ -113,22 +135,27 @@ def _check(config: Any) -> None:
 
 
 def join_parameters(parameters: Sequence[Any]) -> None:
-    """Lay parameters of one shape end to end."""
+    """Lay parameters of the same shape end to end in memory."""
     joined = torch.stack([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, joined.unbind(0), strict=True):
         parameter.data = part
 
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply x [m, in], sorted by expert, with the weights [out, in] of E experts -> [m, out]. `ends`
-    i32[E]: where the rows of each expert end."""
+    """Multiply x [m, in], sorted by expert, by the weights [out, in] of E experts. Return [m, out].
+
+    `ends` i32[E] are the indices after each expert's last row.
+    """
     return _GroupedLinear.apply(x, ends, *weights)  # pyright: ignore
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[out, in] of E experts -> [E, out, in]: a view where they lie at equal distances, else a copy."""
+    """Return the weights [out, in] of E experts as [E, out, in].
+
+    The result is a view if the weights lie at equal distances in one storage, and otherwise a copy.
+    """
     first = weights[0]
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         addresses = [weight.data_ptr() for weight in weights]
         step = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
         even = addresses == list(range(addresses[0], addresses[0] + step * len(weights), step or 1))
@@ -140,13 +167,15 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm`, or one product a group where it does not take the operands.
+    """Multiply group by group: with `grouped_mm`, or with one product per group if the operands are
+    not aligned.
 
-    left [m, a], right [E, a, b] -> [m, b]; left [a, m], right [m, b] -> [E, a, b]. ends i32[E].
+    left [m, a] and right [E, a, b] give [m, b]; left [a, m] and right [m, b] give [E, a, b]. `ends`
+    i32[E] are the indices in m after the end of each group.
 
-    The experts of `right` may lie at any distance, and with rows of `left` and `right` that are not
-    split (a transposed left operand, as in the gradient) a group may have any number of rows
-    (`prepare_grouped_gemm_data` in torch's aten/src/ATen/native/cuda/GroupMMCommon.cuh).
+    `grouped_mm` accepts any distance between the experts of `right` in the first form. In the
+    second form, which computes the gradient of the weights, it accepts any number of rows in a
+    group (`prepare_grouped_gemm_data` in torch's aten/src/ATen/native/cuda/GroupMMCommon.cuh).
     """
     if _is_aligned(left) and _is_aligned(right):
         return F.grouped_mm(left, right, offs=ends)
@@ -158,14 +187,16 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Whether one of the last two strides is 1 and the other a multiple of ALIGNMENT bytes. A column,
-    as in an adapter of rank 1, has the stride 1 twice."""
+    """Return whether one of the last two strides is 1 and the other a multiple of ALIGNMENT bytes.
+
+    If the matrix is a column, as in an adapter of rank 1, both strides are 1.
+    """
     least, other = sorted(matrix.stride()[-2:])
     return least == 1 and other * matrix.element_size() % ALIGNMENT == 0
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x [m, in], ends i32[E], E weights [out, in] -> [m, out]."""
+    """Computes `grouped_linear`, with gradients for x [m, in] and the E weights [out, in]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
@@ -192,9 +223,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """[gate; up] [m, 2 F], probs [m] -> silu(gate) up prob [m, F], keeping only its inputs.
+    """Computes `silu(gate) * up * prob` [m, F]. For the backward pass it saves only its inputs:
+    `hidden` [m, 2 F], which is gate and up side by side, and `probs` [m].
 
-    Rounds where Megatron's MLP does: the activation to the dtype of the rows before it is weighted.
+    As in Megatron's MLP, the activation is rounded to the dtype of the rows before it is weighted.
     """
 
     @staticmethod
@@ -218,7 +250,8 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def compute_one_by_one(chunk: torch.nn.Module) -> None:
-    """Let Megatron's SequentialMLP compute what the grouped experts of a chunk hold: to compare."""
+    """Let Megatron's SequentialMLP compute the grouped experts of a chunk, so that results can be
+    compared."""
     for module in chunk.modules():
         if isinstance(module, GroupedExperts):
             module.__class__ = SequentialMLP  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,12 +1,12 @@
-"""Layers of `rollout.true_on_policy` on CPUs: the trainer's half of what the engine computes too.
+"""Layers for `rollout.true_on_policy` on CPUs, which compute each token as the engine does.
 
-Megatron's own classes, with the products, the attention and the activation of mrl.kernels.invariant in
-the place of torch's; they enter through the layer spec and the config. Everything else of Megatron's
-forward (norms, rotary embedding, softmax of the router, sums over the experts) already gives each token
-the same bits whatever stands beside it, and the engine's plugin follows it.
+They are Megatron's own classes, with matrix products, attention and activation of
+mrl.kernels.invariant in place of torch's. The rest of Megatron's forward pass (norms, rotary
+embedding, softmax of the router, sums over the experts) already gives each token the same bits
+whatever else is in the batch. mrl's plugin in the engine computes that rest in the same way.
 
-Dimensions: n packed tokens of this rank, h heads, g query groups, d and e head sizes of keys
-and values.
+Dimensions: n packed tokens of this rank, h heads, g query groups, d and e head sizes of keys and
+values, K and N inputs and outputs of a linear layer on this rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.kernels import invariant
-from parallel.layers import specs
 from parallel.layers.attention import PackedAttention, PackedSequences
 
 Layer = TypeVar("Layer", bound=ColumnParallelLinear)
 
 
 class InvariantColumnLinear(ColumnParallelLinear):
-    """Computes [..., K] -> [..., N] of one tensor-parallel rank, a row at a time."""
+    """A column-parallel layer that computes its product [..., K] -> [..., N] one row at a time."""
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
@@ -40,24 +39,28 @@ class InvariantColumnLinear(ColumnParallelLinear):
 
 
 class InvariantRowLinear(RowParallelLinear):
-    """Computes [..., K] -> [..., N] of one tensor-parallel rank, a row at a time."""
+    """A row-parallel layer that computes its product [..., K] -> [..., N] one row at a time."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         return invariant.linear(input, weight)
 
 
 class InvariantRouter(TopKRouter):
-    """This top-k router computes its logits a row at a time."""
+    """A top-k router that computes its logits one row at a time."""
 
     def gating(self, input: Tensor) -> Tensor:
         return invariant.linear(input, self.weight)
 
 
 class InvariantAttention(PackedAttention):
-    """PackedAttention, each query by itself over its keys in order; gradients are PackedAttention's."""
+    """PackedAttention whose forward pass computes each query by itself, over the query's keys in
+    order.
+
+    The gradients are those of PackedAttention.
+    """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend with query [n, h, d], key [n, g, d] and value [n, g, e] -> [n, h, e]."""
+        """Attend with query [n, h, d], key [n, g, d] and value [n, g, e]. Return [n, h, e]."""
         bounds = packed.cu_seqlens_q
         assert bounds is not None
         first = bounds[:-1].repeat_interleave(bounds.diff())
@@ -67,36 +70,24 @@ class InvariantAttention(PackedAttention):
         def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return invariant.attention(query, key, value, first, count, scale)
 
-        def twin(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def differentiable(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return PackedAttention.attend(self, query, key, value, packed)
 
-        return invariant.with_gradient_of(twin, kernel, query, key, value)
-
-
-def replace_layers(layer_submodules: Any) -> None:
-    """Put the layers of this file into the spec of one decoder layer with local layers."""
-    attention = layer_submodules.self_attention.submodules
-    attention.linear_qkv = InvariantColumnLinear
-    attention.core_attention = InvariantAttention
-    attention.linear_proj = InvariantRowLinear
-    feed_forward = specs.submodules_of(layer_submodules.mlp)
-    if specs.has_experts(layer_submodules):
-        feed_forward.router = InvariantRouter
-        feed_forward = specs.submodules_of(feed_forward.experts)
-    feed_forward.linear_fc1 = InvariantColumnLinear
-    feed_forward.linear_fc2 = InvariantRowLinear
+        return invariant.with_gradient_of(differentiable, kernel, query, key, value)
 
 
 def output_layer(config: TransformerConfig, present: ColumnParallelLinear) -> torch.nn.Module:
-    """Make what replaces the `present` projection to the vocabulary, with its weight.
+    """Make the layer that replaces `present`, the projection onto the vocabulary, and has the same
+    weight.
 
-    A tied one has none on a rank that holds the embedding: it is given that at each call.
+    A tied projection has no weight on a rank that holds the embedding; it then gets the embedding's
+    weight at each call.
     """
     return replaced(InvariantColumnLinear, config, present)
 
 
 def replaced(kind: type[Layer], config: TransformerConfig, present: ColumnParallelLinear) -> Layer:
-    """Make a layer of this kind with the sizes and the weight of the `present` one."""
+    """Make a layer of the class `kind` with the sizes and the weight of the layer `present`."""
     layer = kind(
         present.input_size,
         present.output_size,
@@ -112,11 +103,14 @@ def replaced(kind: type[Layer], config: TransformerConfig, present: ColumnParall
 
 
 def settings(device: torch.device) -> dict[str, Any]:
-    """Return settings of Megatron's config. GPUs use its batch-invariant kernels, which never
-    ran here."""
+    """Return Megatron's settings for `rollout.true_on_policy`.
+
+    On GPUs this also turns on Megatron's batch-invariant kernels in this process. These kernels
+    have never been run with mrl.
+    """
     if device.type == "cpu":
         return {"activation_func": invariant.silu}
-    # Triton, which there is on GPUs only. Replaces torch's products and sums of this process.
+    # This needs Triton, and thus a GPU. It replaces torch's products and sums in this process.
     kernels = importlib.import_module(
         "megatron.core.transformer.custom_layers.batch_invariant_kernels"
     )

@@ -1,16 +1,18 @@
-"""Multi-head latent attention (MLA, arXiv 2405.04434) is built here without TransformerEngine.
+"""Multi-head latent attention (MLA, arXiv 2405.04434) without TransformerEngine.
 
 Megatron's local layer spec splits the two down projections over tensor-parallel ranks and gathers
-their outputs. The rotary part of the keys, which every head uses, is gathered with an operation whose
-backward does not add up the ranks' gradients: the gradient of `kv_a_proj_with_mqa` comes out wrong.
-With TransformerEngine the projections are whole on every rank and sequence parallelism adds the
-gradients up. This module does the same with plain torch, so the two implementations also share one
-table of weights.
+their outputs. It gathers the rotary part of the keys, which every head uses, with an operation
+whose backward pass does not sum the ranks' gradients, so the gradient of `kv_a_proj_with_mqa` is
+wrong. With TransformerEngine every rank holds the whole projections, and sequence parallelism sums
+the gradients. This module does the same with plain torch, so both implementations have the same
+rules for their weights.
 
-Queries and keys are turned in fp32, all sequences of a packed batch at once (`parallel.layers.rotary`).
+Queries and keys are rotated in fp32, for all sequences of a packed batch at once
+(`parallel.layers.rotary`).
 
-n tokens of this rank (n / TP before the up projections), h heads of this rank, c and r sizes of the
-latents of queries and of keys and values, d and p plain and rotary part of a head, e size of a value.
+Dimensions: n tokens of this rank (n / TP before the up projections), h heads of this rank, c size
+of the query latent, r size of the key-value latent, d and p sizes of the plain and the rotary part
+of a head, e size of a head's value, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from parallel.layers.rotary import Rotation
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """Computes (x W^T [..., outputs], None) of x [..., inputs], W whole on every tensor-parallel
-    rank."""
+    """A linear layer without bias, whose weight every tensor-parallel rank holds completely.
+
+    Given [..., inputs], it returns [..., outputs], and None in place of a bias.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
         super().__init__()
@@ -39,7 +43,7 @@ class ReplicatedLinear(torch.nn.Module):
             outputs, inputs, dtype=config.params_dtype, device=torch.get_default_device()
         )
         self.weight = torch.nn.Parameter(weight)
-        # Each rank sees its part of the sequence: Megatron sums the gradients over the ranks.
+        # Each rank has its part of the sequence, so Megatron sums the gradients over the ranks.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -47,7 +51,8 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """This is Megatron's MLA with whole down projections; it needs sequence parallelism when TP > 1."""
+    """Megatron's MLA with down projections that every rank holds completely. With TP > 1 it needs
+    sequence parallelism."""
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -64,8 +69,11 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **inference: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Project hidden_states [n / TP, 1, H] to queries and keys [n, h, d + p], values [n, h, e], the
-        latents of queries [n / TP, c] and of keys and values [n / TP, r]."""
+        """Project hidden_states [n / TP, 1, H].
+
+        Return queries and keys [n, h, d + p], values [n, h, e], the query latents [n / TP, c] and
+        the key-value latents [n / TP, r]. Raises ValueError for a batch that is not packed.
+        """
         config, packed = self.config, packed_seq_params
         kv_norm: Any = self.kv_layernorm
         if packed is None or packed.positions is None:
@@ -100,23 +108,25 @@ class LatentAttention(MLASelfAttention):
     def _project(
         self, latent_q: Tensor, latent_kv: Tensor, rotary_key: Tensor, rotation: Rotation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[n / TP, c], [n / TP, r], [n, p] -> queries, keys and values of this rank's heads."""
+        """Project query latents [n / TP, c], key-value latents [n / TP, r] and rotary keys [n, p]
+        to the queries, keys and values of this rank's heads."""
         config, heads = self.config, self.num_attention_heads_per_partition
-        plain, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
+        plain, rotary = config.qk_head_dim, config.qk_pos_emb_head_dim
         to_query = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        query = to_query(latent_q)[0].unflatten(-1, (heads, plain + turned))
+        query = to_query(latent_q)[0].unflatten(-1, (heads, plain + rotary))
         both = self.linear_kv_up_proj(latent_kv)[0].unflatten(
             -1, (heads, plain + config.v_head_dim)
         )
-        plain_q, rotary_q = query.split([plain, turned], dim=-1)
+        plain_q, rotary_q = query.split([plain, rotary], dim=-1)
         plain_k, value = both.split([plain, config.v_head_dim], dim=-1)
-        rotary_q = rotation.turn(rotary_q, interleaved=True)
-        rotary_k = rotation.turn(rotary_key.unsqueeze(1), interleaved=True)
+        rotary_q = rotation.rotate(rotary_q, interleaved=True)
+        rotary_k = rotation.rotate(rotary_key.unsqueeze(1), interleaved=True)
         key = torch.cat([plain_k, rotary_k.expand(-1, heads, -1)], dim=-1)
         return torch.cat([plain_q, rotary_q], dim=-1), key, value.contiguous()
 
     def _rotation(self, packed: PackedSequences) -> Rotation:
-        """Computed by the first layer that asks; the angles are the same in all of them."""
+        """Return the rotation of the packed tokens. The first layer computes it for all layers,
+        because all layers have the same angles."""
         if packed.latent_rotation is None:
             assert packed.positions is not None
             found = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
@@ -125,6 +135,7 @@ class LatentAttention(MLASelfAttention):
         return packed.latent_rotation
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Replace a hook of megatron-core 0.19: build the spec's norms, and none without a q latent."""
+        """Return the projections and norms of the spec. This overrides a method of megatron-core
+        0.19 that would choose other norms."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}

@@ -1,10 +1,13 @@
-"""The projection onto the vocabulary is taken out of the model and given to the head in chunks.
+"""The projection onto the vocabulary, moved out of the model so that the head computes it in
+chunks.
 
-Megatron's model ends with all logits of a micro-batch. Here its last layer keeps the weight, with its
-name, its place in checkpoints and the hooks of Megatron's DDP, but hands the hidden states on; the head
-(`parallel.logprobs`) computes the logits of some rows at a time.
+Megatron's model ends with all logits of a micro-batch. Here the model's last layer keeps the
+weight, with the weight's name, its place in checkpoints and the hooks of Megatron's DDP, but it
+returns the hidden states. The head (`parallel.logprobs`) computes the logits of a few rows at a
+time.
 
-n hidden states, h hidden size, V_loc this tensor-parallel rank's slice of the vocabulary.
+Dimensions: n hidden states, c rows of a chunk, h hidden size, V_loc this tensor-parallel rank's
+slice of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ from parallel.layers.invariant import InvariantColumnLinear, replaced
 
 
 class DeferredOutputLayer(ColumnParallelLinear):
-    """Megatron's output layer without its product: what goes in comes out, and the head multiplies."""
+    """Megatron's output layer without its matrix product: it returns its input, and the head
+    computes the product."""
 
     project: Callable[[Tensor, Tensor], Tensor]
-    """Rows [c, h] and weight [V_loc, h] -> logits [c, V_loc]."""
+    """Computes logits [c, V_loc] from rows [c, h] and the weight [V_loc, h]."""
     chunk_rows: int
-    """Rows whose logits are held at a time."""
+    """The number of rows whose logits are in memory at a time."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
@@ -48,9 +52,10 @@ class DeferredOutputLayer(ColumnParallelLinear):
 def deferred_output_layer(
     config: TransformerConfig, present: ColumnParallelLinear, chunk_rows: int
 ) -> DeferredOutputLayer:
-    """Make what replaces the `present` output layer, with its weight.
+    """Make the layer that replaces the output layer `present` and has the same weight.
 
-    A tied one has none on a rank that holds the embedding: `Projection.of` finds it there.
+    A tied layer has no weight on a rank that holds the embedding; `Projection.of` then uses the
+    embedding's weight.
     """
     layer = replaced(DeferredOutputLayer, config, present)
     layer.project = invariant.linear if isinstance(present, InvariantColumnLinear) else F.linear
@@ -60,17 +65,18 @@ def deferred_output_layer(
 
 @dataclass(frozen=True)
 class Projection:
-    """A projection is a chunk's deferred output layer, as the head uses it."""
+    """The deferred output layer of a chunk, in the form that the head uses."""
 
     layer: DeferredOutputLayer
     weight: Tensor
-    """[V_loc, h]: its own, or the embedding's where they are tied."""
+    """[V_loc, h]: the layer's own weight, or the embedding's weight if the two are tied."""
     overlaps: bool
-    """Gradients are reduced during the backward, by hooks that want to see a gradient."""
+    """Whether gradients are reduced during the backward pass, by hooks that need to see a gradient."""
 
     @staticmethod
     def of(model: GPTModel, overlaps: bool) -> Projection | None:
-        """None where `model` does not end with a deferred layer."""
+        """Return the projection of `model`; None if the model does not end with a deferred
+        layer."""
         if not model.post_process or not isinstance(model.output_layer, DeferredOutputLayer):
             return None
         shared = model.share_embeddings_and_output_weights
@@ -79,8 +85,11 @@ class Projection:
         return Projection(model.output_layer, weight, overlaps)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """This rank's hidden states -> [n, h] of all tensor-parallel ranks, whose gradients are summed
-        in the backward: as Megatron's own layer does."""
+        """Return the hidden states [n, h] of all rows. Under sequence parallelism they are gathered
+        from all tensor-parallel ranks; otherwise `hidden` has them already.
+
+        The backward pass sums the gradients of the ranks, as Megatron's own layer does.
+        """
         layer = self.layer
         if layer.sequence_parallel:
             return gather_from_sequence_parallel_region(
@@ -89,7 +98,7 @@ class Projection:
         return copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
 
     def chunked(self, temperature: float) -> Chunked:
-        """How `mrl.kernels.linear_logprob` is to compute the logits."""
+        """Return the settings with which `mrl.kernels.linear_logprob` computes the logits."""
         layer = self.layer
         gradient: Callable[[Tensor], WeightGradient] = SummedGradient
         if getattr(self.weight, "main_grad", None) is not None:
@@ -100,13 +109,14 @@ class Projection:
 
 
 class MainGradient:
-    """The weight's share of the gradient buffer of Megatron's DDP, to which chunks are added directly.
+    """Adds the gradient of each chunk directly to the weight's part of the gradient buffer of
+    Megatron's DDP.
 
-    By the protocol of Megatron's fused accumulation (tensor_parallel/layers.py,
-    `LinearWithGradAccumulationAndAsyncCommunication.backward`): `grad_added_to_main_grad` tells the
-    hook of DDP not to add the weight's `.grad` once more. Where reductions overlap, that hook still
-    asks for a `.grad`: it gets an empty tensor, or zeros where a tied embedding adds its own share to
-    it (`zero_out_wgrad`) and the hook adds both.
+    This follows the protocol of Megatron's fused accumulation (tensor_parallel/layers.py,
+    `LinearWithGradAccumulationAndAsyncCommunication.backward`): `grad_added_to_main_grad` tells
+    DDP's hook not to add the weight's `.grad` again. If reductions overlap, the hook still needs a
+    `.grad`, which is an empty tensor. With a tied embedding (`zero_out_wgrad`) it is zeros: the
+    embedding adds its own part to `.grad`, and the hook adds the sum.
     """
 
     def __init__(self, weight: Any, *, fused: bool, overlaps: bool) -> None:

@@ -1,11 +1,11 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864 eq. 34) of a packed batch are fp32 here.
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864 eq. 34) of a packed batch, in fp32.
 
-Megatron turns each sequence of a packed batch by itself, waits for the device to learn the lengths,
+Megatron rotates each sequence of a packed batch separately, waits for the device to get the lengths,
 and rounds cosines and sines to the dtype of the model. Here one gather by position serves the whole
-batch and all layers of a stage, and queries and keys are multiplied in fp32, as SGLang's CUDA kernel
-does with its fp32 cache (`sglang.srt.layers.rotary_embedding`).
+batch and all layers of a stage, and queries and keys are multiplied in fp32, as in SGLang's CUDA kernel
+with its fp32 cache (`sglang.srt.layers.rotary_embedding`).
 
-n packed tokens of this rank, h heads, d head size, r rotated pairs (2 r <= d).
+Dimensions: n packed tokens of this rank, h heads, d head size, r rotated pairs (2 r <= d).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotation says by how much each token's pairs are turned."""
+    """The cosines and sines of the angles by which each token's pairs are rotated."""
 
     cos: Tensor
     """f32[n, 1, r]."""
@@ -28,24 +28,28 @@ class Rotation:
 
     @classmethod
     def at(cls, angles: Tensor, positions: Tensor, scale: float = 1.0) -> Rotation:
-        """`angles` f32[S, 1, 1, 2 r], Megatron's, where the second half repeats the first; `positions`
-        i64[n], all below S; `scale` multiplies cosines and sines (YaRN, arXiv 2309.00071)."""
+        """Return the rotation of tokens at `positions` i64[n], which must all be below S.
+
+        `angles` f32[S, 1, 1, 2 r] are Megatron's rotary angles; their second half repeats the
+        first. `scale` multiplies cosines and sines (YaRN, arXiv 2309.00071).
+        """
         half = angles.shape[-1] // 2
         own = angles[:, 0, :, :half].index_select(0, positions).float()
         cos, sin = own.cos(), own.sin()
         return cls(cos, sin) if scale == 1.0 else cls(cos * scale, sin * scale)
 
-    def turn(self, x: Tensor, interleaved: bool = False) -> Tensor:
-        """Turn the first 2 r dimensions of x [n, h, d] -> [n, h, d], differentiable.
+    def rotate(self, x: Tensor, interleaved: bool = False) -> Tensor:
+        """Rotate the first 2 r dimensions of x [n, h, d], differentiably. Return [n, h, d].
 
-        Pair i is (i, i + r). `interleaved`: it is (2 i, 2 i + 1) in `x` and (i, i + r) in the result,
-        as in DeepSeek's latent attention; d is then 2 r.
+        Pair i consists of the dimensions i and i + r. If `interleaved`, it consists of the
+        dimensions 2i and 2i+1 in `x`, and of i and i + r in the result, as in DeepSeek's latent
+        attention; all d dimensions must then be rotated.
         """
-        return _Turn.apply(x, self.cos, self.sin, interleaved)
+        return _Rotate.apply(x, self.cos, self.sin, interleaved)
 
 
-class _Turn(torch.autograd.Function):
-    """The gradient is turned back by the same angles."""
+class _Rotate(torch.autograd.Function):
+    """A rotation. Its backward pass rotates the gradient back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -54,7 +58,7 @@ class _Turn(torch.autograd.Function):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         half = cos.shape[-1]
         first, second = _pairs(x, half, interleaved)
-        _turn_into(first, second, cos, sin, *_pairs(out, half, False))
+        _rotate_into(first, second, cos, sin, *_pairs(out, half, False))
         if x.shape[-1] > 2 * half:
             out[..., 2 * half :] = x[..., 2 * half :]
         return out
@@ -65,7 +69,7 @@ class _Turn(torch.autograd.Function):
         out = torch.empty_like(grad, memory_format=torch.contiguous_format)
         half = cos.shape[-1]
         first, second = _pairs(grad, half, False)
-        _turn_into(second, first, cos, sin, *reversed(_pairs(out, half, ctx.interleaved)))
+        _rotate_into(second, first, cos, sin, *reversed(_pairs(out, half, ctx.interleaved)))
         if grad.shape[-1] > 2 * half:
             out[..., 2 * half :] = grad[..., 2 * half :]
         return out, None, None, None
@@ -77,9 +81,14 @@ def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half : 2 * half]
 
 
-def _turn_into(
+def _rotate_into(
     first: Tensor, second: Tensor, cos: Tensor, sin: Tensor, to_first: Tensor, to_second: Tensor
 ) -> None:
-    """(first, second) turned by the angle; with the two exchanged it is turned back."""
+    """Rotate the pairs (first, second) by the angles, and write the result to (to_first,
+    to_second).
+
+    If first and second are exchanged in both the input and the output, the rotation is by the
+    negative angles.
+    """
     torch.sub(first * cos, second * sin, out=to_first)
     torch.add(second * cos, first * sin, out=to_second)

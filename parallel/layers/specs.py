@@ -1,8 +1,8 @@
-"""Specs of Megatron's layers, in the two forms that its releases give them.
+"""The modules that mrl puts into Megatron's layer specs, for both forms of a spec.
 
-A spec says which class is built with which submodules. It is a `ModuleSpec`, whose fields are set in
-place, or a `functools.partial` of the class, which is replaced by another: megatron-core 0.16 has the
-first form everywhere, 0.19 has the second for everything below a layer's `mlp`.
+A spec names a class and the submodules with which the class is built. A spec is either a
+`ModuleSpec` or a `functools.partial` of the class: megatron-core 0.16 has the first form
+everywhere, and 0.19 has the second form for a layer's `mlp` and everything below it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,112 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from parallel.implementation import Implementation
+from parallel.layers import invariant
+from parallel.layers.attention import PackedAttention, RotaryAttention
+from parallel.layers.dispatch import NativeMoELayer, OrderedMoELayer
+from parallel.layers.experts import GroupedExperts
+from parallel.layers.latent_attention import LatentAttention
 
 
-def has_experts(layer_submodules: Any) -> bool:
-    """Whether the decoder layer of these submodules is an MoE layer, and not a dense one."""
-    spec = layer_submodules.mlp
-    kind = spec.func if isinstance(spec, partial) else spec.module
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """An RMSNorm whose weight gradient Megatron sums over the sequence-parallel ranks.
+
+    Megatron's own torch norm refuses sequence parallelism.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.get_default_device()
+        )
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+def block_spec(
+    config: TransformerConfig,
+    implementation: Implementation,
+    vp_stage: int | None,
+    true_on_policy: bool,
+    experts_in_order: bool,
+) -> Any:
+    """Return the spec of one chunk's decoder layers.
+
+    With `true_on_policy` local layers compute each token as the engine does. With
+    `experts_in_order` an MoE layer sums a token's experts in the order of its route.
+    """
+    engine = implementation == "transformer_engine"
+    spec: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        if not engine:
+            _native_layer(parts, config, true_on_policy, experts_in_order)
+        elif experts_in_order and _has_experts(parts):
+            parts.mlp = _of_module(parts.mlp, OrderedMoELayer)
+    if not engine:
+        spec.layer_norm = SequenceParallelRMSNorm
+    return spec
+
+
+def _native_layer(
+    parts: Any, config: TransformerConfig, true_on_policy: bool, experts_in_order: bool
+) -> None:
+    """Put mrl's modules into the spec of one of Megatron's local decoder layers."""
+    parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm
+    else:
+        parts.self_attention.module = RotaryAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    if _has_experts(parts):
+        parts.mlp = _of_module(parts.mlp, NativeMoELayer, in_route_order=experts_in_order)
+        if not true_on_policy:  # there each expert computes a row as the engine does
+            layer = _submodules_of(parts.mlp)
+            layer.experts = _of_module(layer.experts, GroupedExperts)
+    if true_on_policy:
+        _invariant_layer(parts)
+
+
+def _invariant_layer(parts: Any) -> None:
+    """Put the layers of `invariant.py` into the spec of one native decoder layer."""
+    attention = parts.self_attention.submodules
+    attention.linear_qkv = invariant.InvariantColumnLinear
+    attention.core_attention = invariant.InvariantAttention
+    attention.linear_proj = invariant.InvariantRowLinear
+    feed_forward = _submodules_of(parts.mlp)
+    if _has_experts(parts):
+        feed_forward.router = invariant.InvariantRouter
+        feed_forward = _submodules_of(feed_forward.experts)
+    feed_forward.linear_fc1 = invariant.InvariantColumnLinear
+    feed_forward.linear_fc2 = invariant.InvariantRowLinear
+
+
+def _has_experts(parts: Any) -> bool:
+    """Return whether the decoder layer with these submodules is an MoE layer, not a dense one."""
+    kind = parts.mlp.func if isinstance(parts.mlp, partial) else parts.mlp.module
     return isinstance(kind, type) and issubclass(kind, MoELayer)
 
 
-def submodules_of(spec: Any) -> Any:
-    """Return the submodules that a spec builds its class with; what is set in them counts."""
+def _submodules_of(spec: Any) -> Any:
+    """Return the submodules of a spec. Changes to them change what the spec builds."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
-def of_module(spec: Any, module: type) -> Any:
-    """Return a spec that builds another class with the same submodules and arguments."""
+def _of_module(spec: Any, module: type, **options: Any) -> Any:
+    """Return a spec that builds the class `module` with the arguments of `spec`, and with
+    `options`."""
     if isinstance(spec, partial):
-        return partial(module, *spec.args, **spec.keywords)
-    return dataclasses.replace(spec, module=module)
+        return partial(module, *spec.args, **{**spec.keywords, **options})
+    return dataclasses.replace(spec, module=module, params={**spec.params, **options})

@@ -1,1 +1,1 @@
-"""LoRA in Megatron: which parameters there are, the layers that use them, and how they begin."""
+"""LoRA in Megatron: an adapter's parameters, the layers that use them, and their initial values."""

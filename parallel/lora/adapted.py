@@ -1,4 +1,4 @@
-"""A model that is adapted: its updates are attached, turned off for the reference, and summed up."""
+"""A model's low-rank updates: attach and detach them, turn them off, and sum their gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from parallel.weights import WeightMap
 
 
 class Adaptation:
-    """An `Adaptation` gives a model's layers their updates and freezes all the rest."""
+    """The adapter of a model. The adapted layers have low-rank updates
+    (`parallel.lora.layers.Update`), and all parameters outside the updates are frozen."""
 
     def __init__(self, setup: LoraSetup, model: HfModel, mesh: Mesh, chunks: list[Any]) -> None:
-        """Make the updates and attach them. `chunks`: as they are before gradient buffers are made."""
+        """Make the updates and attach them. `chunks` must not have gradient buffers yet."""
         self.setup, self._model, self._mesh = setup, model, mesh
         self._switch = Switch()
         sizes = model.sizes
@@ -44,28 +45,29 @@ class Adaptation:
             updates.join()
 
     def attach(self) -> None:
-        """Put the updates back into the layers."""
+        """Put the updates into the layers."""
         for updates in self._updates:
             updates.attach()
 
     def detach(self) -> None:
-        """Take the updates out of the layers, for another adapter's or for none."""
+        """Take the updates out of the layers."""
         for updates in self._updates:
             updates.detach()
 
     def map_of(self, chunks: list[Any]) -> AdapterMap:
-        """Return the adapter's parameters of the chunks."""
+        """Return the AdapterMap of the adapter's parameters in the chunks."""
         return AdapterMap(self._model, self._mesh, chunks, self.setup)
 
     def off(self) -> AbstractContextManager[None]:
-        """Let the model be the base."""
+        """Turn the updates off inside the block, so that the model computes the same as its base."""
         return self._switch.off()
 
     def sum_expert_gradients(self, adapter: WeightMap) -> None:
-        """Add up the gradients of what every rank of an expert holds whole. A collective.
+        """Sum, over an expert-tensor-parallel group, the gradients of the matrices that every rank
+        of the group holds completely. A collective.
 
-        Each of these ranks multiplied it with its own part of the expert, so each has a part of its
-        gradient. Megatron does this for dense layers only.
+        Each of these ranks multiplies such a matrix by its own part of the expert, so the rank has
+        only a part of the matrix's gradient. Megatron sums such parts for dense layers only.
         """
         if self._mesh.dims.etp == 1:
             return

@@ -1,6 +1,7 @@
-"""Makes the updates of a chunk's layers, puts them into the layers, and takes them out again.
+"""Make the low-rank updates of a chunk's layers, put them into the layers, and take them out again.
 
-Out of the chunk, its layers are the plain ones: a base computes what it would without any adapter.
+Without updates the layers are Megatron's plain layers, so the base computes the same as a model
+without adapter.
 """
 
 from __future__ import annotations
@@ -15,22 +16,30 @@ from torch import Tensor
 from mrl.config.adapter import Adapter
 from parallel.architectures.base import Rule, rule_pattern
 from parallel.layers.experts import GroupedExperts
-from parallel.lora.layers import ADAPTED, PLAIN, AdaptedExperts, LowRank, Switch, Update
+from parallel.lora.layers import (
+    ADAPTED,
+    PLAIN,
+    LowRank,
+    Switch,
+    Update,
+    add_expert_updates,
+    join_updates,
+)
 from parallel.lora.rules import SHARED, adapted, is_shared, module_name
 from parallel.mesh import Mesh
 
 
 class ChunkUpdates:
-    """These are the updates of one chunk's linear layers."""
+    """The low-rank updates of one chunk's linear layers."""
 
     def __init__(
         self, chunk: torch.nn.Module, rules: Sequence[Rule], adapter: Adapter, mesh: Mesh,
         switch: Switch, *, num_groups: int, heads_per_group: int,
     ) -> None:  # fmt: skip
-        """Make the updates, without values, and leave the chunk as it is.
+        """Make the updates, filled with zeros, without changing the chunk.
 
-        `num_groups`: query groups of the whole model. Raises ValueError for a layer that cannot be
-        updated.
+        `num_groups` is the number of query groups of the whole model. Raises ValueError for a layer
+        of a kind that cannot have an update.
         """
         patterns = [(rule_pattern(rule), rule) for rule in rules if adapted(rule, adapter)]
         builder = _Builder(
@@ -44,39 +53,40 @@ class ChunkUpdates:
         self._embedding: Any = getattr(chunk, "embedding", None)
         self._hook: Any = None
         updated = {id(linear) for linear, _ in self._linears}
-        self._experts: list[Any] = [
+        self._experts = [
             module
             for module in chunk.modules()
-            if type(module) is GroupedExperts and id(module._linears[0][0]) in updated
+            if isinstance(module, GroupedExperts) and id(module._linears[0][0]) in updated
         ]
 
     def join(self) -> None:
-        """Lay the matrices of a layer's experts end to end. Call it once, while they are attached."""
+        """Lay the update matrices of each MoE layer's experts end to end in memory. Call this once,
+        while the updates are attached."""
         for experts in self._experts:
-            experts.join_updates()
+            join_updates(experts)
 
     def attach(self) -> None:
-        """Put the updates into the layers. Call it for a chunk without updates."""
+        """Put the updates into the layers, which must not have updates yet."""
         for linear, update in self._linears:
             linear.lora = update
             linear.__class__ = ADAPTED[type(linear)]
         for layer, held in self._shared:
             layer.add_module(SHARED, held)
         for experts in self._experts:
-            experts.__class__ = AdaptedExperts
+            experts.add_update = add_expert_updates
         if self._embedding is not None:
-            # Recomputed layers have gradients only where their input has one.
+            # Recomputed layers compute gradients only if their input requires one.
             self._hook = self._embedding.register_forward_hook(_require_gradient)
 
     def detach(self) -> None:
-        """Take the updates out: the layers are the plain ones again."""
+        """Take the updates out of the layers, which are then Megatron's plain layers again."""
         for linear, _ in self._linears:
             del linear.lora
             linear.__class__ = PLAIN[type(linear)]
         for layer, _ in self._shared:
             delattr(layer, SHARED)
         for experts in self._experts:
-            experts.__class__ = GroupedExperts
+            experts.add_update = None
         if self._hook is not None:
             self._hook.remove()
 
@@ -87,7 +97,7 @@ def _require_gradient(module: Any, args: Any, output: Tensor) -> None:
 
 
 class _Builder:
-    """Makes the updates of a chunk's layers, with the marks by which Megatron sums and counts them."""
+    """Makes the updates of a chunk's layers."""
 
     def __init__(
         self, chunk: Any, adapter: Adapter, mesh: Mesh, switch: Switch, num_groups: int,
@@ -97,10 +107,11 @@ class _Builder:
         self.num_groups, self.heads_per_group = num_groups, heads_per_group
         self.linears: list[tuple[Any, Update]] = []
         self.shared: dict[torch.nn.Module, torch.nn.ModuleDict] = {}
-        """What the experts of an MoE layer share."""
+        """The module that holds the matrices which the experts of an MoE layer share, by MoE layer."""
 
     def make(self, name: str, linear: Any, rule: Rule) -> None:
-        """Make the update of one linear layer."""
+        """Make the update of one linear layer. Raises ValueError for a layer of a class that is not
+        in ADAPTED."""
         if type(linear) not in ADAPTED:
             raise ValueError(f"{name}: no update is known for a layer of {type(linear).__name__}")
         rows, inputs = linear.weight.shape
@@ -136,7 +147,8 @@ class _Builder:
         return part, shared
 
     def _shared(self, name: str, hf: str) -> LowRank:
-        """Return what the experts of a layer share of one weight."""
+        """Return the module that holds the matrices of the Hugging Face weight `hf` which the
+        experts of a layer share. It is made if it does not exist yet."""
         layer = self.chunk.get_submodule(name.partition(".experts.")[0])
         held = self.shared.setdefault(layer, torch.nn.ModuleDict())
         if module_name(hf) not in held:
@@ -148,11 +160,12 @@ class _Builder:
     def _parameter(
         self, weight: Tensor, shape: tuple[int, int], *, is_cut: bool, is_expert: bool
     ) -> Any:
-        """Make a matrix, marked for the sums over ranks and for the gradient norm.
+        """Make a matrix of zeros, with the attributes that decide how its gradient is summed over
+        ranks and counted in the gradient norm. `is_cut` says whether ranks split the matrix.
 
-        A matrix that is whole on several ranks gets a part of its gradient on each: Megatron adds the
-        parts of dense ones up (`sequence_parallel`), `sum_expert_gradients` those of experts. The norm
-        counts it once.
+        If several ranks hold the whole matrix, each gets only a part of its gradient. Megatron sums
+        these parts for dense matrices (`sequence_parallel`), and `sum_expert_gradients` sums them
+        for matrices of experts. The gradient norm counts the matrix once.
         """
         made: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
         set_tensor_model_parallel_attributes(made, is_cut or is_expert, 0, 1)
@@ -160,7 +173,7 @@ class _Builder:
             made.allreduce = False  # it is reduced over the experts' own replicas
         if is_expert and not is_cut and self.mesh.dims.etp > 1:
             made.summed_over_etp = True
-            made.shared = self.mesh.etp_rank > 0  # the norm leaves it out
+            made.shared = self.mesh.etp_rank > 0  # the norm skips it
         elif not is_cut and not is_expert:
             made.sequence_parallel = self.mesh.dims.sequence_parallel
         return made

@@ -1,10 +1,11 @@
-"""Reads the experts of an adapter in the form that PEFT writes with transformers 5.
+"""Read an adapter's matrices for the experts in the form that PEFT writes with transformers 5.
 
-transformers 5 keeps a projection of all experts of a layer as one parameter, gate and up projection
-joined by their rows, and PEFT adapts it as a whole: A is [experts * r, inputs], the experts one after
-the other, and B is [outputs, r * experts], where the expert counts fastest. r is the adapter's rank
-where PEFT has trained such a parameter: gate and up projection then have one A. It is twice the rank
-where PEFT has read an adapter with an A for each: of B the blocks on the diagonal are theirs.
+transformers 5 keeps a projection of all experts of a layer as one parameter. For gate and up
+projection there is one such parameter, in which their rows are joined. PEFT adapts this parameter as a
+whole: A is [experts * r, inputs], one expert after the other, and B is [outputs, r * experts], where
+the expert's index varies fastest. If PEFT has trained such a parameter, r is the adapter's rank, and
+gate and up projection share one A. If PEFT has read an adapter in which gate and up projection each
+have an A, r is twice the adapter's rank, and B holds the two B matrices in the blocks on its diagonal.
 """
 
 from __future__ import annotations
@@ -25,25 +26,30 @@ Matrix = Literal["A", "B"]
 
 
 @dataclass(frozen=True)
-class Fused:
-    """A `Fused` is one parameter of all experts of a layer, adapted as a whole."""
+class FusedExperts:
+    """The A and B with which PEFT adapts one parameter that holds a projection of all experts of a
+    layer."""
 
     prefix: str
-    """PEFT's name of its matrices, up to `.lora_A.weight`."""
+    """PEFT's name of the two matrices, without `.lora_A.weight`."""
     num_experts: int
     num_parts: int
-    """Hugging Face weights of an expert that are joined in it."""
+    """The number of Hugging Face weights of an expert that are joined in the parameter: 2 for gate
+    and up projection, otherwise 1."""
     rank: int
-    """The rank of one expert, in the file."""
+    """The rank of one expert's part of the fused A and B in the file."""
 
     def name(self, matrix: Matrix) -> str:
         """Return the name of A or B in the file."""
         return f"{self.prefix}.lora_{matrix}.weight"
 
     def part(self, whole: Tensor, matrix: Matrix, expert: int, number: int, rank: int) -> Tensor:
-        """Take weight `number` of an expert out of the whole A or B. `rank`: that of the adapter.
+        """Return the A or B of one Hugging Face weight of an expert, taken out of the fused matrix
+        `whole`.
 
-        Raises InputError where the weights of an expert are not told apart in B.
+        `number` is the index of the weight among the `num_parts` weights that are joined, and
+        `rank` the rank of the adapter. Raises InputError if a row of B also uses the A of the
+        expert's other weight.
         """
         if matrix == "A":
             own = whole.unflatten(0, (self.num_experts, self.rank))[expert]
@@ -64,16 +70,17 @@ class Fused:
 
 def find_fused(
     model: HfModel, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], config: PeftConfig
-) -> dict[str, tuple[Fused, Matrix, int, int]]:
-    """Return for the names of the experts' matrices where they are in the file: the parameter, A or B,
-    the expert, and which of the weights joined in it.
+) -> dict[str, tuple[FusedExperts, Matrix, int, int]]:
+    """Find the experts' matrices that the file holds as parts of fused matrices.
 
-    `shapes`: those of the file. A parameter whose shapes do not fit is left out. Raises InputError for
-    one of another rank or scale.
+    Return a dict from the name of each matrix to (fused parameter, "A" or "B", number of the
+    expert, number of its weight in the parameter). `shapes` are the shapes of the matrices in the
+    file. A parameter whose shapes do not fit is left out. Raises InputError for a parameter of
+    another rank or scale than the adapter's.
     """
-    found: dict[str, tuple[Fused, Matrix, int, int]] = {}
+    found: dict[str, tuple[FusedExperts, Matrix, int, int]] = {}
     for parameter in _parameters(model) if adapter.experts != "none" else ():
-        # PEFT wraps one parameter of a layer in the other: shapes tell which is which.
+        # PEFT wraps the adapter of one parameter of a layer in the other's. Shapes tell them apart.
         for prefix in (parameter.module, f"{parameter.module}.base_layer"):
             fused = _fused(PEFT_PREFIX + prefix, parameter, model.sizes.num_experts, shapes)
             if fused is None:
@@ -88,15 +95,15 @@ def find_fused(
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A `_Parameter` is what transformers 5 holds of all experts of a layer."""
+    """A parameter that holds a projection of all experts of a layer in transformers 5."""
 
     module: str
     num_parts: int
     inputs: int
     outputs: int
-    """The rows of one of its parts."""
+    """The number of rows of one Hugging Face weight in the parameter."""
     weights: list[str]
-    """Hugging Face's names in files, expert after expert."""
+    """The names of the Hugging Face weights that are joined in the parameter, expert after expert."""
 
     @property
     def name(self) -> str:
@@ -117,16 +124,16 @@ def _parameters(model: HfModel) -> Iterable[_Parameter]:
 
 def _fused(
     prefix: str, parameter: _Parameter, num_experts: int, shapes: Mapping[str, tuple[int, ...]]
-) -> Fused | None:
+) -> FusedExperts | None:
     a, b = (shapes.get(f"{prefix}.lora_{matrix}.weight", ()) for matrix in "AB")
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] % num_experts:
         return None
     if (a[1], b[0]) != (parameter.inputs, parameter.outputs * parameter.num_parts):
         return None
-    return Fused(prefix, num_experts, parameter.num_parts, a[0] // num_experts)
+    return FusedExperts(prefix, num_experts, parameter.num_parts, a[0] // num_experts)
 
 
-def _check_scale(module: str, fused: Fused, adapter: Adapter, config: PeftConfig) -> None:
+def _check_scale(module: str, fused: FusedExperts, adapter: Adapter, config: PeftConfig) -> None:
     ranks = {adapter.rank, adapter.rank * fused.num_parts}
     rank, scale = config.rank_of(module), config.scale_of(module)
     if fused.rank not in ranks or rank != fused.rank:

@@ -1,10 +1,12 @@
-"""These linear layers of Megatron have low-rank updates: W x + scale B (A x), W frozen.
+"""Linear layers of Megatron with low-rank updates: `W x + scale B (A x)`, with W frozen.
 
-The update enters where the layer multiplies and before it communicates. Of a layer whose rows are cut,
-A multiplies this rank's tokens and the few numbers of A x are gathered with them. Of one whose columns
-are cut, each rank adds its part before the sum over the ranks that the layer does anyway.
+The update is added to the layer's product, before the layer communicates its output. If the rows of
+the layer's weight are split over ranks, each rank multiplies its own tokens by A, and the small
+products `A x` are gathered. If the columns are split, each rank adds its part of the update before
+the layer's usual sum over ranks.
 
-r rank, n tokens of a product, in and out sizes of this rank's part of the layer.
+Dimensions: r rank of the update, n tokens of a product, in and out sizes of this rank's part of the
+layer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from parallel.shards import join
 
 
 class Switch:
-    """A switch turns all updates of a model off and on: off, it is the base."""
+    """Turns all updates of a model off and on. With the updates off, the model computes the same as
+    its base."""
 
     is_on = True
 
@@ -40,25 +43,32 @@ class Switch:
 
 
 class LowRank(torch.nn.Module):
-    """A [r, in] and B [out, r] of one Hugging Face weight; the one that experts share is not here."""
+    """The matrices A [r, in] and B [out, r] of one Hugging Face weight. A matrix that the experts
+    of a layer share is None here, because another module holds it."""
 
     A: torch.nn.Parameter | None
     B: torch.nn.Parameter | None
 
 
 Pair = tuple[Tensor, Tensor]
-"""A and B."""
+"""The matrices A [r, in] and B [out, r] of one weight."""
 
 
 class Update(torch.nn.Module):
-    """The update of a linear layer, which Megatron may have joined of several Hugging Face weights."""
+    """The low-rank update of a linear layer, in which Megatron may have joined several Hugging Face
+    weights."""
 
     split: Split
 
     def __init__(
         self, split: Split, sizes: Sequence[int], num_groups: int, scale: float, switch: Switch
     ) -> None:
-        """`sizes`: rows of each of its Hugging Face weights here. `num_groups`: query groups here."""
+        """Make an update without matrices.
+
+        `split` is the split of the layer's rule. `sizes` are the numbers of rows that the layer's
+        Hugging Face weights have on this rank. `num_groups` is the number of query groups on this
+        rank. `scale` is the factor of `B A`.
+        """
         super().__init__()
         self.split, self.sizes, self.num_groups = split, list(sizes), num_groups
         self.scale, self.switch = scale, switch
@@ -66,26 +76,35 @@ class Update(torch.nn.Module):
         self._shared: list[tuple[LowRank | None]] = [(None,)] * len(self.sizes)
 
     def add(self, number: int, name: str, part: LowRank, shared: LowRank | None) -> None:
-        """Enter the matrices of weight `number`. `shared` is held by the MoE layer."""
+        """Add the matrices of weight number `number` as the submodule `name`.
+
+        `shared` holds the matrices that the experts of the MoE layer share, and is a submodule of
+        that layer.
+        """
         self.add_module(name, part)
         self._parts[number] = part
-        self._shared[number] = (shared,)  # in a tuple: it is no child of this module
+        self._shared[number] = (shared,)  # in a tuple, so that it is not a child of this module
 
     def pairs(self) -> list[Pair | None]:
-        """Return A and B of each weight; None for one without an update."""
+        """Return (A, B) for each Hugging Face weight of the layer; None for a weight that is not
+        adapted."""
         return [
             None if part is None else (_of("A", part, shared), _of("B", part, shared))
             for part, (shared,) in zip(self._parts, self._shared, strict=True)
         ]
 
     def is_shared(self, number: int, matrix: str) -> bool:
-        """Whether weight `number` takes this matrix from what the experts share."""
+        """Return whether the experts share `matrix` ("A" or "B") of weight number `number`; False
+        for a weight that is not adapted."""
         part = self._parts[number]
         return part is not None and getattr(part, matrix) is None
 
     def forward(self, x: Tensor, gather_over: Any = None) -> Tensor:
-        """Compute the update [n, out] of x [n, in]. `gather_over`: the group whose ranks have the other
-        tokens, where the layer gathers them."""
+        """Compute the update [n, out] of x [n, in].
+
+        If the layer gathers tokens, `gather_over` is the group of the ranks that have the tokens,
+        and the result has the rows of all these ranks.
+        """
         pairs = self.pairs()
         present = [pair for pair in pairs if pair is not None]
         low = F.linear(x, torch.cat([a for a, _ in present]))
@@ -99,7 +118,11 @@ class Update(torch.nn.Module):
         )
 
     def arrange(self, like: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-        """Lay the products [n, size] of the weights out as the layer's own product, and scale them."""
+        """Combine the updates [n, size] of the layer's Hugging Face weights into the column order
+        of the layer's output (interleaved by query group for qkv), and scale them.
+
+        A weight whose part is None gets zeros, with the dtype, device and n of `like`.
+        """
         full = [
             like.new_zeros(*like.shape[:-1], size) if part is None else part
             for part, size in zip(parts, self.sizes, strict=True)
@@ -111,7 +134,8 @@ class Update(torch.nn.Module):
 
     @torch.no_grad()
     def matrix(self) -> Tensor:
-        """Return scale B A of the whole layer, f32[out, in]: what merging adds to its weight."""
+        """Return `scale B A` of all weights of the layer, f32[out, in]. Merging adds it to the
+        layer's weight."""
         inputs = next(a.shape[1] for a, _ in filter(None, self.pairs()))
         device = next(self.parameters()).device
         parts: list[Tensor] = [
@@ -133,7 +157,8 @@ class _Adapted:
     def _forward_impl(
         self: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Megatron's product, and the update in it; what the layer communicates comes after this."""
+        """Compute Megatron's product and add the update, unless updates are turned off. The layer
+        communicates the result afterwards."""
         product = super()._forward_impl(input, weight, *args, **kwargs)  # pyright: ignore
         if not self.lora.switch.is_on:
             return product
@@ -141,15 +166,15 @@ class _Adapted:
 
 
 class AdaptedColumnLinear(_Adapted, ColumnParallelLinear):
-    """A linear layer whose rows are cut, with an update."""
+    """A linear layer with an update, whose weight is split by rows over ranks."""
 
 
 class AdaptedRowLinear(_Adapted, RowParallelLinear):
-    """A linear layer whose columns are cut, with an update."""
+    """A linear layer with an update, whose weight is split by columns over ranks."""
 
 
 class AdaptedReplicatedLinear(ReplicatedLinear):
-    """A linear layer that is whole on every rank, with an update."""
+    """A linear layer with an update, whose weight every rank holds completely."""
 
     lora: Update
 
@@ -158,44 +183,48 @@ class AdaptedReplicatedLinear(ReplicatedLinear):
         return (product + self.lora(x) if self.lora.switch.is_on else product), None
 
 
-class AdaptedExperts(GroupedExperts):
-    """These grouped experts have updates, each of which is a grouped product too."""
-
-    def _product(self, rows: Tensor, ends: Tensor, linears: list[Any]) -> Tensor:
-        product = super()._product(rows, ends, linears)
-        updates: list[Update] = [linear.lora for linear in linears]
-        first = updates[0]
-        if not first.switch.is_on:
-            return product
-        pairs = [update.pairs() for update in updates]
-        parts: list[Tensor | None] = []
-        for number in range(len(first.sizes)):
-            out: Tensor | None = None
-            if pairs[0][number] is not None:
-                out = rows
-                for place, matrix in enumerate("AB"):
-                    of_experts = [one[number][place] for one in pairs]  # pyright: ignore
-                    if first.is_shared(number, matrix):
-                        out = F.linear(out, of_experts[0])
-                    else:
-                        out = grouped_linear(out, ends, of_experts)
-            parts.append(out)
-        return product + first.arrange(product, parts)
-
-    def join_updates(self) -> None:
-        """Lay the matrices of the experts end to end, as `join_storages` does with their weights."""
-        for linears in self._linears:
-            for name, part in linears[0].lora.named_children():
-                for matrix in (name for name, one in part.named_parameters() if one is not None):
-                    join_parameters(
-                        [getattr(getattr(linear.lora, name), matrix) for linear in linears]
-                    )
-
-
 ADAPTED: dict[type, type] = {
     ColumnParallelLinear: AdaptedColumnLinear,
     RowParallelLinear: AdaptedRowLinear,
     ReplicatedLinear: AdaptedReplicatedLinear,
-    GroupedExperts: AdaptedExperts,
 }
 PLAIN = {of_adapter: plain for plain, of_adapter in ADAPTED.items()}
+
+
+def add_expert_updates(
+    product: Tensor, rows: Tensor, ends: Tensor, linears: Sequence[Any]
+) -> Tensor:
+    """Return `product` [m, out] of one linear layer of each expert, with the experts' updates
+    added. If updates are turned off, `product` is returned unchanged.
+
+    `rows` [m, in] are the inputs, sorted by expert; `ends` i32[E] are the indices after each
+    expert's last row. `linears` are the layers of the E experts. The updates are computed as
+    grouped matrix products too.
+    """
+    updates: list[Update] = [linear.lora for linear in linears]
+    first = updates[0]
+    if not first.switch.is_on:
+        return product
+    pairs = [update.pairs() for update in updates]
+    parts: list[Tensor | None] = []
+    for number in range(len(first.sizes)):
+        out: Tensor | None = None
+        if pairs[0][number] is not None:
+            out = rows
+            for place, matrix in enumerate("AB"):
+                of_experts = [one[number][place] for one in pairs]  # pyright: ignore
+                if first.is_shared(number, matrix):
+                    out = F.linear(out, of_experts[0])
+                else:
+                    out = grouped_linear(out, ends, of_experts)
+        parts.append(out)
+    return product + first.arrange(product, parts)
+
+
+def join_updates(experts: GroupedExperts) -> None:
+    """Lay the experts' update matrices end to end in memory, as `GroupedExperts.join_storages` does
+    with the experts' weights."""
+    for linears in experts._linears:
+        for name, part in linears[0].lora.named_children():
+            for matrix in (name for name, one in part.named_parameters() if one is not None):
+                join_parameters([getattr(getattr(linear.lora, name), matrix) for linear in linears])

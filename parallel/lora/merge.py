@@ -1,4 +1,4 @@
-"""Adds an adapter to the weights of its base, one tensor at a time, without Megatron."""
+"""Merge an adapter into the weights of its base, one tensor at a time, without Megatron."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from parallel.lora.rules import adapted, adapter_pair
 def merged_tensors(
     saved: SavedTensors, model: HfModel, adapter: Adapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor of the base in `dtype`, the update of the adapter added, layer by layer.
+    """Yield every HF tensor of the base in `dtype`, with the adapter's update added, layer by
+    layer.
 
-    `saved`: the checkpoint that holds A and B. The base is rounded to `dtype`
-    first, as in training, and the sum, in fp32, afterwards: the bits are those of a merged
-    `Policy.export` of one process.
+    `saved` is the checkpoint that holds the adapter's A and B. The base is first rounded to `dtype`,
+    as in training. The sum is computed in fp32 and rounded again, so the bits are equal to those of
+    a merged `Policy.export` of one process. Megatron's buffers (expert biases) stay in fp32.
 
-    Raises InputError where the folder of the base is another model, or lacks a tensor.
+    Raises InputError if the folder of the base holds another model or lacks a tensor.
     """
     there = HfModel.read(model.path, model.named)
     if different := model.differences(there):
@@ -52,7 +53,8 @@ def merged_tensors(
 
 
 def _places(base: HfTensors, model: HfModel) -> Iterator[tuple[int, int, str, Rule, str]]:
-    """Yield layer, expert, name, rule and its name in the table, of every tensor that the model has."""
+    """Yield (layer, expert, name, rule, name in the rule) for every tensor of the model. `layer` is
+    -1 for a tensor outside the layers, and `expert` is -1 for a tensor that is not an expert's."""
     table = model.architecture.rules(model.config)
     patterns = [(name_pattern(hf), rule, hf) for rule in table for hf in rule.hf]
     for name in base.names:
@@ -62,5 +64,5 @@ def _places(base: HfTensors, model: HfModel) -> Iterator[tuple[int, int, str, Ru
                 continue
             place = found.groupdict()
             layer, expert = int(place.get("layer", -1)), int(place.get("expert", -1))
-            if layer < model.sizes.num_layers:  # DeepSeek's layers for several tokens come after
+            if layer < model.sizes.num_layers:  # layers of multi-token prediction come after these
                 yield layer, expert, name, rule, hf

@@ -1,4 +1,5 @@
-"""Reads PEFT's adapter_config.json, and refuses what is not W x + (alpha / rank) B (A x)."""
+"""Read PEFT's adapter_config.json. Any adapter that does not compute
+`W x + (alpha / rank) B (A x)` is refused."""
 
 from __future__ import annotations
 
@@ -24,33 +25,37 @@ NEUTRAL = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
     }
 )
-"""Keys that leave the formula as it is, or that are looked at on their own. The tensors say which
-modules are adapted; linear layers have no `fan_in_fan_out`; mrl trains without dropout."""
+"""Keys of adapter_config.json that do not change the formula, or that are checked separately. The
+tensors show which modules are adapted, `fan_in_fan_out` has no meaning for linear layers, and mrl
+trains without dropout."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base as it is."""
+"""Values of `init_lora_weights` that leave the base weights unchanged."""
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """A `PeftConfig` says the rank and the scale of each module of a folder."""
+    """The rank and the scale of each module of a PEFT folder."""
 
     rank: int
     alpha: float
     ranks: Mapping[str, int]
-    """The rank of modules whose name a pattern (a regular expression) fits."""
+    """The ranks that replace `rank` in some modules, by a regular expression that matches the end of
+    the module's name."""
     alphas: Mapping[str, float]
+    """The alphas that replace `alpha` in some modules, by a regular expression as in `ranks`."""
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module, `model.layers.0.self_attn.q_proj`."""
+        """Return the rank of a module, such as `model.layers.0.self_attn.q_proj`."""
         return self.ranks.get(_pattern(self.ranks, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of B A of a module."""
+        """Return alpha / rank of a module, the factor by which its `B A` is multiplied."""
         return self.alphas.get(_pattern(self.alphas, module), self.alpha) / self.rank_of(module)
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """Return the pattern that decides about a module, the first one that fits its end, as in PEFT."""
+    """Return the first pattern that matches the end of a module's name, as in PEFT; the name itself
+    if no pattern matches."""
     fits = (key for key in patterns if re.match(rf"(.*\.)?({key})$", module))
     return next(fits, module)
 
@@ -58,7 +63,8 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 def read_peft_config(folder: Path, adapter: Adapter) -> PeftConfig:
     """Read adapter_config.json of a folder that should hold `adapter`.
 
-    Raises InputError where it is none, is of another rank or alpha, or means another formula.
+    Raises InputError if the file is missing or invalid, or has another rank, alpha or formula than
+    `adapter`.
     """
     file = folder / CONFIG
     where = f"lora.path: {file}"
@@ -105,7 +111,7 @@ def _read(file: Path, where: str) -> dict[str, Any]:
 
 
 def _check_formula(config: dict[str, Any], where: str) -> None:
-    """Raise InputError for a setting under which a module computes anything else."""
+    """Raise InputError for a setting that changes the formula `W x + (alpha / rank) B (A x)`."""
     if config.get("use_rslora"):
         same = config["lora_alpha"] * math.sqrt(config["r"])
         raise InputError(
@@ -134,7 +140,8 @@ def _check_formula(config: dict[str, Any], where: str) -> None:
 
 
 def _patterns(config: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    """Return rank_pattern or alpha_pattern."""
+    """Return the value of `key` (rank_pattern or alpha_pattern); empty if it is missing. Raises
+    InputError if it is invalid."""
     found = config.get(key) or {}
     try:
         if all(_is_positive(value) and re.compile(name) for name, value in found.items()):

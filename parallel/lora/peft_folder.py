@@ -1,9 +1,9 @@
-"""Reads and writes PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors.
+"""Read and write PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors.
 
-What is written has a matrix for each expert under its number (`...experts.7.gate_proj.lora_A.weight`),
-also of what the experts share: SGLang, vLLM and PEFT all read that. Read are these names, the names of
-what experts share without a number, and the form that PEFT itself writes with transformers 5
-(`fused_experts.py`).
+A written file has a matrix for each expert under its number
+(`...experts.7.gate_proj.lora_A.weight`), even if the experts share the matrix, because SGLang, vLLM
+and PEFT can all read that. This module reads such files, files with shared matrices under names
+without a number, and the form that PEFT itself writes with transformers 5 (`fused_experts.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from mrl.config.adapter import PEFT_PREFIX, Adapter
 from mrl.errors import InputError
 from parallel.expected_tensors import FLOATS
 from parallel.hf_config import HfModel
+from parallel.hf_tensors import shape_in_words
 from parallel.lora.fused_experts import find_fused
 from parallel.lora.peft_config import CONFIG, PeftConfig, read_peft_config
-from parallel.lora.shapes import adapter_shapes, names_in_files
+from parallel.lora.rules import adapter_shapes, names_in_files
 
 WEIGHTS = "adapter_model.safetensors"
 NUM_CACHED = 4
-"""Matrices of the file that are kept: those of all experts of a layer are asked for again and again."""
+"""The number of the file's matrices that are kept in memory, because a fused matrix is needed for
+each of its experts."""
 
 
 class PeftFolder(Mapping[str, Tensor]):
-    """A `PeftFolder` holds the matrices of an adapter by the names of `adapter_shapes`, each read when
-    it is asked for.
+    """The matrices of an adapter by the names of `adapter_shapes`. A matrix is read from the file
+    when it is accessed.
 
-    Raises InputError where the folder does not hold exactly this adapter of this model, as far as its
-    headers tell, or, when a matrix is read, where a number is not finite.
+    The constructor reads only headers, and raises InputError if the folder does not hold exactly
+    this adapter of this model. Access raises InputError if a number is not finite, or if the file
+    has different values for a matrix that the experts should share.
     """
 
     def __init__(self, folder: Path, adapter: Adapter, model: HfModel) -> None:
@@ -80,8 +83,11 @@ class PeftFolder(Mapping[str, Tensor]):
         return first
 
     def check_numbers(self) -> None:
-        """Read everything. Raises InputError for numbers that are not finite, and for experts that
-        differ in what they should share."""
+        """Read all matrices.
+
+        Raises InputError for numbers that are not finite, and for different values of a matrix that
+        the experts should share.
+        """
         for name in self:
             self[name]
 
@@ -89,7 +95,8 @@ class PeftFolder(Mapping[str, Tensor]):
         return [name] if name in self._in_file else self._copies[name]
 
     def _matrix(self, name: str) -> Tensor:
-        """Return a matrix by its name in a file, or out of the fused one that has it."""
+        """Return the matrix that has this name in files. If the file does not have the matrix
+        itself, it is taken out of a fused matrix."""
         if name in self._in_file:
             return self._whole(name)
         fused, matrix, expert, number = self._fused[name]
@@ -106,7 +113,8 @@ class PeftFolder(Mapping[str, Tensor]):
         return tensor
 
     def _check_names(self) -> None:
-        """Raise InputError for a matrix that is missing, or one that the recipe does not mean."""
+        """Raise InputError for a matrix that is missing in the file, or that the file has and the
+        recipe does not ask for."""
         used, missing = set(), []
         for name in self:
             for source in self._sources(name):
@@ -133,8 +141,9 @@ class PeftFolder(Mapping[str, Tensor]):
                 found = self._in_file.get(source, expected)
                 if found != expected:
                     raise InputError(
-                        f"{self._where}: {source} is {_words(found)}, expected {_words(expected)} "
-                        f"(rank {self._rank} of this model); give the adapter's own rank and base model"
+                        f"{self._where}: {source} is {shape_in_words(found)}, expected "
+                        f"{shape_in_words(expected)} (rank {self._rank} of this model); give the "
+                        "adapter's own rank and base model"
                     )
 
     def _check_scales(self, adapter: Adapter, config: PeftConfig) -> None:
@@ -148,14 +157,6 @@ class PeftFolder(Mapping[str, Tensor]):
                 )
 
 
-def read_peft_folder(folder: Path, adapter: Adapter, model: HfModel) -> Mapping[str, Tensor]:
-    """Return the matrices of an adapter by the names of `adapter_shapes`, read when they are asked for.
-
-    Raises InputError where the folder does not hold this adapter of this model (`PeftFolder`).
-    """
-    return PeftFolder(folder, adapter, model)
-
-
 def write_peft_folder(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -163,21 +164,21 @@ def write_peft_folder(
     model: HfModel,
     base: str,
 ) -> int:
-    """Write an adapter, given by the names of `adapter_shapes`, into a folder that exists; return the
-    number of tensors in the file. `base`: name or path of the base model.
+    """Write an adapter into an existing folder; return the number of tensors in the file.
 
-    Raises ValueError where `tensors` are not those of the adapter.
+    `tensors` must have the names of `adapter_shapes`. `base` is the name or path of the base model.
+    Raises ValueError if the names are not exactly those of the adapter.
     """
     copies = names_in_files(model, adapter)
     found = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     if found.keys() != copies.keys():
         odd = sorted(found.keys() ^ copies.keys())
         raise ValueError(f"these are not the matrices of the adapter: {odd[0]}")
-    # A clone for each name: safetensors takes no two names of one storage.
+    # A clone for each name, because safetensors does not accept two names of one storage.
     in_file = {one: found[name].clone() for name, ones in copies.items() for one in ones}
     file = folder / WEIGHTS
     save_file(in_file, file, metadata={"format": "pt"})
-    file.chmod(folder.stat().st_mode & 0o666)  # safetensors gives the owner alone the right to read
+    file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read it
     (folder / CONFIG).write_text(json.dumps(adapter.peft_config(base), indent=2) + "\n")
     return len(in_file)
 
@@ -200,15 +201,13 @@ def _open(folder: Path) -> safe_open:
 
 
 def _module(name: str) -> str:
-    """Return the module of a matrix, `model.layers.0.self_attn.q_proj`."""
+    """Return the name of the module to which a matrix belongs, such as
+    `model.layers.0.self_attn.q_proj`."""
     return name.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 
 def _modules(names: Iterable[str]) -> str:
-    """Return the last names of the modules, in words."""
+    """Return the modules to which matrices belong, by the last part of their names, as a string for
+    a message."""
     found = {_module(name).removesuffix(".base_layer").rpartition(".")[2] for name in names}
     return ", ".join(sorted(found)) or "nothing"
-
-
-def _words(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "a single number"

@@ -1,9 +1,10 @@
-"""Derives the rules of an adapter's parameters from an architecture's table, and reads `lora.targets`.
+"""Determine the parameters of an adapter: read `lora.targets`, and derive the adapter's rules and
+shapes from the model's rules.
 
-Each adapted Hugging Face weight has an A and a B of its own, also where Megatron joins several of them
-in one layer (query, key and value; gate and up). How they are cut over tensor-parallel ranks follows
-from the rule of the layer: where its rows are cut, B is cut by rows and A is whole; where its columns
-are cut, A is cut by columns and B is whole.
+Each adapted Hugging Face weight has its own A and B, even if Megatron joins several weights in one
+layer (query, key and value; gate and up). The layer's rule determines how A and B are split over
+tensor-parallel ranks. If the layer's weight is split by rows, B is split by rows and every rank has
+the whole A. If the weight is split by columns, A is split by columns and every rank has the whole B.
 """
 
 from __future__ import annotations
@@ -20,34 +21,36 @@ from parallel.expected_tensors import Shape, rule_shapes
 from parallel.hf_config import HfModel
 
 LINEAR = re.compile(r"\.linear_\w+\.weight$")
-"""Megatron's linear layers. Embeddings, norms, routers and the output layer have other names."""
+"""Matches the weights of Megatron's linear layers. Embeddings, norms, routers and the output layer
+have other names."""
 SHARED = "shared_outer"
-"""The module of an MoE layer that holds what its experts share."""
+"""The submodule of an MoE layer that holds the matrices that its experts share."""
 UNSUPPORTED = {
     "gate": "the router stays that of the base: SGLang cannot serve an adapter of it",
-    "lm_head": "the output layer stays that of the base: it would have to be cut and served apart",
-    "embed_tokens": "the embedding stays that of the base: it would have to be cut and served apart",
+    "lm_head": "the output layer stays that of the base: an adapter of it would need code of its own",
+    "embed_tokens": "the embedding stays that of the base: an adapter of it would need code of its own",
 }
 
 
 def module_name(hf_name: str) -> str:
-    """Return the last name of the module that has a weight: `q_proj`."""
+    """Return the last part of the name of the module that has the weight `hf_name`: `q_proj`, say."""
     return hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a Megatron parameter belongs to an adapter."""
+    """Return whether a Megatron parameter belongs to an adapter."""
     return ".lora." in name or f".{SHARED}." in name
 
 
 def is_shared(rule: Rule, adapter: Adapter, matrix: Literal["A", "B"]) -> bool:
-    """Tell whether the experts of a layer share this matrix of the linear layer of `rule`."""
+    """Return whether the experts of a layer share `matrix` of the linear layer of `rule`."""
     outer = "B" if rule.split == "columns" else "A"
     return "{expert}" in rule.megatron and adapter.experts == "shared_outer" and matrix == outer
 
 
 def adapted(rule: Rule, adapter: Adapter) -> list[str]:
-    """Return those of the rule's Hugging Face weights that the adapter updates."""
+    """Return the names of those Hugging Face weights of a rule to which the adapter adds an
+    update."""
     if not LINEAR.search(rule.megatron):
         return []
     names = adapter.expert_modules if "{expert}" in rule.megatron else adapter.modules
@@ -55,7 +58,8 @@ def adapted(rule: Rule, adapter: Adapter) -> list[str]:
 
 
 def adapter_rules(rules: Iterable[Rule], adapter: Adapter) -> list[Rule]:
-    """Return a rule for every A and B of an adapter of the model with `rules`."""
+    """Return the rules of the matrices A and B of an adapter, one rule each. `rules` are the rules
+    of the model."""
     found: dict[str, Rule] = {}
     for rule in rules:
         for hf in adapted(rule, adapter):
@@ -65,7 +69,7 @@ def adapter_rules(rules: Iterable[Rule], adapter: Adapter) -> list[Rule]:
 
 
 def adapter_pair(rule: Rule, hf: str, adapter: Adapter) -> Iterator[Rule]:
-    """Yield the rules of A and B of an adapted Hugging Face weight of `rule`."""
+    """Yield the rule of A, then the rule of B, for the adapted Hugging Face weight `hf` of `rule`."""
     splits: tuple[Split, Split] = ("none", "none" if rule.split == "none" else "rows")
     if rule.split == "columns":
         splits = ("columns", "none")
@@ -81,14 +85,15 @@ def adapter_pair(rule: Rule, hf: str, adapter: Adapter) -> Iterator[Rule]:
 
 
 def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
-    """Return the adapter that the recipe asks for, of the modules that the model has.
+    """Return the adapter that the recipe asks for, with the modules that the model has.
 
-    Raises InputError for a module that the model does not have, or that cannot have an adapter.
+    Raises InputError for a module that the model does not have, or that cannot have an adapter, for
+    `lora.experts` in a model without experts, and if nothing would be trained.
     """
     attention: dict[str, None] = {}
     others: dict[str, None] = {}
     experts: dict[str, None] = {}
-    # The table of an architecture has rules of layers that this model lacks (dense ones, latents).
+    # An architecture also has rules for layers that this model may lack (dense ones, latents).
     for rule, hf, _, _ in rule_shapes(model):
         if LINEAR.search(rule.megatron):
             kind = attention if ".self_attention." in rule.megatron else others
@@ -120,13 +125,16 @@ def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
 
 
 def check_rank(adapter: Adapter, model: HfModel, key: str = "lora.rank") -> None:
-    """Raise InputError if the rank of B A cannot be that high, because an adapted matrix has a shorter
-    side. `key` is the name of the rank in the message."""
+    """Raise InputError if the adapter's rank exceeds the shorter side of an adapted weight, because
+    `B A` cannot have a higher rank than that.
+
+    `key` is the name of the rank in the message. Weights whose shapes are unknown are not checked.
+    """
     shapes: dict[str, Shape] = {}
     for rule, hf, _, shape in rule_shapes(model):
         if hf in adapted(rule, adapter):
             shapes.setdefault(module_name(hf), shape)
-    if not shapes:  # the shapes of an outside architecture are not known
+    if not shapes:  # the shapes of a user's own architecture may be unknown
         return
     least = min(shapes, key=lambda name: min(shapes[name]))
     outputs, inputs = shapes[least]
@@ -135,3 +143,36 @@ def check_rank(adapter: Adapter, model: HfModel, key: str = "lora.rank") -> None
             f"{key} is {adapter.rank}, but {least} is {outputs} x {inputs}, so the rank of an update "
             f"is at most {min(outputs, inputs)}; set {key} to at most that"
         )
+
+
+def adapter_shapes(model: HfModel, adapter: Adapter) -> dict[str, tuple[int, int]]:
+    """Return, by PEFT's name, the shape of every A [rank, inputs] and B [outputs, rank] that the
+    adapter has in the model."""
+    return {name: shape for name, _, shape in _matrices(model, adapter)}
+
+
+def names_in_files(model: HfModel, adapter: Adapter) -> dict[str, list[str]]:
+    """Return the names that each matrix of `adapter_shapes` has in a file.
+
+    A matrix that experts share has one name for each expert, and any other matrix has one name.
+    """
+    found: dict[str, list[str]] = {}
+    for name, in_file, _ in _matrices(model, adapter):
+        found.setdefault(name, []).append(in_file)
+    return found
+
+
+def _matrices(model: HfModel, adapter: Adapter) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Yield (name, name in a file, shape) for each matrix. A matrix that experts share is yielded
+    once for each expert, with that expert's name in a file."""
+    matrices: tuple[Literal["A", "B"], ...] = ("A", "B")
+    for rule, hf, place, shape in rule_shapes(model):
+        if hf not in adapted(rule, adapter):
+            continue
+        outputs, inputs = shape
+        sizes = {"A": (adapter.rank, inputs), "B": (outputs, adapter.rank)}
+        for matrix in matrices:
+            shared = is_shared(rule, adapter, matrix)
+            name = hf.replace(".{expert}", "") if shared else hf
+            in_file = lora_name(hf.format(**place), matrix)
+            yield lora_name(name.format(**place), matrix), in_file, sizes[matrix]

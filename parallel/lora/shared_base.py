@@ -1,9 +1,10 @@
-"""One frozen base for several policies, each with an adapter of its own.
+"""One frozen base for several policies, each with its own adapter.
 
-One policy is mounted at a time: its adapter, hooks and replays are in the base's layers, and it is on
-the device. All others are on the host, and no layer knows of them, so none of them can change what the
-mounted one computes. What is not in the layers is each policy's own: gradient buffers, optimizer and
-schedule, and the settings that Megatron's schedules read. The random states are swapped.
+One policy is mounted at a time: its adapter, hooks and routing replays are attached to the base's
+layers, and its memory is on the device. All other policies are on the host, and no layer refers to
+them, so they cannot change what the mounted policy computes. Everything outside the layers belongs
+to one policy: gradient buffers, optimizer, learning-rate schedule, and the settings that Megatron's
+pipeline schedules read. Each policy also has its own random states, which are swapped with it.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ from parallel.mesh import Mesh
 from parallel.weights import WeightMap
 
 KIND = "base"
-"""The base in the ledger; the kinds of a policy are NAME/parameters, NAME/gradients, NAME/optimizer."""
+"""The kind of the base's weights in the memory ledger. A policy has the kinds NAME/parameters,
+NAME/gradients and NAME/optimizer."""
 
 
 @dataclass(frozen=True)
 class SwapReport:
-    """A swap takes one policy out of the base and puts another in, or does one of the two."""
+    """The cost of unmounting one policy and mounting another, or of only one of these two moves."""
 
     seconds: float
     num_bytes: int
-    """Copied between device and host, in both directions."""
+    """The number of bytes copied from the device to the host and from the host to the device."""
 
 
 class SharedBase(Base):
-    """A `SharedBase` holds the frozen weights of a model on this rank, and the policy that is mounted.
+    """The frozen weights of a model on this rank, and the policy that is mounted on them.
 
-    Policies are made over it with `Policy(..., base=this, name=NAME)`, and share its ledger. Where none
-    is mounted, its layers are the plain ones. To mount and to take out is a collective.
+    Policies are made with `Policy(..., base=this, name=NAME)`, and share the base's ledger. If no
+    policy is mounted, the layers are Megatron's plain layers. Mounting and unmounting are
+    collectives.
     """
 
     kinds = (KIND,)
@@ -48,7 +51,7 @@ class SharedBase(Base):
     def __init__(self, setup: BaseSetup, mesh: Mesh) -> None:
         """Build the chunks and load their weights.
 
-        Raises ValueError where the setup is not that of an adapter's base.
+        Raises ValueError unless the setup is for an adapter and leaves the expert biases unchanged.
         """
         if not setup.is_adapted or setup.moe.expert_bias_update_rate:
             raise ValueError(f"a shared base is frozen, got {setup}; share that of an adapter")
@@ -60,11 +63,11 @@ class SharedBase(Base):
         self.ledger.own(KIND, self._tensors, keeps_frozen=True)
         self._random = pack_random_state(mesh.device)
         self._random_of: dict[Any, Tensor] = {}
-        """The policies, with their random states as they were when they were taken out."""
+        """The policies, with their random states at the time when they were unmounted."""
 
     @property
     def names(self) -> list[str]:
-        """The names of the policies, in the order in which they came."""
+        """The names of the policies, in the order in which they were made."""
         return [policy.name for policy in self._random_of]
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -75,43 +78,46 @@ class SharedBase(Base):
             yield from chunk.buffers()
 
     def take(self, model: Any, seed: int) -> None:
-        """Mount a policy that is being made, which puts its parts into the layers itself.
+        """Unmount the present policy, if any, and mount `model`, which is being built and attaches
+        its adapter, hooks and replays itself.
 
-        Its random states follow from `seed`, and not from who came before it. Raises ValueError for a
-        name that is empty, or that another policy has.
+        The random states of `model` depend only on `seed`, not on earlier policies. Raises
+        ValueError if its name is empty, or if another policy has the same name.
         """
         if not model.name or model.name in self.names:
             raise ValueError(
                 f"policies over one base need names of their own: got {model.name!r}, there are "
                 f"{self.names}"
             )
-        self._take_out()
+        self._unmount()
         self._random_of[model] = self._random
-        self._let_in(model)
+        self._put_in(model)
         reseed(seed, 0)
 
     def release(self, model: Any) -> bool:
-        """Let go of a policy that is closed; return whether it was there. Its memory does not move: the
-        policy frees it."""
+        """Release a policy that is being closed; return False if it was released before.
+
+        The policy frees its memory itself.
+        """
         if self.mounted is model:
             model.attachments.detach()
             self.mounted = None
         return self._random_of.pop(model, None) is not None
 
     def mount(self, policy: Any, *, adapter_only: bool = False) -> SwapReport:
-        """Put a policy into the layers, in the place of the one that is there, and bring it and the
-        base to the device. `adapter_only`: the adapter alone comes, to be exported without the rest.
+        """Mount a policy in place of the present one, and move the policy and the base to the
+        device. A policy that is mounted already is only moved.
 
-        What is there already stays, so a second call brings the rest. Raises RuntimeError for a policy
-        that was closed.
+        With `adapter_only` only the adapter's weights are moved, which is enough to export them; a
+        later call moves the rest. Raises RuntimeError for a policy that was closed.
         """
         if policy not in self._random_of:
             raise RuntimeError(f"policy {policy.name!r} is closed, there are {self.names}")
         start, num_bytes = time.perf_counter(), 0
         if self.mounted is not policy:
-            num_bytes = self._take_out()
+            num_bytes = self._unmount()
             policy.attachments.attach()
-            self._let_in(policy)
+            self._put_in(policy)
         kinds = policy.own_kinds[:1] if adapter_only else (*self.kinds, *policy.own_kinds)
         for kind in kinds:
             if self.ledger.place(kind) != "device":
@@ -119,36 +125,40 @@ class SharedBase(Base):
         return self._report(start, num_bytes)
 
     def unmount(self) -> SwapReport:
-        """Take the mounted policy, if any, out of the layers, and move all of it to the host."""
+        """Unmount the present policy, if any. Its weights and optimizer state move to the host, and
+        its gradients are freed."""
         start = time.perf_counter()
-        return self._report(start, self._take_out())
+        return self._report(start, self._unmount())
 
     def offload(self) -> None:
-        """Move the base to the host, for the engine. On a CPU nothing moves: there is one memory."""
+        """Move the base to the host, to make room for the engine. On a CPU nothing moves."""
         if self.mesh.device.type != "cpu":
             self.ledger.put_away(KIND)
         self.give_back()
 
     def give_back(self) -> None:
-        """Give the memory of what has left to the engine; a swap alone keeps it for the next policy."""
+        """Return freed device memory to the driver, for the engine.
+
+        `mount` does not do this, because the next policy needs the memory.
+        """
         self.ledger.give_back()
 
     def onload(self) -> None:
-        """Bring the base back where it is away."""
+        """Move the base back to the device, if it is not already there."""
         if self.ledger.place(KIND) != "device":
             self.ledger.to_device(KIND)
 
     def close(self) -> None:
-        """Free the memory of the base. Close its policies first."""
+        """Free the memory of the base. Its policies must be closed first."""
         assert not self._random_of, f"policies {self.names} are still there; close them first"
         self.ledger.drop(KIND)
 
-    def _let_in(self, policy: Any) -> None:
+    def _put_in(self, policy: Any) -> None:
         self.mounted = policy
         restore_random_state(self._random_of[policy], self.mesh.device)
 
-    def _take_out(self) -> int:
-        """Return the number of bytes that were copied to the host."""
+    def _unmount(self) -> int:
+        """Unmount the present policy, if any; return the number of bytes copied to the host."""
         policy = self.mounted
         if policy is None:
             return 0

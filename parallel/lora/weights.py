@@ -1,4 +1,4 @@
-"""The adapter's parameters of this rank: their rules, their first values, and what merging adds."""
+"""The adapter's parameters on this rank: their rules and their initial values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mrl.config import Recipe
 from mrl.config.adapter import Adapter
 from parallel.architectures.base import Rule
 from parallel.hf_config import HfModel
-from parallel.lora.peft_folder import read_peft_folder
+from parallel.lora.peft_folder import PeftFolder
 from parallel.lora.rules import adapter_rules, is_adapter
 from parallel.mesh import Mesh
 from parallel.shards import take_shard
@@ -25,21 +25,23 @@ from parallel.weights import Entry, WeightMap
 
 @dataclass(frozen=True)
 class LoraSetup:
-    """How a policy is adapted."""
+    """The settings of a policy's adapter."""
 
     adapter: Adapter
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A begins, where there is no `path`."""
+    """The distribution of A's initial values if there is no `path`."""
     seed: int = 0
-    """What the first values of A follow from, with their names: they are the same in every layout."""
+    """The seed of A's initial values. The values depend only on the seed and the name of the
+    matrix, so they are the same in every layout."""
     path: Path | None = None
-    """PEFT folder to begin with."""
+    """The PEFT folder with the initial values of A and B; None for a random A and B = 0."""
     merged: bool = False
-    """Whether an export is the whole model with the updates added, and not the adapter alone."""
+    """Whether an export is the whole model with the adapter added to its weights, instead of the
+    adapter alone."""
 
 
 def lora_setup(adapter: Adapter | None, recipe: Recipe) -> LoraSetup | None:
-    """Return how a recipe adapts its policy, where `adapter` says that it does."""
+    """Return the adapter settings of a recipe; None if it trains all weights."""
     if adapter is None or recipe.lora is None:
         return None
     path = None if recipe.lora.path is None else Path(recipe.lora.path)
@@ -48,8 +50,7 @@ def lora_setup(adapter: Adapter | None, recipe: Recipe) -> LoraSetup | None:
 
 
 class AdapterMap(WeightMap):
-    """An `AdapterMap` holds the adapter's parameters of this rank's chunks, each with its rule. Its
-    Hugging Face names are PEFT's."""
+    """The adapter's parameters of this rank's chunks, each with its rule and PEFT's name."""
 
     def __init__(
         self, model: HfModel, mesh: Mesh, chunks: Iterable[torch.nn.Module], setup: LoraSetup
@@ -66,13 +67,14 @@ class AdapterMap(WeightMap):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Set the first values: those of `path`, or A at random and B zero.
+        """Set A and B to their initial values: those in the folder `setup.path`, or a random A and
+        B = 0 if `setup.path` is None.
 
-        Raises InputError where the folder does not hold this adapter of this model.
+        Raises InputError if the folder does not hold this adapter of this model.
         """
         saved: Mapping[str, Tensor] | None = None
         if self.setup.path is not None:
-            saved = read_peft_folder(self.setup.path, self.setup.adapter, self.model)
+            saved = PeftFolder(self.setup.path, self.setup.adapter, self.model)
         for entry in self.entries:
             (name,) = entry.hf_names()
             rank, size = self.tp_place(entry)
@@ -80,7 +82,8 @@ class AdapterMap(WeightMap):
             entry.parameter.copy_(take_shard(full, entry.rule.split, rank, size))
 
     def _first(self, name: str, entry: Entry, size: int) -> Tensor:
-        """Return the whole matrix as it begins (PEFT's `reset_lora_parameters`)."""
+        """Return the initial values of a whole matrix: zeros for B, and random values for A from the
+        same distribution as in PEFT's `reset_lora_parameters`."""
         shape = list(entry.parameter.shape)
         shape[entry.rule.shard_dim] *= size
         if name.endswith(".lora_B.weight"):

@@ -1,1 +1,1 @@
-"""The branch `megatron:` of a recipe: which fields it may set, and what they ask of each other."""
+"""The `megatron:` section of a recipe: the fields that it may set, and what these fields require."""

@@ -1,9 +1,10 @@
-"""Which fields of Megatron's dataclasses a recipe may set under `megatron:`, and why not the others.
+"""The fields of Megatron's dataclasses that a recipe may set under `megatron:`, and the reasons why
+it may not set the other fields.
 
-Each table was made by reading where megatron-core 0.16.1 uses the field. Of the fields that only 0.19.2
-has, none is allowed. A field that is in none of the tables belongs to a version that nobody has read
-yet, and is refused with that reason. tests/parallel/options/test_megatron_options.py holds the tables
-to the installed dataclasses.
+The tables are based on a reading of how megatron-core 0.16.1 uses each field. Fields that only
+0.19.2 has are never allowed. A field that is in no table belongs to a version of megatron-core that
+has not been read, and is refused for that reason. tests/parallel/options/test_megatron_options.py
+compares the tables with the installed dataclasses.
 """
 
 from __future__ import annotations
@@ -72,19 +73,20 @@ OWNED: dict[str, str] = {
         "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim"), MODEL),
 }  # fmt: skip
-"""Fields that another key of the recipe, or the model, answers for."""
+"""Maps a field to what sets it instead of `megatron:`, which is another recipe key or the model's
+config.json."""
 
 REFUSED: dict[str, tuple[str, ...]] = {
-    "dropout makes the old log-probs, the recompute and the engine's log-probs different models": (
+    "with dropout, the old log-probs, the recompute and the engine would be of different models": (
         "hidden_dropout", "attention_dropout", "moe_input_jitter_eps"),
-    "the fused router of TransformerEngine chooses experts without asking for the replayed route": (
+    "the fused router of TransformerEngine chooses experts without regard to a replayed route": (
         "moe_router_fusion",),
-    "it sends tokens to random experts, a benchmark of Megatron's": (
+    "it sends tokens to random experts, for benchmarks": (
         "moe_router_force_load_balancing", "moe_router_force_biased"),
-    "experts would drop or pad tokens, which the engine does not do, replayed ones included": (
+    "experts would drop or pad tokens, even with a replayed route, which the engine does not do": (
         "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
         "moe_token_dropping", "moe_expert_rank_capacity_factor"),
-    "it adds rows to experts that no route names, so replayed routes are not what experts get": (
+    "it gives experts rows that no route names, so they would not get the replayed routes": (
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"),
     "a CUDA graph has one shape and no host reads, but packed micro-batches vary in length and each "
     "brings routes of its own": (
@@ -105,7 +107,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "grad_norm_skip_threshold",),
     "the learning rate is optimizer.lr for every parameter": (
         "decoupled_lr", "decoupled_min_lr"),
-    "mrl trains with Adam, whose state its checkpoints, ledger and memory plan know": (
+    "mrl trains with Adam, and its checkpoints, ledger and memory plan support no other state": (
         "optimizer", "sgd_momentum", "muon_momentum", "muon_split_qkv", "muon_use_nesterov",
         "muon_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
         "muon_tp_mode", "muon_extra_scale_factor", "muon_coefficient_type",
@@ -126,9 +128,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "a recipe does not name code for Megatron to import": ("fp8_quantizer_factory", "quant_recipe"),
     "mrl's layers are TransformerEngine's or its own": (
         "use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
-    "it gives all experts of a rank one parameter, which export and checkpoints do not know": (
+    "it gives all experts of a rank one parameter, which export and checkpoints do not support": (
         "moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias"),
-    "it lays weights out otherwise than export and checkpoints know": (
+    "it lays weights out in a way that export and checkpoints do not support": (
         "mla_down_proj_fusion", "moe_mlp_glu_interleave_size",
         "moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp",
         "use_grouped_gemm_for_shared_expert", "use_transformer_engine_op_fuser"),
@@ -144,7 +146,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",
         "megatron_fsdp_use_decoupled_grad", "megatron_fsdp_cuda_graph_mode",
         "megatron_fsdp_enable_fine_grained_param_gather", "megatron_fsdp_max_pool_double_buffer"),
-    "buffers that are registered with NCCL cannot be given back while the engine generates": (
+    "buffers that are registered with NCCL cannot be freed while the engine generates": (
         "nccl_ub", "disable_symmetric_registration"),
     "mrl makes one group of data-parallel ranks": ("num_distributed_optimizer_instances",),
     "its first gather starts inside the optimizer step, for the interleaved schedule of pre-training": (
@@ -156,7 +158,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag",
         "tp_comm_split_rs", "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv",
         "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend"),
-    "its schedule runs the layers of two micro-batches in turns, and a router has the route of one": (
+    "its schedule alternates between two micro-batches, and a router holds the route of only one": (
         "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
         "ep_overlap_early_attn_memory_release", "overlap_dispatch_backward_with_experts_wgrad"),
     "which micro-batches are recomputed would vary, and replay keeps a route for each recompute": (
@@ -183,7 +185,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "moe_grad_scale_func", "mtp_grad_scale_func",
         "experimental_attention_variant_loss_scale_func"),
     "TransformerEngine would move weights that mrl moves itself": ("cpu_offloading_weights",),
-    "Megatron keeps it for itself": ("_cpu_offloading_context",),
+    "it is internal to Megatron": ("_cpu_offloading_context",),
     "the engine generates, not Megatron": (
         "flash_decode", "inference_rng_tracker", "inference_sampling_seed",
         "use_inference_optimized_layers", "inference_fuse_tp_communication", "symmetric_ar_type",
@@ -191,7 +193,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "nccl_all_reduce_for_prefill", "inference_disable_triton_nvls_kernels",
         "inference_grouped_gemm_backend", "inference_moe_disable_fused_quant_kernels",
         "inference_moe_token_dispatcher_type", "moe_pad_experts_for_cuda_graph_inference"),
-    "megatron-core 0.19 is the first to have it, and nobody has tried it with mrl": (
+    "megatron-core 0.19 is the first to have it, and no one has tried it with mrl": (
         "activation_offload_fraction", "cpu_offloading_retain_pinned_cpu_buffers",
         "delta_offload_bytes_across_pp_ranks", "fine_grained_offloading_max_inflight_offloads",
         "flash_attention_version", "fp8_output_proj", "fused_residual_rmsnorm",
@@ -208,9 +210,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "pipeline_model_parallel_comm_backend", "use_torch_optimizer_for_cpu_offload",
         "pin_cpu_params", "fp8_interval"),
 }  # fmt: skip
-"""Fields that no recipe may set, by the reason."""
+"""Maps a reason to the fields that no recipe may set for that reason."""
 
-NEEDS_ENGINE = (
+NEEDS_TRANSFORMER_ENGINE = (
     "apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func",
     "attention_backend", "cp_comm_type", "deterministic_mode", "disable_parameter_transpose_cache",
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo",
@@ -219,13 +221,13 @@ NEEDS_ENGINE = (
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "cpu_offloading",
     "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_double_buffering",
 )  # fmt: skip
-"""Allowed, and only layers of TransformerEngine have them."""
+"""Allowed fields that only layers of TransformerEngine have."""
 NEEDS_CUDA = (
     "gradient_accumulation_fusion", "fine_grained_activation_offloading", "offload_modules",
     "min_offloaded_tensor_size", "moe_flex_dispatcher_backend", "moe_deepep_num_sms",
     "moe_hybridep_num_sms", "disable_bf16_reduced_precision_matmul", "batch_p2p_sync",
 )  # fmt: skip
-"""Allowed, and without effect, or impossible, on a machine without CUDA."""
+"""Allowed fields that are impossible, or have no effect, on a machine without CUDA."""
 ANYWHERE = (
     # of the model
     "bias_activation_fusion", "bias_dropout_fusion", "activation_func_fp8_input_store",
@@ -244,6 +246,6 @@ ANYWHERE = (
 NEVER_ON = frozenset(
     ("moe_router_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion",
      "gradient_reduce_div_fusion"))  # fmt: skip
-"""Fusions of REFUSED that are always off in mrl, so the value false is accepted."""
-ALLOWED = frozenset((*NEEDS_ENGINE, *NEEDS_CUDA, *ANYWHERE))
+"""Fusions in REFUSED that are always off in mrl. A recipe may set them to false."""
+ALLOWED = frozenset((*NEEDS_TRANSFORMER_ENGINE, *NEEDS_CUDA, *ANYWHERE))
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names}

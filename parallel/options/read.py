@@ -1,7 +1,9 @@
-"""`megatron:` of a recipe: Megatron's options by their own names, read against its dataclasses.
+"""Read Megatron's options in the `megatron:` section of a recipe, and check them against Megatron's
+dataclasses.
 
-A name that is a field of several of them goes to all of these. Values are YAML: a dtype is its torch
-name ("bfloat16"), a member of an enum its name ("flash").
+Options have the names of fields in Megatron. If several dataclasses have a field of that name, the
+field is set in all of them. Values are YAML: a dtype is given by its torch name ("bfloat16"), and a
+member of an enum by its name ("flash").
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from parallel.options.fields import ALLOWED, NEVER_ON, OWNED, REASONS
 
 @dataclasses.dataclass(frozen=True)
 class MegatronOptions:
-    """Arguments for Megatron's dataclasses, beside those that mrl gives."""
+    """Arguments of Megatron's dataclasses that the recipe sets, in addition to those that mrl
+    sets."""
 
     transformer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of TransformerConfig or MLATransformerConfig."""
@@ -36,7 +39,7 @@ class MegatronOptions:
 
     @property
     def recomputes_routers(self) -> bool:
-        """Selective recompute runs the routers a second time in the backward pass."""
+        """Whether selective recompute runs the routers a second time in the backward pass."""
         return self.transformer.get("recompute_granularity") == "selective" and "moe" in (
             self.transformer.get("recompute_modules") or ()
         )
@@ -44,15 +47,17 @@ class MegatronOptions:
 
 Part = Literal["transformer", "ddp", "optimizer"]
 Fields = Mapping[str, Mapping[Part, Any]]
-"""The parts that have a field of this name, with its type."""
+"""Maps the name of a field to its types, one for each dataclass that has the field. A dataclass is
+named as in MegatronOptions."""
 
 
 def read_options(given: Mapping[str, Any]) -> MegatronOptions:
-    """Check each key by itself and sort it to its dataclass. Imports Megatron where anything is given.
+    """Check each option by itself, and assign it to the dataclasses that have the field. Imports
+    Megatron if there are any options.
 
-    Raises InputError, one line: a name that the installed version does not have (with the nearest one
-    that it has), one that another key of the recipe sets, one that mrl refuses, a value of another
-    type.
+    Raises InputError for a name that the installed version does not have (the message suggests the
+    closest name), a name that mrl or another key of the recipe sets, a name that mrl refuses, or a
+    value of the wrong type.
     """
     if not given:
         return MegatronOptions()
@@ -69,7 +74,10 @@ def read_options(given: Mapping[str, Any]) -> MegatronOptions:
 
 @cache
 def installed_fields() -> Fields:
-    """Fields of the installed version's dataclasses; MLATransformerConfig has those of its base."""
+    """Return the fields of Megatron's dataclasses in the installed version.
+
+    TransformerConfig is not read separately, because MLATransformerConfig has all of its fields.
+    """
     found: dict[str, dict[Part, Any]] = {}
     for part, owner in _classes().items():
         hints = typing.get_type_hints(owner)
@@ -79,7 +87,7 @@ def installed_fields() -> Fields:
 
 
 def is_off_by_default(name: str, value: Any) -> bool:
-    """Whether an option turns off something that is off by default in Megatron."""
+    """Return whether an option turns off something that is off by default in Megatron."""
     owners = [owner for owner in _classes().values() if hasattr(owner, name)]
     return value is False and all(getattr(owner, name) is False for owner in owners)
 
@@ -112,8 +120,8 @@ def _check_name(name: str, fields: Fields) -> None:
         raise InputError(f"megatron.{name}: mrl refuses it ({REASONS[name]}); leave it out")
     if name not in ALLOWED:
         raise InputError(
-            f"megatron.{name}: {version} has it, but mrl was not read beside it and cannot say that "
-            "replay, packing and checkpoints survive it; leave it out"
+            f"megatron.{name}: {version} has it, but no one has checked that replay, packing and "
+            "checkpoints of mrl work with it; leave it out"
         )
 
 
@@ -147,7 +155,7 @@ def _convert(value: Any, kind: Any) -> Any:
         items = [_convert(item, arguments[0]) for item in value] if arguments else value
         return tuple(items) if (origin or kind) is tuple else items
     if kind is torch.dtype:
-        names = LONG_NAMES | {"fp16": "float16"}  # of the optimizer's state only
+        names = LONG_NAMES | {"fp16": "float16"}  # only the optimizer's state may be fp16
         name = names.get(value, value) if isinstance(value, str) else ""
         found = getattr(torch, name, None)
         if not isinstance(found, torch.dtype):
@@ -159,7 +167,7 @@ def _convert(value: Any, kind: Any) -> Any:
         return kind[value]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    # `bool` is an `int` to Python, and to no one who writes a recipe.
+    # To Python a `bool` is an `int`, but a recipe must not write one for the other.
     if not isinstance(kind, type) or type(value) is not kind:
         raise _WrongType
     return value

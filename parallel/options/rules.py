@@ -1,8 +1,9 @@
-"""Options under `megatron:` have rules among each other, with the recipe and with the machine."""
+"""Check the options under `megatron:` against each other, against the rest of the recipe and against
+the machine."""
 
 from __future__ import annotations
 
-import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,8 +13,8 @@ import torch
 
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
-from parallel.implementation import Implementation
-from parallel.options.fields import NEEDS_CUDA, NEEDS_ENGINE
+from parallel.implementation import Implementation, can_import
+from parallel.options.fields import NEEDS_CUDA, NEEDS_TRANSFORMER_ENGINE
 from parallel.options.read import installed_fields, is_off_by_default
 
 SWITCHES: dict[str, tuple[str, ...]] = {
@@ -32,7 +33,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
         "cpu_offloading_num_layers", "cpu_offloading_activations",
         "cpu_offloading_double_buffering"),
 }  # fmt: skip
-"""Options that do nothing unless another one is on."""
+"""Maps an option to other options that do nothing unless it is on."""
 NEED_DISTRIBUTED = (
     "overlap_param_gather", "use_precision_aware_optimizer", "reduce_scatter_with_fp32_accumulation",
 )  # fmt: skip
@@ -42,35 +43,38 @@ STATE_DTYPES = {
     "exp_avg_dtype": MOMENT_DTYPES,
     "exp_avg_sq_dtype": MOMENT_DTYPES,
 }
-"""What TransformerEngine's FusedAdam can keep; uint8 is fp8 with one scale a tensor."""
+"""The dtypes in which TransformerEngine's FusedAdam can keep its state; uint8 is fp8 with a scale."""
 KEEP_BITS = ("recompute_granularity", "recompute_modules", "deallocate_pipeline_outputs",
              "clone_scatter_output_in_embedding", "microbatch_group_size_per_vp_stage",
              "overlap_p2p_comm_warmup_flush", "batch_p2p_sync")  # fmt: skip
-"""Options of the model under which each token keeps its bits in the forward pass."""
-OF_ENGINES_EXPERTS = ("expert_fc1", "moe_act")
-"""Values of `offload_modules` that only TransformerEngine's grouped experts (`TEGroupedMLP`) move."""
+"""Options of the model that do not change any bit of its forward pass."""
+TRANSFORMER_ENGINE_OFFLOADS = ("expert_fc1", "moe_act")
+"""Values of `offload_modules` that only TransformerEngine's grouped experts (`TEGroupedMLP`)
+support."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the options are judged against."""
+    """The settings of the recipe and the model, and the implementation of the layers, against which
+    the options are checked."""
 
     dims: ParallelDims
     implementation: Implementation
     dtype: torch.dtype
     distributed_optimizer: bool
     recompute: bool
-    """`train.recompute`."""
+    """The recipe's `train.recompute`."""
     replays_order: bool
-    """`moe.replay` asks for the order of the experts."""
+    """Whether `moe.replay` asks for the order of the experts."""
     true_on_policy: bool
     has_shared_experts: bool
 
 
 def check_rules(given: Mapping[str, Any], around: Surroundings) -> None:
-    """`given` as the recipe has it, each key read by itself. Raises InputError, one line.
+    """Raise InputError, in one line, if the options break a rule.
 
-    An option that turns off something that is off anyway is always accepted.
+    `given` holds the options as they are in the recipe; `read_options` must have checked each of
+    them by itself. An option that turns off something that is off by default is always accepted.
     """
     given = {name: value for name, value in given.items() if not is_off_by_default(name, value)}
     for name in given:
@@ -96,7 +100,7 @@ def check_rules(given: Mapping[str, Any], around: Surroundings) -> None:
 
 def _check_machine(name: str, value: Any, around: Surroundings) -> None:
     where = f"megatron.{name} is {value!r}, but"
-    if name in NEEDS_ENGINE and around.implementation != "transformer_engine":
+    if name in NEEDS_TRANSFORMER_ENGINE and around.implementation != "transformer_engine":
         raise InputError(
             f"{where} only layers of TransformerEngine have it, and these are {around.implementation}; "
             "leave it out, or train with transformer-engine on a GPU"
@@ -106,7 +110,7 @@ def _check_machine(name: str, value: Any, around: Surroundings) -> None:
     if (
         name == "gradient_accumulation_fusion"
         and value
-        and not _has("fused_weight_gradient_mlp_cuda")
+        and not can_import("fused_weight_gradient_mlp_cuda")
     ):
         raise InputError(
             f"{where} the module fused_weight_gradient_mlp_cuda is not installed; build NVIDIA's apex "
@@ -247,14 +251,14 @@ def _check_model(given: Mapping[str, Any], around: Surroundings) -> None:
 
 
 def _check_activations(given: Mapping[str, Any], around: Surroundings) -> None:
-    """What is to be kept of a pass in 8 bits, or on the host."""
+    """Raise InputError for impossible options that keep activations in 8 bits or on the host."""
     fuses = given.get("bias_activation_fusion", torch.cuda.is_available())
     if given.get("activation_func_fp8_input_store") and not fuses:
         raise InputError(
             "megatron.activation_func_fp8_input_store is true, but only the fused SwiGLU does that; "
             "add bias_activation_fusion=true (the default with CUDA), or leave it out"
         )
-    of_engine = [n for n in given.get("offload_modules") or () if n in OF_ENGINES_EXPERTS]
+    of_engine = [n for n in given.get("offload_modules") or () if n in TRANSFORMER_ENGINE_OFFLOADS]
     if of_engine and around.implementation != "transformer_engine":
         raise InputError(
             f"megatron.offload_modules has {', '.join(of_engine)}, but only TransformerEngine's "
@@ -265,24 +269,15 @@ def _check_activations(given: Mapping[str, Any], around: Surroundings) -> None:
 
 @cache
 def fused_adam_keeps_dtypes() -> bool:
-    """TransformerEngine is installed, and its Adam takes the dtypes of its state."""
+    """Return whether TransformerEngine is installed and its FusedAdam lets the caller choose the
+    dtypes of the optimizer state."""
     try:
-        import inspect
-
         from transformer_engine.pytorch.optimizers import (  # pyright: ignore[reportMissingImports]
             FusedAdam,
         )
-    except Exception:  # a broken TransformerEngine raises what it likes
+    except Exception:  # a broken TransformerEngine may raise anything
         return False
     return "exp_avg_dtype" in inspect.signature(FusedAdam).parameters
-
-
-def _has(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except Exception:  # a broken one raises what it likes
-        return False
-    return True
 
 
 def _dtype(dtype: torch.dtype) -> str:

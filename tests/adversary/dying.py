@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 
 from mrl.cli import main
-from mrl.rollout.base import Completion
-from mrl.rollout.sglang.engine import Engine
-from mrl.rollout.sglang.host import Host
-from mrl.rollout.sglang.served import Served
+from mrl.engines.base import Completion
+from mrl.engines.sglang.connection import ServerConnection
+from mrl.engines.sglang.endpoint import SGLangEndpoint
+from mrl.engines.sglang.engine import Engine
+from mrl.engines.sglang.server import SGLangServer
 from mrl.types import WeightBucket
 
 __all__ = ["Engine"]
@@ -40,10 +41,11 @@ BOUNDARIES = {
 _counts: dict[str, int] = {}
 
 
-def at(boundary: str, host: Host) -> None:
+def at(boundary: str, connection: ServerConnection) -> None:
     """Kill the engine where its time has come."""
     wanted, number, mark = os.environ[VARIABLE].split(":", 2)
-    if boundary != wanted or host.process_id is None:
+    process_id = connection.process.pid
+    if boundary != wanted or process_id is None:
         return
     _counts[boundary] = _counts.get(boundary, 0) + 1
     if _counts[boundary] < int(number):
@@ -52,7 +54,7 @@ def at(boundary: str, host: Host) -> None:
         Path(mark).touch(exist_ok=False)
     except FileExistsError:
         return
-    server = psutil.Process(host.process_id)
+    server = psutil.Process(process_id)
     for each in (server, *server.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
@@ -60,49 +62,52 @@ def at(boundary: str, host: Host) -> None:
 
 def plant() -> None:
     """Look at every boundary, in this process and in those that are forked from it."""
-    warm_up, wake, sleep = Host._warm_up, Host.wake, Host.sleep
-    update, generate = Served.update_weights, Served.generate
+    warm_up, wake, sleep = SGLangServer._warm_up, SGLangServer.wake, SGLangServer.sleep
+    update, generate = SGLangEndpoint.update_weights, SGLangEndpoint.generate
 
-    def warmed_up(self: Host) -> None:
-        at("started", self)
+    def warmed_up(self: SGLangServer) -> None:
+        at("started", self.connection)
         warm_up(self)
 
-    def woken(self: Host, *args: Any, **more: Any) -> None:
-        at("wake", self)
+    def woken(self: SGLangServer, *args: Any, **more: Any) -> None:
+        at("wake", self.connection)
         wake(self, *args, **more)
-        at("awake", self)
+        at("awake", self.connection)
 
-    def put_to_sleep(self: Host, *args: Any, **more: Any) -> None:
-        at("sleep", self)
+    def put_to_sleep(self: SGLangServer, *args: Any, **more: Any) -> None:
+        at("sleep", self.connection)
         sleep(self, *args, **more)
-        at("asleep", self)
+        at("asleep", self.connection)
 
-    def watched(buckets: Iterable[WeightBucket], host: Host) -> Iterator[WeightBucket]:
+    def watched(
+        buckets: Iterable[WeightBucket], connection: ServerConnection
+    ) -> Iterator[WeightBucket]:
         for number, bucket in enumerate(buckets):
             if number:
-                at("within sync", host)
+                at("within sync", connection)
             yield bucket
             if not number:
-                at("within sync", host)
+                at("within sync", connection)
 
-    def updated(self: Served, buckets: Iterable[WeightBucket], version: int) -> Any:
-        at("sync", self._host)
-        report = update(self, watched(buckets, self._host), version)
-        at("synced", self._host)
+    def updated(self: SGLangEndpoint, buckets: Iterable[WeightBucket], version: int) -> Any:
+        at("sync", self._core.connection)
+        report = update(self, watched(buckets, self._core.connection), version)
+        at("synced", self._core.connection)
         return report
 
-    def generated(self: Served, *args: Any, **more: Any) -> Iterator[Completion]:
-        at("generate", self._host)
+    def generated(self: SGLangEndpoint, *args: Any, **more: Any) -> Iterator[Completion]:
+        at("generate", self._core.connection)
         return completions(self, generate(self, *args, **more))
 
-    def completions(self: Served, found: Iterator[Completion]) -> Iterator[Completion]:
+    def completions(self: SGLangEndpoint, found: Iterator[Completion]) -> Iterator[Completion]:
         for number, each in enumerate(found):
             yield each
             if not number:
-                at("generating", self._host)
+                at("generating", self._core.connection)
 
-    Host._warm_up, Host.wake, Host.sleep = warmed_up, woken, put_to_sleep  # pyright: ignore
-    Served.update_weights, Served.generate = updated, generated  # pyright: ignore
+    SGLangServer._warm_up = warmed_up  # pyright: ignore
+    SGLangServer.wake, SGLangServer.sleep = woken, put_to_sleep  # pyright: ignore
+    SGLangEndpoint.update_weights, SGLangEndpoint.generate = updated, generated  # pyright: ignore
 
 
 if VARIABLE in os.environ:

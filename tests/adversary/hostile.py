@@ -16,8 +16,8 @@ from typing import Any
 
 from mrl.client import ServiceClient
 from mrl.errors import InputError, RunFailed
-from mrl.tenants.client import NobodyListens
-from mrl.tenants.sockets import connect_unix
+from mrl.service.client import NobodyListens
+from mrl.service.sockets import connect_unix
 from tests.adversary.honest import CONTEXT_LEN
 from tests.tenants import malformed
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout import load_engine
-from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from mrl.engines import load_engine
+from mrl.engines.base import Completion, EngineConfig, Request, RolloutEngine, SamplingParams
 from mrl.toy_model import write_toy_model
 from tests.release import release
 
@@ -44,10 +44,11 @@ def started(model: Path, folder: Path, **config: Any) -> RolloutEngine:
         "start_timeout_s": 240.0,
     }
     engine = load_engine("sglang")(
-        model=ModelConfig(path=str(model), dtype="float32"),
-        config=RolloutConfig.model_validate({**settings, **config}),
-        log_path=folder / "engine.log",
-        gpu_ids=(),
+        EngineConfig(
+            model=ModelConfig(path=str(model), dtype="float32"),
+            rollout=RolloutConfig.model_validate({**settings, **config}),
+            log_path=folder / "engine.log",
+        )
     )
     engine.start()
     return engine
@@ -74,14 +75,14 @@ def check_lengths(engine: RolloutEngine, limit: int, reach: int) -> None:
     before, pairs = engine.process_id, lengths_around(limit, reach)
     fits = [(p, m) for p, m in pairs if p + m <= limit]
     requests = [request(f"{p}+{m}", p, exactly(m)) for p, m in fits]
-    found = {each.request_id: each for each in engine.generate(requests)}
+    found = {each.request_id: each for each in engine.endpoint.generate(requests)}
     for p, m in fits:
         answer = found[f"{p}+{m}"]
         assert (len(answer.output_ids), answer.finish_reason) == (m, "length"), (p, m)
     for p, m in pairs:
         if p + m > limit:
             with pytest.raises(ValueError, match=f"{p}[ +].*{limit}|{limit}.*{p}"):
-                list(engine.generate([request("long", p, exactly(m))]))
+                list(engine.endpoint.generate([request("long", p, exactly(m))]))
     assert engine.process_id == before
 
 
@@ -113,7 +114,7 @@ def longest(engine: RolloutEngine) -> int:
     """Return the most tokens, prompt and answer, that the engine takes."""
     for total in range(CONTEXT_LEN + 1, 1, -1):
         try:
-            list(engine.generate([request("probe", 1, exactly(total - 1))]))
+            list(engine.endpoint.generate([request("probe", 1, exactly(total - 1))]))
         except ValueError:
             continue
         return total
@@ -152,7 +153,7 @@ def test_no_sampling_costs_the_engine_or_changes_the_answer_of_another(
         arguments = wild_sampling(random.Random(number))
         try:
             wild = request("wild", 1 + number % 8, SamplingParams(**arguments), number)
-            found = engine.generate([request("mate", 9, exactly(12), 5), wild])
+            found = engine.endpoint.generate([request("mate", 9, exactly(12), 5), wild])
             answers = {each.request_id: each for each in found}
         except ValueError:
             continue

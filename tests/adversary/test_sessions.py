@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import InputError
-from mrl.tenants.sessions.bodies import Body, Bounds, SampleBody, read_body
+from mrl.service.sessions.bodies import Body, Bounds, SampleBody, read_body
 from tests.adversary.hostile import CONTEXT_LEN, MODEL_VOCAB, operation
 from tests.adversary.sessions import run
 

@@ -62,7 +62,7 @@ def test_what_makes_sense_passes(given) -> None:
         ({"kl_target": 0.1}, "kl_target is 0.1, but algorithm.kl_coef is 0"),
         (
             {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3+"},
-            "kl_estimator is k3+, which differs in its gradient",
+            "kl_estimator is k3+, which changes only the gradient",
         ),
         ({"kl_estimator": "k1"}, "kl_estimator is k1, but algorithm.kl_coef is 0"),
         (
@@ -73,6 +73,10 @@ def test_what_makes_sense_passes(given) -> None:
         ({"name": "ppo", "advantage_eps": 0.1}, "advantage_eps is 0.1, but ppo does not read it"),
         ({"name": "ppo", "lam": 1.5}, "lam is 1.5, expected 0 to 1"),
         ({"name": "ppo", "lam": 0.9, "lam_alpha": 0.1}, "lam_alpha is 0.1, but lam is 0.9"),
+        (
+            {"name": "ppo", "lam_alpha": 0.1},
+            "lam_alpha is 0.1, but lam is 0.95 (the published lam of ppo); set lam to adaptive",
+        ),
         ({"masks": [{"name": "opsm"}]}, "opsm: got low None, high None, expected high alone"),
         (
             {"masks": [{"name": "dppo", "high": 2}]},
@@ -80,7 +84,7 @@ def test_what_makes_sense_passes(given) -> None:
         ),
         (
             {"masks": [{"name": "token_mask", "low": 1.2}]},
-            "token_mask: got the range [1.2, 5], expected one around 1",
+            "token_mask: got the range [1.2, 5], expected a range that contains 1",
         ),
         ({"masks": [{"name": "token_mask"}, {"name": "token_mask"}]}, "token_mask twice"),
         (

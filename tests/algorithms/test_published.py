@@ -93,5 +93,5 @@ def test_a_recipe_says_what_it_is() -> None:
         assert "DPPO" not in describe(AlgorithmConfig(**DPPO | other))
     assert "trains as gspo does" in describe(AlgorithmConfig(name="gspo_token"))
     turns = AlgorithmConfig(name="gspo_token", turn_rewards=True)
-    assert describe(turns) == "gspo_token, rewards at their turns"
+    assert describe(turns) == "gspo_token, rewards credited to their turns"
     assert describe(AlgorithmConfig()) == "gspo"

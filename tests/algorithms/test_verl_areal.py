@@ -16,11 +16,10 @@ from torch import Tensor
 from mrl.algorithms import gae, load_algorithm
 from mrl.algorithms.a3po import proximal_logprobs
 from mrl.config import AlgorithmConfig, MaskConfig
-from mrl.learn.advantages import set_reward_advantages
+from mrl.learn.advantages import compare_rewards
 from mrl.types import MicroBatch
 from tests.algorithms.others import folder, functions
 from tests.algorithms.test_published import DPPO
-from tests.sample_groups import group, sample
 
 pytestmark = pytest.mark.release
 LENGTHS = (7, 12, 3, 12, 9, 1)
@@ -161,10 +160,9 @@ def test_reinforce_pp(verl, name) -> None:
     else:
         compute = verl.compute_reinforce_plus_plus_baseline_outcome_advantage
         theirs, _ = compute(at_end.double(), full, index=[0, 0, 0, 1, 1, 1])
-    groups = [group(rewards[:3], 0, *map(sample, LENGTHS[:3]))]
-    groups += [group(rewards[3:], 1, *map(sample, LENGTHS[3:]))]
-    set_reward_advantages(groups, torch.tensor(LENGTHS), load_algorithm(name), config, T)
-    ours = torch.cat([g.advantages for g in groups if g.advantages is not None])[:, None] * full
+    of_groups = [torch.tensor(rewards[:3]), torch.tensor(rewards[3:])]
+    advantages = compare_rewards(of_groups, torch.tensor(LENGTHS), load_algorithm(name), config)
+    ours = advantages[:, None] * full
     n, kept = sum(LENGTHS), full.bool()
     ratio = theirs[kept] / ours.double()[kept]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-5, atol=0)

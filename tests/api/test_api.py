@@ -77,7 +77,7 @@ def test_bad_input_is_an_exception(recipe, overrides, reason):
 def test_what_is_no_callback_is_refused():
     for wrong in (print, mrl.Callback):
         with pytest.raises(
-            mrl.InputError, match=r"callbacks\[0\]: .* no object with a method on_step"
+            mrl.InputError, match=r"callbacks\[0\]: .* is not an object with a method on_step"
         ):
             mrl.train(TOY_RECIPE, callbacks=[wrong])  # type: ignore[list-item]
 

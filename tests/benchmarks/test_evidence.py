@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import optimizer_step
 from benchmarks.evidence import __main__ as evidence
 from benchmarks.evidence import result as results
 from benchmarks.evidence import staleness
 from benchmarks.evidence.catalog import BY_NAME, TARGETS, chosen, target_of
 from benchmarks.evidence.digest import ROOT, definitions, digest, matches, measured_files
 from benchmarks.evidence.staleness import PAGE, RESULTS, files_at, marked, states
+from studies import optimizer_step
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 IN_WORDS = {
@@ -54,7 +54,9 @@ def test_every_target_measures_files_that_exist(target) -> None:
 
 def test_every_makefile_target_of_evidence_is_in_the_catalog() -> None:
     recipes = re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", MAKEFILE, flags=re.M)
-    started = {name: re.findall(r"-m (benchmarks\.\w+)", lines) for name, lines in recipes}
+    started = {
+        name: re.findall(r"-m ((?:benchmarks|studies)\.\w+)", lines) for name, lines in recipes
+    }
     assert started.pop("evidence") == ["benchmarks.evidence"]
     assert started.pop("compat") == ["benchmarks.compat"]  # reads other releases, measures nothing
     for name, modules in started.items():
@@ -281,7 +283,7 @@ def test_unknown_names_are_refused(monkeypatch, capsys) -> None:
     with pytest.raises(ValueError, match="got x;"):
         chosen(["x", "layouts"])
     assert [target.name for target in chosen(["rollout-bench", "layouts"])] == [
-        *("layouts", "throughput", "weight_sync", "route_wire", "replay_overhead", "long_tail")
+        *("layouts", "throughput", "weight_sync", "route_wire", "replay_overhead")
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_lane import catalog, engine_parts, facts, parts, run, suites
-from mrl.rollout.sglang.arguments import check_server_args
+from mrl.engines.sglang.arguments import check_server_args
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def test_an_engine_that_does_not_start_says_so_before_its_part_is_killed(
     monkeypatch.setattr(engine_parts, "model_folder", lambda folder, device: toy)
     (tmp_path / "state.json").write_text(json.dumps({"sync": {"limit_s": 50.0}}))
     bench = engine_parts.Bench("sync", tmp_path, device, routes=True)
-    assert bench.engine.config.start_timeout_s == 40
+    assert bench.engine.core.config.start_timeout_s == 40
 
 
 def test_the_engines_arguments_are_those_of_the_installed_sglang(monkeypatch) -> None:

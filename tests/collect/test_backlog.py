@@ -17,7 +17,6 @@ from mrl.collect.backlog import (
     Backlog,
     Started,
     StepPrompts,
-    choose_prompts,
     left_over,
     older_tokens,
 )
@@ -250,7 +249,7 @@ def test_engines_that_over_sample_nothing_are_refused() -> None:
 def test_a_prompt_drawn_twice_is_not_the_same_samples_twice() -> None:
     config = RolloutConfig(max_response_len=8, prompts_per_step=3)
     first, second = make_prompts(2)
-    started = choose_prompts([], lambda n: [first, second, first][:n], config, 7).started
+    started = Backlog(config).begin_step(lambda n: [first, second, first][:n], 7).started
     assert len({(one.group.prompt.prompt_id, one.seed) for one in started}) == 3
 
 

@@ -7,7 +7,7 @@ import torch
 
 from moe.trace import join_traces
 from mrl.collect.conversation import Conversation
-from mrl.rollout.base import Completion
+from mrl.engines.base import Completion
 from mrl.sampling_mask import SamplingMask
 from mrl.types import RoutingTrace, VersionSpan
 

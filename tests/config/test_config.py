@@ -68,7 +68,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ),
         ("moe.routing_replay=r4", "'off', 'r2' or 'r3', got 'r4'"),
         ("train.num_steps=2.5", "train.num_steps: Input should be a valid integer"),
-        ("algorithm.name=3", "algorithm.name: expected a text, got 3"),
+        ("algorithm.name=3", "algorithm.name: expected text, got 3"),
         ("optimizer=3", "optimizer: expected a mapping of keys, such as optimizer.lr, got 3"),
         (
             "algorithm=grpo",
@@ -77,7 +77,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ("data=a.jsonl", "data: expected a mapping of keys; did you mean data.path, got 'a.jsonl'"),
         ("reward=5", "reward: expected the name of a reward, or a list of rewards, got 5"),
         ("profile.steps=ten", "profile.steps: expected a list, got 'ten'"),
-        ("output_dir=", "output_dir: empty, and required; give a value"),
+        ("output_dir=", "output_dir: empty, but required; give a value"),
         ("output_dir=''", "output_dir: String should have at least 1 character"),
         ("reward.x=3", "reward is a value, not a branch"),
         ("noequals", "expected key=value"),
@@ -148,8 +148,8 @@ def test_unreadable_recipes(tmp_path):
         (b"- 1\n", "expected a mapping of keys, got list"),
         (b"", "expected a mapping of keys, got NoneType"),
         (b"seed: 1\n", "model: required, and not given"),
-        (b"a: 1\nseed: 1\nb:\n  c: 1\nseed: 2\n", "the key 'seed' stands twice, in lines 2 and 5"),
-        (b"rollout: {top_k: 2, top_k: 3}\n", "the key 'top_k' stands twice in line 1"),
+        (b"a: 1\nseed: 1\nb:\n  c: 1\nseed: 2\n", "the key 'seed' occurs twice, in lines 2 and 5"),
+        (b"rollout: {top_k: 2, top_k: 3}\n", "the key 'top_k' occurs twice in line 1"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):
@@ -159,7 +159,7 @@ def test_unreadable_recipes(tmp_path):
 def test_a_key_twice_in_an_override_is_refused() -> None:
     for item in ("rollout={top_k: 2, top_k: 3}", "a.b={x: {y: 1, y: 2}}"):
         with pytest.raises(
-            InputError, match=r"^override '.*': the key '.*' stands twice in line 1"
+            InputError, match=r"^override '.*': the key '.*' occurs twice in line 1"
         ):
             recipe_of({}, [item], "recipe")
 
@@ -184,7 +184,7 @@ def test_an_empty_key_is_said_to_be_empty(tmp_path):
     }
     assert {key.name for key in sections} | inner == set(EXAMPLES)
     for key in ("model.path", "rollout.max_response_len", "output_dir"):
-        assert f"{key}: empty, and required; give a value, for example {key}: " in str(caught.value)
+        assert f"{key}: empty, but required; give a value, for example {key}: " in str(caught.value)
     assert "data: give data.path or data.sources; neither is given;" in str(caught.value)
     assert "None" not in str(caught.value)
     tree = (

@@ -58,7 +58,7 @@ def test_files_in_a_list_are_found_from_the_recipe(tmp_path):
         ("[{wieght: 1, name: a}]", "unknown key 'reward.0.wieght'"),
         ("[{name: a, weight: x}]", "reward.0.weight: Input should be a valid number"),
         ("[{weight: 1}]", "reward.0"),
-        ("[a, {path: 'x.py:a'}]", "the name a stands twice"),
+        ("[a, {path: 'x.py:a'}]", "the name a occurs twice"),
         ("[{name: 'a b'}]", "reward.0.name: String should match pattern"),
     ],
 )

@@ -18,8 +18,8 @@ MINIMAL = "model: {path: m}\noutput_dir: service\n"
     ("override", "says"),
     [
         ("parallel.tp_size=2", "did you mean 'parallel.tensor_model_parallel_size'"),
-        ("rollout.temperature=1", "a key of each tenant's recipe"),
-        ("reward=first_char", "a key of each tenant's recipe"),
+        ("rollout.temperature=1", "a key of a tenant's recipe"),
+        ("reward=first_char", "a key of a tenant's recipe"),
         ("lora.max_rnk=3", "did you mean 'lora.max_rank'"),
         ("lora.experts=[some]", "lora.experts.0: Input should be 'none', 'shared_outer'"),
         ("control.tcp=70000", "control.tcp"),

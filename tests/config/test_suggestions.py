@@ -10,7 +10,7 @@ import pytest
 from mrl.algorithms import list_algorithms
 from mrl.cli import main
 from mrl.config import load_recipe
-from mrl.config.foreign import ALGORITHMS, FOREIGN, of_algorithm
+from mrl.config.foreign import ALGORITHMS, FOREIGN, advice_for_algorithm
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
 from mrl.preflight.check import _read_algorithm
@@ -99,7 +99,9 @@ def test_algorithms_of_other_frameworks(name):
     recipe = load_recipe(TOY, [f"algorithm.name={name}"])
     with pytest.raises(InputError, match=f"algorithm.name '{re.escape(name)}'") as caught:
         _read_algorithm(recipe.algorithm)
-    assert of_algorithm(name) in str(caught.value) or "did you mean 'dr_grpo'" in str(caught.value)
+    assert advice_for_algorithm(name) in str(caught.value) or "did you mean 'dr_grpo'" in str(
+        caught.value
+    )
 
 
 def test_no_algorithm_of_ours_is_said_to_be_another_frameworks():

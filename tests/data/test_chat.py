@@ -63,7 +63,10 @@ THINKING = CHAT_TEMPLATE.replace(
         (CHAT_TEMPLATE, None),
         (THINKING, None),
         (None, "there is none"),
-        (CHAT_TEMPLATE.replace("<|im_end|>", "{% if loop.last %}!{% endif %}"), "goes on with"),
+        (
+            CHAT_TEMPLATE.replace("<|im_end|>", "{% if loop.last %}!{% endif %}"),
+            "but continues with",
+        ),
         (CHAT_TEMPLATE.replace("message['content']", "message['content'][:3]"), "exactly once"),
         (CHAT_TEMPLATE.replace("<|im_end|>", " <|im_end|>"), "followed by ' ', expected a token"),
         (CHAT_TEMPLATE.replace("<|im_end|>", ""), "expected a token that ends a generation"),

@@ -198,7 +198,7 @@ def test_a_source_takes_several_rewards(write, chat_tokenizer):
     assert [len({each.source_name for each in found}), config.has_all_rewards] == [3, False]
     assert [isinstance(each, str) for each in config.rewards.values()] == [False, True]
     twice = [several[0], several[0]]
-    with pytest.raises(ValueError, match="the name first_char stands twice"):
+    with pytest.raises(ValueError, match="the name first_char occurs twice"):
         DataConfig.model_validate({"sources": [{"path": "a", "reward": twice}]})
     (alone,) = read_prompts(DataConfig(path=path), chat_tokenizer, max_prompt_len=99)
     assert alone.source_name is None
@@ -217,7 +217,7 @@ def test_a_source_takes_several_rewards(write, chat_tokenizer):
             {"sources": [{"path": "a", "name": "x"}, {"path": "b", "name": "x"}]},
             "expected each once",
         ),
-        ({"path": "a", "chat_template_kwargs": {"tools": []}}, "mrl gives 'tools' itself"),
+        ({"path": "a", "chat_template_kwargs": {"tools": []}}, "mrl sets 'tools' itself"),
     ],
 )
 def test_a_wrong_config_is_refused(config, reason):
@@ -238,7 +238,7 @@ def test_a_role_that_nobody_knows_is_named(write, chat_tokenizer, monkeypatch):
 
 
 def test_pairs_of_preferences_are_no_prompts():
-    with pytest.raises(InputError, match="this row has chosen, rejected: pairs of preferences"):
+    with pytest.raises(InputError, match="this row has chosen, rejected: preference pairs"):
         form({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]})
     assert form({"prompt": "a", "chosen": "b", "rejected": "c"}).columns == {
         "chosen": "b",

@@ -10,7 +10,7 @@ import torch
 from mrl.diagnosis.mismatch import effective_share, gap_statistics, mismatch_statistics
 from mrl.system.histogram import log_histogram, quantile
 from mrl.types import Max, Mean, MicroBatch, Statistics
-from parallel.forward import PassOutput
+from parallel.pass_output import PassOutput
 from parallel.reduce import merge
 
 

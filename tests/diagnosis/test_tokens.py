@@ -79,8 +79,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_tokens(path)
 
 
-@pytest.mark.parametrize(("tensor", "number", "word"), [("later", None, "has later; another mrl"),
-                         (None, "beta", "has beta; another mrl"),
+@pytest.mark.parametrize(("tensor", "number", "word"),
+                         [("later", None, "has later, which this version"),
+                         (None, "beta", "has beta, which this version"),
                          (None, None, "lacks temperature")])  # fmt: skip
 def test_a_record_of_another_version_is_refused_in_a_line(
     tensor: str | None, number: str | None, word: str, tmp_path: Path

@@ -88,7 +88,7 @@ def test_a_step_that_died_is_explained_from_its_record(
     assert "step 4 has no numbers in metrics.jsonl" in shown
     assert "diagnosis: not_finite: 1 of " in shown
     assert "in samples 5" in shown
-    assert shown.splitlines()[-1].startswith("next: the update was refused")
+    assert shown.splitlines()[-1].startswith("next: the update did not happen")
 
 
 def test_what_to_do_does_not_ask_for_what_is_done(run: RunFolder) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mrl.disaggregated.staging import Staging
-from mrl.rollout.base import Completion, PauseMode, Request, SyncReport
-from mrl.rollout.sglang import engine as sglang
+from mrl.engines.base import Completion, EngineConfig, PauseMode, Request, SyncReport
+from mrl.engines.sglang.server import SGLangServer
 from mrl.types import WeightBucket
+from mrl.weight_sync.staging import Staging
 
 WORKER = ("lease", "receive", "update", "answer")
 """The worker dies when it has a lease, while weights come, before it loads them, before it delivers."""
@@ -38,7 +38,7 @@ _room = Staging.room
 
 
 def _dying_room(self: Staging, header: Any) -> Tensor:
-    if self._coming >= 2:
+    if self._arriving >= 2:
         _die_at("receive")
     return _room(self, header)
 
@@ -47,22 +47,32 @@ if "MRL_DIES" in os.environ:  # in a worker, and not in the tests that import th
     Staging.room = _dying_room
 
 
-class Engine(sglang.Engine):
-    """Is a healthy engine until version 2 comes, and after its death."""
+class Engine(SGLangServer):
+    """A healthy engine until version 2 comes, and after its death. It is its own endpoint."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._healthy = self.endpoint
+        self.endpoint = self  # pyright: ignore[reportAttributeAccessIssue]
+        self.sequence_logprobs, self.abort = self._healthy.sequence_logprobs, self._healthy.abort
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._healthy.weight_version
 
     def update_weights(self, buckets: Iterable[WeightBucket], version: int) -> SyncReport:
         if version >= 2:
             _die_at("update")
-        if self.served.flights.is_paused:
+        if self._healthy.in_flight.is_paused:
             _die_at("paused", self.process_id)
-        return super().update_weights(buckets, version)
+        return self._healthy.update_weights(buckets, version)
 
     def generate(self, requests: Sequence[Request], **options: Any) -> Iterator[Completion]:
         is_due = (self.weight_version or 0) >= 2
         if is_due:
             _die_at("lease")
             _die_at(ALWAYS, self.process_id)
-        yield from super().generate(requests, **options)
+        yield from self._healthy.generate(requests, **options)
         if is_due:
             _die_at("answer")
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +19,23 @@ from typing import Any, cast
 
 import torch
 
-from mrl.collect.live import LiveCollector
-from mrl.collect.rounds import RoundCollector
+from mrl.collect.backlog import StepPrompts
+from mrl.collect.collector import Collector
+from mrl.collect.prompts import PromptSupply, SynchronousSteps
 from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe, load_recipe
 from mrl.data import Source
-from mrl.disaggregated.collector import DisaggregatedCollector
-from mrl.disaggregated.free_collector import FreeCollector
-from mrl.disaggregated.leasing import Leasing
-from mrl.disaggregated.work import Delivered, Result, Work
+from mrl.engine_pool.remote.lease_schedule import LeaseSchedule
+from mrl.engine_pool.remote.messages import (
+    Delivered,
+    FinishedGroup,
+    FinishedSample,
+    LeasedGroup,
+    Work,
+)
+from mrl.engine_pool.remote.steps import make_remote_collector
 from mrl.run.pending_prompts import PARTIAL, read_pending
-from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.run.rollouts import encode_groups
 from mrl.system.clock import Clock
 from mrl.types import SampleGroup, VersionSpan
 from tests.sample_groups import prompt, sample
@@ -61,20 +67,20 @@ class _Server:
     """Delivers works by a fixed schedule as soon as they are assigned."""
 
     def __init__(self) -> None:
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, dict[int, Delivered]] = {}
 
     def new_id(self) -> int:
         return len(self._results)
 
     def assign(self, work: Work) -> None:
         groups = [scored(grown(one.group, work.version)) for one in work.started]
-        self._results[work.work_id] = Result({0: Delivered(groups[: work.num_wanted], 1)})
+        self._results[work.work_id] = {0: Delivered(groups[: work.num_wanted], 1)}
 
     def put(self, delivered: Delivered) -> int:
-        self._results[number := self.new_id()] = Result({0: delivered})
+        self._results[number := self.new_id()] = {0: delivered}
         return number
 
-    def peek(self, work_id: int) -> Result:
+    def peek(self, work_id: int) -> dict[int, Delivered]:
         return self._results[work_id]
 
     take = peek
@@ -92,41 +98,56 @@ class _Server:
 class _Leases(_Server):
     """Two engines that ran freely: each lease is done at a random time, by weights of that time."""
 
-    def __init__(self, recipe: Recipe, collector: RoundCollector, rng: random.Random) -> None:
+    def __init__(self, recipe: Recipe, collector: Collector, rng: random.Random) -> None:
         super().__init__()
-        self._leasing = Leasing(recipe, collector.prompt_queue.next, self._send)
-        self._held: list[tuple[int, str, SampleGroup]] = []
+        self.leases = LeaseSchedule(recipe, collector.supply.draw)
+        self._held: list[LeasedGroup] = []
         self._rng = rng
         for engine in range(2):
-            self._leasing.join(engine, 1, 0.0)
-
-    def _send(self, engine: int, message: dict[str, Any], body: bytes) -> None:
-        (group,) = decode_groups(body)
-        self._held.append((engine, message["lease_id"], group))
+            self.leases.joined(engine)
 
     @contextmanager
-    def paused(self) -> Iterator[Leasing]:
-        yield self._leasing
+    def paused(self) -> Iterator[LeaseSchedule]:
+        yield self.leases
 
-    def start_leases(self, step: int) -> None:
-        ledger = self._leasing.ledger
-        ledger.step = max(ledger.step, step)
-
-    def wait_for_batch(self, step: int) -> Delivered:
+    def wait_until(self, take: Callable[[LeaseSchedule], Delivered | None], step: int) -> Delivered:
         for engine in range(2):
-            self._leasing.give(engine, step)
-            self._leasing.ask(engine, step, 6)
-        while (batch := self._leasing.take(step)) is None:
-            engine, lease_id, group = self._held.pop(self._rng.randrange(len(self._held)))
-            lease = self._leasing.ledger.find(lease_id)
+            self.leases.sent(engine, step)
+            self.leases.ask(engine, step, 6)
+        while (batch := take(self.leases)) is None:
+            self._take_messages()
+            held = self._held.pop(self._rng.randrange(len(self._held)))
+            lease = self.leases.ledger.leases.get(held.lease_id)
             assert lease is not None
-            self._leasing.finish(lease_id, scored(grown(group, lease.version)), 1)
-        for _, lease_id, group in self._held[:2]:  # their first samples are whole, the rest is not
+            whole = scored(grown(held.group, lease.version))
+            self.leases.finish(FinishedGroup(held.lease_id, whole, 1))
+        self._take_messages()
+        for held in self._held[:2]:  # their first samples are whole, the rest is not
+            group = held.group
             if group.samples[0].finish_reason == PARTIAL and len(group.samples) > 1:
-                version = cast(Any, self._leasing.ledger.find(lease_id)).version
+                version = cast(Any, self.leases.ledger.leases.get(held.lease_id)).version
                 alone = SampleGroup(group.prompt, grown(group, version, [0]).samples[:1])
-                self._leasing.report(lease_id, 0, alone)
+                self.leases.report(FinishedSample(held.lease_id, alone, 0))
         return batch
+
+    def _take_messages(self) -> None:
+        for _, message, body in self.leases.take_messages():
+            self._held.append(LeasedGroup.of_frame(message, body))
+
+
+class _LocalPool:
+    """Engines on the trainer's devices, of which the test plays the part."""
+
+    start_text = ""
+
+    def begin_step(self) -> None:
+        pass
+
+    def assign(self, prompts: StepPrompts, version: int) -> Any:
+        return SimpleNamespace(scored=[None])
+
+    def gather(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        return list(groups)
 
 
 @functools.cache
@@ -134,9 +155,11 @@ def recipe_of(keys: tuple[str, ...]) -> Recipe:
     return load_recipe(ROOT / "launch/recipes/toy_moe.yaml", [*BASE, *keys])
 
 
-def num_dropped(collector: RoundCollector) -> int:
-    leases = getattr(collector, "_leases", None)
-    return 0 if leases is None else sum(leases._leasing.ledger.tally.dropped.values())
+def num_dropped(collector: Collector) -> int:
+    coordinator = getattr(collector.pool, "coordinator", None)
+    if not isinstance(coordinator, _Leases):
+        return 0
+    return sum(coordinator.leases.ledger.tally.dropped.values())
 
 
 class Run:
@@ -163,7 +186,7 @@ class Run:
         self.state = collector.state_dict()
         self.collector = collector
 
-    def _collector(self, recipe: Recipe) -> RoundCollector:
+    def _collector(self, recipe: Recipe) -> Collector:
         plan = SimpleNamespace(
             recipe=recipe, sources=[Source("a", PROMPTS, None, ())], prompts=PROMPTS, num_engines=2,
             eval_sets=[],
@@ -171,26 +194,22 @@ class Run:
         mesh = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
         given: Any = (plan, mesh, None)
         if recipe.rollout.placement == "colocated":
-            live = LiveCollector.__new__(LiveCollector)
-            RoundCollector.__init__(live, *given)
-            same = SimpleNamespace(collect=lambda groups: groups, move=lambda groups, _: groups)
-            live.exchange, live.scoring, live.slot = cast(Any, (same, None, SimpleNamespace()))
-            live.budget = live.weight_sync = cast(Any, SimpleNamespace(begin_step=lambda: None))
-            live.slot.begin_step = lambda: None
-            return live
-        meeting = cast(Any, SimpleNamespace(is_shared=False))
-        if not recipe.asynchronous.is_free:
-            fixed = DisaggregatedCollector(*given, meeting=meeting)
-            fixed._server = cast(Any, _Server())
-            return fixed
-        free = FreeCollector(*given, meeting=meeting)
-        free._server = free._leases = cast(Any, _Leases(recipe, free, self.rng))
-        return free
+            supply, pool = PromptSupply(cast(Any, plan)), cast(Any, _LocalPool())
+            steps = SynchronousSteps(supply, pool, cast(Any, mesh))
+            return Collector(*given, supply, pool, steps)
+        rendezvous = cast(Any, SimpleNamespace(is_shared=False))
+        collector = make_remote_collector(*given, rendezvous)
+        pool = cast(Any, collector.pool)
+        if recipe.asynchronous.is_free:
+            pool.coordinator = _Leases(recipe, collector, self.rng)
+        else:
+            pool.coordinator = _Server()
+        return collector
 
-    def _step(self, collector: RoundCollector, recipe: Recipe) -> None:
+    def _step(self, collector: Collector, recipe: Recipe) -> None:
         clock = Clock()
         collector.begin(self.step, clock)
-        if isinstance(collector, LiveCollector):
+        if isinstance(collector.pool, _LocalPool):
             self._generate(collector)
         else:
             cast(Any, collector).rollout(clock)
@@ -207,16 +226,17 @@ class Run:
             assert resumes or self.step - min(versions) <= own_bound, "beyond the bound"
             self.trained.append(group.prompt.prompt_id)
 
-    def _generate(self, live: LiveCollector) -> None:
+    def _generate(self, collector: Collector) -> None:
         """Finish as many groups as are wanted, and let the others have one sample."""
-        round_ = live._round
+        round_ = collector.round
         assert round_ is not None
         assert round_.prompts is not None
         started = self.rng.sample(round_.prompts.started, len(round_.prompts.started))
         wanted = round_.prompts.num_wanted
         groups = [scored(grown(one.group, self.step)) for one in started[:wanted]]
         left = [grown(one.group, self.step, [0]) for one in started[wanted:]]
-        round_.scored, round_.is_generated = Delivered(groups, 0, left), True
+        round_.batch = cast(Any, SimpleNamespace(scored=[Delivered(groups, 0, left)]))
+        round_.is_generated = True
 
     def check(self) -> None:
         assert self.state is not None
@@ -225,7 +245,7 @@ class Run:
         fresh = type(self)(0)
         fresh.state, fresh.step = self.state, self.step
         fresh.go_on(0, FIXED_0)
-        again = [one.group.prompt.prompt_id for one in fresh.collector.prompt_queue.waiting]
+        again = [one.prompt_id for one in fresh.collector.supply.first]
         assert len(set(again)) == len(again)
         assert set(again).isdisjoint(self.trained)
         assert {*self.trained, *again} <= drawn

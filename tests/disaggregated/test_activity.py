@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mrl.disaggregated.activity import MAX_SPANS, ActivityLog
-from mrl.disaggregated.engine_times import GUESS_S, EngineTimes
+from mrl.engine_pool.remote.activity import MAX_SPANS, ActivityLog
+from mrl.engine_pool.remote.engine_times import GUESS_S, EngineTimes
 from mrl.run.activities import ACTIVITIES, IDLE, idle_shares, main_cause, seconds_key
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
-import queue
 import select
 import socket
 import threading
 import types
+from functools import partial
 from typing import Any, cast
 
 import pytest
 
-from mrl.disaggregated.activity import ActivityLog
-from mrl.disaggregated.engine_place import Restarts
-from mrl.disaggregated.free_worker import FreeWorker, _Held
-from mrl.disaggregated.wire import Wire
-from mrl.disaggregated.worker import Event, Worker, _Measured
+from mrl.engine_pool.metrics import EngineMetrics
+from mrl.engine_pool.remote.activity import ActivityLog
+from mrl.engine_pool.remote.driver import EngineDriver, Functions, StagedVersions
+from mrl.engine_pool.remote.engine_owner import EngineOwner
+from mrl.engine_pool.remote.wire import Wire
+from mrl.engine_pool.remote.worker import Worker
+from mrl.engine_pool.remote.worker_leases import Lease, Leases
+from mrl.engines.base import EngineLost
 from mrl.errors import EngineGone
-from mrl.rollout.base import EngineLost
 from tests.waiting import wait_until
+
+SILENT_WIRE = cast(Any, types.SimpleNamespace(send=lambda *frame: None))
+LEASE = Lease("s:0", cast(Any, None), None)
 
 
 class _DeadEngine:
@@ -32,66 +37,76 @@ class _DeadEngine:
         raise EngineLost("pause: the engine is stopped")
 
 
-class _Worker(FreeWorker):
-    """Has one lease that runs, and newer weights that are about to come."""
+def make_driver(owner: Any) -> EngineDriver:
+    driver = cast(Any, EngineDriver.__new__(EngineDriver))
+    driver.engine = types.SimpleNamespace(owner=owner, endpoint=None)
+    driver.wire, driver.main, driver.works = SILENT_WIRE, Functions(), {}
+    driver.versions = StagedVersions([], cast(Any, None), SILENT_WIRE, driver.main)
+    driver.version, driver.activity = 3, ActivityLog("start")
+    driver._metrics = EngineMetrics()
+    return driver
 
-    def __init__(self) -> None:
-        self._events, self._work, self._staged, self._lost = queue.SimpleQueue(), {}, [], []
-        self._interrupts, self._serves_adapter, self._pause_mode = True, False, "in_place"
-        self._engine, self._activity = cast(Any, _DeadEngine()), ActivityLog("start")
-        self._version, self._held, self._scored, self._asked = 3, None, set(), {"most": 4}
-        self._has_lost_engine, self._most = False, 4
-        self._wire = cast(Any, types.SimpleNamespace(send=lambda *frame: None))
-        self._running = {"s:0": _Held("s:0", cast(Any, None), None)}
-        self.replaced: list[int] = []
-        self.num_finished = 0
-        self._place = cast(Any, types.SimpleNamespace(begin_batch=self._count))
 
-    def _count(self) -> None:
-        self.num_finished += 1
+def make_leases(driver: EngineDriver, kind: type[Leases] = Leases) -> Any:
+    """Return leases of which one runs."""
+    leases = cast(Any, kind.__new__(kind))
+    leases._driver, leases._running = driver, {"s:0": LEASE}
+    leases._interrupts, leases._serves_adapter, leases._pause_mode = True, False, "in_place"
+    leases._scored, leases._interrupted, leases._is_engine_lost = set(), [], False
+    leases._asked, leases._max_leases = {"most": 4}, 4
+    return leases
+
+
+class _Leases(Leases):
+    """Counts how often the engine is replaced."""
+
+    replaced: list[int]
 
     def _replace_engine(self) -> None:
-        self.replaced.append(len(self._lost))
-        self._lost, self._staged, self._has_lost_engine = [], [], False
+        self.replaced.append(len(self._interrupted))
+        self._driver.versions.waiting.clear()
+        self._interrupted, self._is_engine_lost = [], False
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["generating", "scoring"])
 def test_an_engine_that_dies_before_an_interrupting_update_is_replaced(is_whole: bool) -> None:
-    worker = _Worker()
-    thread = threading.Thread(target=worker._heed_events, daemon=True)
+    engine, finished = _DeadEngine(), []
+    owner = types.SimpleNamespace(server=engine, reset_losses=lambda: finished.append(1))
+    driver = make_driver(owner)
+    leases = make_leases(driver, _Leases)
+    leases.replaced = []
+    worker = cast(Any, Worker.__new__(Worker))
+    worker.driver, worker._schedule, worker._main = driver, leases, driver.main
+    worker._is_over = False
+    thread = threading.Thread(target=worker._work, daemon=True)
     thread.start()
-    worker._events.put(Event(staging=cast(Any, types.SimpleNamespace(version=4))))
-    wait_until(lambda: worker._engine.num_pauses > 0)
-    held = None if is_whole else worker._running["s:0"]  # a lease that scores misses nothing
-    worker._events.put(Event({"type": "over", "lease_id": "s:0", "held": held}))
-    worker._events.put(Event({"type": "stop"}))
+    staging = cast(Any, types.SimpleNamespace(version=4))
+    driver.main.put(lambda: driver.versions.waiting.append(staging))
+    wait_until(lambda: engine.num_pauses > 0)
+    # A lease that scores misses nothing.
+    driver.main.put(partial(leases._end, LEASE, is_engine_lost=not is_whole))
+    driver.main.put(partial(worker._handle, {"type": "stop"}, b""))
     thread.join(10)
     assert not thread.is_alive(), "the main thread spins"
-    assert worker.replaced == [0 if is_whole else 1]
-    assert worker._engine.num_pauses == 1
-    assert worker.num_finished == is_whole  # the losses of engines count from there
+    assert leases.replaced == [0 if is_whole else 1]
+    assert engine.num_pauses == 1
+    assert len(finished) == is_whole  # the losses of engines count from there
 
 
 def test_engines_that_are_lost_without_a_finished_group_between_are_counted() -> None:
     """A prompt that kills every engine ends the run, instead of starting engines for ever."""
-    worker = cast(Any, FreeWorker.__new__(FreeWorker))
-    restarts = Restarts(0, max_restarts=3)
-    worker._place = types.SimpleNamespace(
-        number=0,
-        replace=lambda error: restarts.start_another(lambda: None, error),
-        begin_batch=restarts.begin_batch,
-    )
-    worker._activity, worker._measured = ActivityLog("start"), _Measured()
-    worker._wire = types.SimpleNamespace(send=lambda *frame: None)
-    worker._lost, worker._running, worker._staged, worker._scored = [], {}, [], set()
-    worker._held, worker._load = object(), lambda staging: None
+    server = cast(Any, types.SimpleNamespace(start=lambda: None))
+    driver = cast(Any, make_driver(EngineOwner(server, 0, max_restarts=3)))
+    driver.versions.loaded, driver.load = object(), lambda staging: None
+    leases = make_leases(driver)
+    leases._running = {}
     for _ in range(3):
-        worker._replace_engine()
+        leases._replace_engine()
     with pytest.raises(EngineGone, match=r"more than rollout\.max_restarts=3"):
-        worker._replace_engine()
-    worker._running = {"s:0": None}
-    worker._heed(Event({"type": "over", "lease_id": "s:0", "held": None}))
-    worker._replace_engine()
+        leases._replace_engine()
+    leases._running = {"s:0": LEASE}
+    leases._end(LEASE, is_engine_lost=False)
+    leases._replace_engine()
 
 
 def test_the_supervisor_hears_of_a_worker_whose_connection_is_busy() -> None:
@@ -101,8 +116,8 @@ def test_the_supervisor_hears_of_a_worker_whose_connection_is_busy() -> None:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
     worker = cast(Any, Worker.__new__(Worker))
-    worker._supervisor, worker._wire = writer, Wire(here)
-    worker._version, worker._activity = None, ActivityLog("start")
+    worker._pulse_pipe, worker._wire = writer, Wire(here)
+    worker.driver = types.SimpleNamespace(version=None, activity=ActivityLog("start"))
     with worker._wire._lock:  # as while a frame is sent
         for say in [getattr(worker, name) for name in ("_pulse", "_report_progress")]:
             threading.Thread(target=say, daemon=True).start()

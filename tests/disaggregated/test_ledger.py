@@ -5,13 +5,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.disaggregated.world import LIMIT_S, Recipe, World
+from tests.disaggregated.world import Recipe, World
 
 RECIPES = st.builds(
     Recipe,
     prompts_per_step=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
-    max_in_flight=st.integers(1, 9),
     at_bound=st.sampled_from(["wait", "wait", "drop"]),
 )
 WORKERS = st.integers(0, 2)
@@ -36,13 +35,6 @@ class Jobs(RuleBasedStateMachine):
             for place in range(len(self.world.workers[number].work)):
                 self.world.report(number, place)
         self.world.lose(number)
-
-    @rule(seconds=st.floats(0, 2 * LIMIT_S), heard=st.sets(WORKERS))
-    def time_passes(self, seconds, heard):
-        self.world.now += seconds
-        for number in heard & set(self.world.workers):
-            self.world.heartbeat(number)
-        self.world.expire()
 
     @rule(count=st.integers(0, 6))
     def draw(self, count):
@@ -72,9 +64,9 @@ class Jobs(RuleBasedStateMachine):
         self.world.report(*self._work(place))
 
     @precondition(lambda self: self._busy())
-    @rule(place=PLACES, drops=st.booleans())
-    def end_without_a_group(self, place, drops):
-        (self.world.drop if drops else self.world.give_back)(*self._work(place))
+    @rule(place=PLACES)
+    def end_without_a_group(self, place):
+        self.world.drop(*self._work(place))
 
     @precondition(lambda self: self.world.ended)
     @rule(place=PLACES)

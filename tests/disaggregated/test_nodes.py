@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from mrl.config import Recipe, load_recipe
-from mrl.disaggregated.peers import Absences
-from mrl.disaggregated.supervisor import HOST, job_of_run, read_hosts, supervise
-from mrl.errors import ExitCode, InputError, RankLost
+from mrl.engine_pool.remote.supervisor import HOST, job_of_run, read_hosts, supervise
+from mrl.errors import ExitCode, InputError
 from mrl.preflight.roles import check_engine_on_node, roles_of
 from mrl.toy_model import write_toy_model
 from tests.disaggregated.test_runs import LIMIT_S, processes_of, rows
@@ -65,9 +64,9 @@ def test_rank_0_raises_what_a_rollout_rank_has_found(monkeypatch: pytest.MonkeyP
 def test_hosts_are_told_apart_by_their_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     here = socket.gethostname()
-    monkeypatch.setattr("mrl.disaggregated.supervisor.own_network", lambda: "this")
-    told = [(here, "this"), ("other", "this"), (here, "another"), ("other", "another")]
-    for number, (host, own) in enumerate(told):
+    monkeypatch.setattr("mrl.engine_pool.remote.supervisor.own_network", lambda: "this")
+    published = [(here, "this"), ("other", "this"), (here, "another"), ("other", "another")]
+    for number, (host, own) in enumerate(published):
         store.set(f"{HOST}_{number}", f'{{"host": "{host}", "network": "{own}", "error": ""}}')
     assert read_hosts(store, 4) == [here, here, "", "other"]
 
@@ -87,7 +86,7 @@ def test_a_rollout_rank_whose_trainers_never_come_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their launcher has ended, and with it the store in which the ranks meet."""
-    monkeypatch.setattr("mrl.disaggregated.supervisor.ENDED_S", 0.1)
+    monkeypatch.setattr("mrl.engine_pool.remote.supervisor.ENDED_S", 0.1)
     given = recipe(*APART)
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
@@ -95,16 +94,6 @@ def test_a_rollout_rank_whose_trainers_never_come_ends(
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         assert supervise(job_of_run(given, ()), roles_of(given, 3), 1, store) == ExitCode.LOST_RANK
     assert "the trainers are gone" in capsys.readouterr().out
-
-
-def test_an_engine_without_a_worker_ends_the_run() -> None:
-    absences = Absences()
-    absences.begin(1)
-    absences.check(60)
-    with pytest.raises(RankLost, match="rollout engine 1 has had no worker for"):
-        absences.check(-1)
-    absences.end(1)
-    absences.check(-1)
 
 
 @pytest.mark.release

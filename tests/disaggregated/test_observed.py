@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from mrl.disaggregated.measures import add_round, add_worker, in_flight, staleness
-from mrl.disaggregated.work import Work
 from mrl.run.activities import ACTIVITIES, seconds_key
 from mrl.run.folder import RunFolder
 from mrl.run.timeline import Timeline
+from mrl.scheduling.staleness import count_by_staleness, in_flight
 from mrl.system.clock import Clock
 from tests.disaggregated.test_runs import APART, model, rows, train
 from tests.sample_groups import group
@@ -20,35 +19,18 @@ from tests.sample_groups import group
 __all__ = ["model"]
 
 
-def test_what_workers_measure_is_joined_over_workers_and_rounds() -> None:
-    one = {"rollout/engine_restarts": 1.0, "time/verify_s": 2.0, "rollout/canary_abs_mean": 0.5}
-    other = {"rollout/engine_restarts": 2.0, "time/verify_s": 1.0, "rollout/canary_abs_mean": 0.1}
-    sums: dict[str, float] = {}
-    add_worker(sums, one)
-    add_worker(sums, other)
-    assert sums == {
-        "rollout/engine_restarts": 3, "time/verify_s": 2.0, "rollout/canary_abs_mean": 0.5,
-    }  # fmt: skip
-    first, second = one | {"async/queue_age": 3.0}, other | {"async/queue_age": 1.0, "new": 4.0}
-    assert add_round(first, second) == {
-        "rollout/engine_restarts": 3, "time/verify_s": 3.0, "rollout/canary_abs_mean": 0.5,
-        "async/queue_age": 1.0, "new": 4.0,
-    }  # fmt: skip
-
-
 def test_versions_and_groups_in_flight() -> None:
-    works = [Work(0, 0, "batch", 4, 3), Work(1, 1, "batch", 4, 2), Work(2, 0, "evaluation", 4)]
-    assert in_flight(5, [4, None, 5], [3, 4, 4], works) == {
+    assert in_flight(5, [4, None, 5], [3, 4, 4], 5) == {
         "async/leased_groups": 5, "async/queued_groups": 3, "async/queue_age": 3,
         "async/versions_in_flight": 3, "async/engine_lag": 1,
     }  # fmt: skip
-    assert set(in_flight(0, [None], [], []).values()) == {0.0}
+    assert set(in_flight(0, [None], [], 0).values()) == {0.0}
 
 
 def test_groups_are_counted_by_their_oldest_token() -> None:
     groups = [group([1.0], 0), group([0.0], 1)]
     version = groups[0].samples[0].weight_versions[0].version
-    assert staleness(groups, version + 1, 2) == {
+    assert count_by_staleness(groups, version + 1, 2) == {
         "async/staleness/0": 0, "async/staleness/1": 2, "async/staleness/2": 0,
     }  # fmt: skip
 

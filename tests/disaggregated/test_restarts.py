@@ -56,7 +56,7 @@ def test_a_killed_rank_costs_no_bit(rank: int, model: Path, calm: Path, tmp_path
     assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     printed = log.read_text()
     assert f"rank {rank} was killed by SIGKILL" in printed
-    assert "starts again, 1 of 1 restarts" in printed
+    assert "starting the ranks again, restart 1 of 1" in printed
     assert [row["step"] for row in rows(output)] == list(range(6))
     assert bits(output, 6) == bits(calm, 6)
     assert processes_of(output) == []

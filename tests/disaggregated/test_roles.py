@@ -64,8 +64,9 @@ def test_a_layout_that_does_not_fit_names_the_ranks_that_train() -> None:
     [
         (["async.max_staleness=1"], "async.max_staleness is set, but rollout.placement is colocated"),
         ([*APART, "rollout.weight_sync=disk"], "weight_sync is disk"),
+        (["rollout.weight_sync=distributed"], "expected one of disk, tensor; or"),
         ([*APART, "profile.steps=[3]"], "profile.engine is on"),
-        ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it is for engines"),
+        ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it only applies to engines"),
         ([*APART, "async.max_staleness=1", "async.deterministic=true"], "algorithm.importance is none"),
         (
             [*APART, "async.max_staleness=1", "async.deterministic=true", "algorithm.importance=tis",

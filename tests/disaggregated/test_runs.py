@@ -101,7 +101,7 @@ def processes_of(output: Path) -> list[psutil.Process]:
 
 
 def workers_of(output: Path) -> list[psutil.Process]:
-    return [p for p in processes_of(output) if p.cmdline()[-2:] == ["-m", "mrl.disaggregated"]]
+    return [p for p in processes_of(output) if p.cmdline()[-2:] == ["-m", "mrl.engine_pool.remote"]]
 
 
 def test_staleness_0_has_the_bits_of_a_colocated_run(model: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_finished_run_does_not_wait_for_a_stopped_supervisor(
     printed = log.read_text()
     if is_watched:
         assert "rank 1 is stopped (SIGSTOP)" in printed
-        assert "the run is done, so it is killed" in printed
+        assert "the run is done, so the rank is killed" in printed
     else:
         assert (
             "has been stopped (SIGSTOP) for 60 s, and other ranks have ended: killing it" in printed
@@ -108,6 +108,6 @@ def test_a_node_that_only_rolls_out_is_watched(model: Path, tmp_path: Path) -> N
     codes = [each.wait(2 * WITHIN_S) for each in launchers]
     printed = "".join(log.read_text() for log in logs)
     assert codes == [0, 0], printed[-3000:]
-    assert "the run is done, so it is killed" in printed
+    assert "the run is done, so the rank is killed" in printed
     assert num_rows(output) == 3
     assert processes_of(output) == []

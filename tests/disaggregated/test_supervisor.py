@@ -10,48 +10,53 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from mrl.config import RolloutConfig
 from mrl.config.asynchronous import AsyncConfig
-from mrl.disaggregated import supervisor
-from mrl.disaggregated.meeting import publish_address
-from mrl.disaggregated.server import Server
-from mrl.disaggregated.supervisor import (
-    _HEEDED,
+from mrl.engine_pool.remote import supervisor
+from mrl.engine_pool.remote.coordinator import Coordinator
+from mrl.engine_pool.remote.rendezvous import publish_address
+from mrl.engine_pool.remote.supervisor import (
+    _SIGNALS,
     Job,
     _wait_for_silence,
     _wait_for_the_trainer,
     supervise,
 )
+from mrl.engine_pool.remote.wire import WAITS
 from mrl.errors import EngineGone, ExitCode
 from mrl.preflight.roles import Roles
+from mrl.scheduling.schedule import FixedSchedule
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def heeded() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in _HEEDED}
+def signals_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(1, AsyncConfig(), [socket.gethostname()])
+def coordinator() -> Iterator[Coordinator[Any]]:
+    made = Coordinator(1, AsyncConfig(), [socket.gethostname()], FixedSchedule(1))
     yield made
     made.close()
 
 
 def test_workers_that_end_before_they_join_are_counted(
-    server: Server, heeded: None, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinator[Any], signals_restored: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "ENDED_S", 0.2)
     store = dist.HashStore()
-    publish_address(dist.PrefixStore(supervisor.PREFIX, store), server.address, server.token)
+    publish_address(
+        dist.PrefixStore(supervisor.PREFIX, store), coordinator.address, coordinator.token
+    )
     job = Job(
         "mrl.no_such_worker", {}, RolloutConfig(max_response_len=8, max_restarts=2), 60.0, 60.0
     )
@@ -59,9 +64,9 @@ def test_workers_that_end_before_they_join_are_counted(
 
         def trains() -> None:
             try:
-                server.wait_until_started(60)
+                coordinator.wait_until_started(60)
             finally:
-                server.close()
+                coordinator.close()
 
         trainer = pool.submit(trains)
         assert supervise(job, Roles(1, 1), 1, store) == ExitCode.LOST_ENGINE
@@ -100,18 +105,18 @@ def test_a_worker_that_is_stopped_while_it_imports_does_not_have_the_time_of_a_s
     os.close(writer)
 
 
-def test_strangers_do_not_send_a_rank_home_that_shares_an_engine(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+def test_strangers_do_not_end_a_rank_that_shares_an_engine(
+    coordinator: Coordinator[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mrl.disaggregated.doorway.MOST_STRANGERS", 1)
-    address = {"server": server.address, "token": server.token}
-    waits = threading.Thread(target=_wait_for_the_trainer, args=(address,), daemon=True)
+    monkeypatch.setattr("mrl.engine_pool.remote.connections.MOST_STRANGERS", 1)
+    address, hello = {"server": coordinator.address}, {"type": WAITS, "token": coordinator.token}
+    waits = threading.Thread(target=_wait_for_the_trainer, args=(address, hello), daemon=True)
     waits.start()
-    wait_until(lambda: server._doorway._waiting, "it shows the token")
-    strangers = [socket.create_connection(server.address) for _ in range(4)]
+    wait_until(lambda: coordinator._connections._listener._waiting, "it shows the token")
+    strangers = [socket.create_connection(coordinator.address) for _ in range(4)]
     assert [one.recv(1) for one in strangers[:3]] == [b""] * 3
     assert waits.is_alive()
-    for wire in server._doorway._waiting:
+    for wire in coordinator._connections._listener._waiting:
         wire.close()
     waits.join(10)
     assert not waits.is_alive()

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mrl.disaggregated import weights
-from mrl.disaggregated.peers import open_store
-from mrl.disaggregated.staging import Staging
-from mrl.disaggregated.weights import WeightSender, transfer_device
+from mrl.engine_pool.remote.rendezvous import open_store
+from mrl.weight_sync import transports
+from mrl.weight_sync.rank_pair import PairSender
+from mrl.weight_sync.staging import Staging
+from mrl.weight_sync.transports import transfer_device
 from tests.disaggregated.test_weights import (
     CPU,
     NO_CANARIES,
@@ -35,12 +36,12 @@ def test_an_adapter_travels_over_gloo_whatever_the_rank_has(
 ) -> None:
     """A pair of GPUs would have an NCCL communicator, for each tenant and worker."""
     gpu = torch.device("cuda", 3)
-    monkeypatch.setattr(weights, "local_device", lambda: gpu)
+    monkeypatch.setattr(transports, "local_device", lambda: gpu)
     assert transfer_device(sends_adapter=False) == gpu
     device = transfer_device(sends_adapter=True)
     assert device == CPU
     worker = Receiving(address, "one", (1,), Staging())
-    sender = WeightSender(address, PATIENT_S, device)
+    sender = PairSender(address, PATIENT_S, device)
     assert sender.send(make_buckets(1), 1, ["one"], NO_CANARIES) == []
     worker.finish()
     assert sender._groups["one"]._nccl is None

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.disaggregated.peers import open_store
-from mrl.disaggregated.staging import Canaries, Staging
-from mrl.disaggregated.weights import GRACE_S, WeightReceiver, WeightSender
+from mrl.engine_pool.remote.rendezvous import open_store
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.toy_model import write_toy_model
 from mrl.types import WeightBucket
+from mrl.weight_sync.load import Canaries
+from mrl.weight_sync.rank_pair import GRACE_S, PairReceiver, PairSender
+from mrl.weight_sync.staging import Staging
 from tests.parallel.layouts import build, join_mesh
 from tests.ranks import run_ranks, start_fork
 
@@ -95,7 +96,7 @@ class Receiving:
         self, address: tuple[str, int], name: str, versions: Sequence[int], staging: Staging
     ) -> None:
         self.staging, self.error = staging, None
-        self._receiver = WeightReceiver(address, name, PATIENT_S, CPU)
+        self._receiver = PairReceiver(address, name, PATIENT_S, CPU)
         self._thread = threading.Thread(target=self._run, args=(versions,), daemon=True)
         self._thread.start()
 
@@ -115,7 +116,7 @@ class Receiving:
 def test_versions_arrive_one_over_the_other(address: tuple[str, int]) -> None:
     """The second has more buckets, so that memory must be found for them."""
     workers = [Receiving(address, name, (1, 2), Staging(2)) for name in ("one", "two")]
-    sender = WeightSender(address, PATIENT_S, CPU)
+    sender = PairSender(address, PATIENT_S, CPU)
     canaries = Canaries([torch.arange(5), torch.arange(3)], [torch.rand(5), torch.rand(3)])
     assert sender.send(make_buckets(1), 1, ["one", "two"], NO_CANARIES) == []
     assert sender.send(make_buckets(2, 6), 2, ["one", "two"], canaries) == []
@@ -135,7 +136,7 @@ def test_a_worker_may_be_left_out_of_an_update(address: tuple[str, int]) -> None
     """An engine that runs freely takes newer weights when it has room for them."""
     often = Receiving(address, "often", (1, 2, 3), Staging())
     seldom = Receiving(address, "seldom", (1, 3), Staging())
-    sender = WeightSender(address, PATIENT_S, CPU)
+    sender = PairSender(address, PATIENT_S, CPU)
     assert sender.send(make_buckets(1), 1, ["often", "seldom"], NO_CANARIES) == []
     assert sender.send(make_buckets(2), 2, ["often"], NO_CANARIES) == []
     assert sender.send(make_buckets(3), 3, ["often", "seldom"], NO_CANARIES) == []
@@ -157,7 +158,7 @@ def test_memory_is_used_again_when_its_bucket_has_arrived(address: tuple[str, in
             yield bucket
             arriving.append(len(worker.staging._headers))
 
-    sender = WeightSender(address, PATIENT_S, CPU)
+    sender = PairSender(address, PATIENT_S, CPU)
     assert sender.send(watched(), 1, ["one"], NO_CANARIES) == []
     worker.finish()
     assert all(num >= built for built, num in enumerate(arriving)), arriving
@@ -167,7 +168,7 @@ def test_a_bucket_that_is_in_no_buffer_and_an_empty_one(address: tuple[str, int]
     tensor = torch.arange(12.0).view(3, 4).t()  # not contiguous
     buckets = [WeightBucket([], 3), WeightBucket([("w", tensor)], 3, is_last=True)]
     worker = Receiving(address, "one", (3,), Staging())
-    assert WeightSender(address, PATIENT_S, CPU).send(buckets, 3, ["one"], NO_CANARIES) == []
+    assert PairSender(address, PATIENT_S, CPU).send(buckets, 3, ["one"], NO_CANARIES) == []
     worker.finish()
     empty, bucket = worker.staging.buckets()
     assert empty.tensors == []
@@ -183,7 +184,7 @@ def test_a_flipped_bit_shows_in_the_digests(address: tuple[str, int]) -> None:
             yield bucket
 
     worker = Receiving(address, "one", (1,), Staging())
-    assert WeightSender(address, PATIENT_S, CPU).send(flipped(), 1, ["one"], NO_CANARIES) == []
+    assert PairSender(address, PATIENT_S, CPU).send(flipped(), 1, ["one"], NO_CANARIES) == []
     worker.finish()
     wrong = [
         number
@@ -215,7 +216,7 @@ def test_workers_that_hang_or_never_come_cost_the_others_nothing(
     workers = [Receiving(address, f"hung{i}", (1,), staging) for i, staging in enumerate(blocked)]
     workers.append(Receiving(address, "healthy", (1, 2), healthy))
     names = ["absent0", "absent1", "hung0", "hung1", "healthy"]
-    sender = WeightSender(address, SHORT_S, CPU)
+    sender = PairSender(address, SHORT_S, CPU)
     begin = time.monotonic()
     assert sender.send(make_buckets(1, 6), 1, names, NO_CANARIES) == names[:4]
     assert time.monotonic() - begin < 2 * (SHORT_S + GRACE_S) + 5
@@ -243,7 +244,7 @@ class Deadly(Staging):
 
 
 def receive_and_die(pipe: Connection) -> None:
-    WeightReceiver(pipe.recv(), "dies", PATIENT_S, CPU).receive(Deadly(), 1)
+    PairReceiver(pipe.recv(), "dies", PATIENT_S, CPU).receive(Deadly(), 1)
 
 
 def send_and_die(pipe: Connection) -> None:
@@ -253,7 +254,7 @@ def send_and_die(pipe: Connection) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
 
-    WeightSender(pipe.recv(), PATIENT_S, CPU).send(buckets(), 1, ["one"], NO_CANARIES)
+    PairSender(pipe.recv(), PATIENT_S, CPU).send(buckets(), 1, ["one"], NO_CANARIES)
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_a_killed_worker_breaks_its_own_pair_only(forked: Any) -> None:
     store, address = open_store("127.0.0.1")
     pipe.send(address)
     worker = Receiving(address, "lives", (1,), Staging())
-    sender = WeightSender(address, PATIENT_S, CPU)
+    sender = PairSender(address, PATIENT_S, CPU)
     begin = time.monotonic()
     assert sender.send(make_buckets(1, 8), 1, ["dies", "lives"], NO_CANARIES) == ["dies"]
     assert time.monotonic() - begin < PATIENT_S / 2  # found out at once, by the connection
@@ -298,14 +299,14 @@ def test_a_version_that_came_in_part_is_not_offered(forked: Any) -> None:
     pipe.send(address)
     worker.finish(fails=True)
     assert staging.version is None
-    with pytest.raises(RuntimeError, match="version 1 have not come whole"):
+    with pytest.raises(RuntimeError, match="version 1 have not arrived completely"):
         next(staging.buckets())
     del store
 
 
 def test_another_version_than_announced_is_refused(address: tuple[str, int]) -> None:
     worker = Receiving(address, "one", (2,), Staging())
-    sender = WeightSender(address, SHORT_S, CPU)
+    sender = PairSender(address, SHORT_S, CPU)
     assert sender.send(make_buckets(1), 1, ["one"], NO_CANARIES) == ["one"]
     worker.finish(fails=True)
     assert "version 1, expected 2" in str(worker.error)
@@ -320,7 +321,7 @@ def test_an_export_that_fails_raises_and_drains_nothing_of_the_next(
         raise ValueError("no export")
 
     worker = Receiving(address, "one", (1,), Staging())
-    sender = WeightSender(address, SHORT_S, CPU)
+    sender = PairSender(address, SHORT_S, CPU)
     with pytest.raises(ValueError, match="no export"):
         sender.send(failing(), 1, ["one"], NO_CANARIES)
     assert worker.staging.version is None
@@ -333,7 +334,7 @@ def sent_by_megatron(model: Path, dtype: str) -> tuple[dict[str, Tensor], dict[s
     wanted = {n: t.clone() for b in policy.export(0, 4096, sent_dtype) for n, t in b.tensors}
     store, address = open_store("127.0.0.1")
     worker = Receiving(address, "one", (1,), Staging())
-    sender = WeightSender(address, PATIENT_S, CPU)
+    sender = PairSender(address, PATIENT_S, CPU)
     assert sender.send(policy.export(1, 4096, sent_dtype), 1, ["one"], NO_CANARIES) == []
     worker.finish()
     del store

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mrl.disaggregated.wire import MAX_BODY, Wire, WireClosed, is_token
+from mrl.engine_pool.remote.wire import MAX_BODY, Wire, WireClosed, is_token
 
 SIZES = struct.Struct("!IQ")
 

@@ -11,10 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl.disaggregated.ledger import TOO_OLD, Ledger
-from mrl.disaggregated.records import Finished, Lease, Partial
+from mrl.scheduling.ledger import TOO_OLD, Ledger
+from mrl.scheduling.records import Finished, Lease, Partial
 
-LIMIT_S = 10.0
 TOKENS = 7
 """Tokens of every group; a partial rollout has fewer."""
 
@@ -23,7 +22,6 @@ TOKENS = 7
 class Recipe:
     prompts_per_step: int
     max_staleness: int
-    max_in_flight: int
     at_bound: Any = "wait"
 
     def ledger(self, session: str) -> Ledger:
@@ -40,17 +38,15 @@ class Work:
 
 @dataclass
 class SimWorker:
-    incarnation: int
     version: int
-    last_seen: float
     work: list[Work] = field(default_factory=list)
 
 
 @dataclass
 class Saved:
-    state: str
+    counts: str
     prompts: dict[int, Any]
-    groups: dict[int, Any]
+    finished: list[Finished]
     partials: dict[int, Partial]
     step: int
     trained: set[int]
@@ -62,9 +58,8 @@ class World:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.num_sessions = recipe, 0
         self.ledger = recipe.ledger("0")
-        self.version, self.is_training, self.now = 0, False, 0.0
+        self.version, self.is_training = 0, False
         self.workers: dict[int, SimWorker] = {}
-        self.incarnations: Counter[int] = Counter()
         self.ended: list[Work] = []
         """Leases that were taken away or have ended: whoever has them may still send a group."""
         self.trained: set[int] = set()
@@ -77,29 +72,12 @@ class World:
 
     def join(self, number: int) -> None:
         self._kill(number)
-        self.incarnations[number] += 1
-        incarnation = self.incarnations[number]
-        assert self.ledger.join(number, incarnation, self.now)
-        assert not self.ledger.join(number, incarnation - 1, self.now)
-        self.workers[number] = SimWorker(incarnation, self.version, self.now)
-
-    def heartbeat(self, number: int) -> None:
-        worker = self.workers[number]
-        assert self.ledger.heartbeat(number, worker.incarnation, self.now)
-        assert not self.ledger.heartbeat(number, worker.incarnation - 1, self.now)
-        worker.last_seen = self.now
+        self.ledger.join(number)
+        self.workers[number] = SimWorker(self.version)
 
     def lose(self, number: int) -> None:
         lost = self.ledger.lose(number)
         assert lost == [work.lease for work in self._kill(number)]
-
-    def expire(self) -> None:
-        late = [n for n, w in self.workers.items() if self.now - w.last_seen > LIMIT_S]
-        assert self.ledger.expire(self.now, LIMIT_S) == late
-        for number in late:
-            incarnation = self.workers[number].incarnation
-            assert not self.ledger.heartbeat(number, incarnation, self.now)
-            self._kill(number)
 
     def _kill(self, number: int) -> list[Work]:
         work = self.workers.pop(number).work if number in self.workers else []
@@ -115,7 +93,7 @@ class World:
 
     def lease(self, number: int, most: int, *, starts_late: bool = False) -> list[Work]:
         worker, ledger = self.workers[number], self.ledger
-        waiting, partials = ledger.waiting, ledger.partials
+        waiting, partials = list(ledger.waiting), dict(ledger.partials)
         room = ledger.capacity(worker.version)
         granted = ledger.lease(number, worker.version, most)
         ids = [lease.item_id for lease in granted]
@@ -130,7 +108,7 @@ class World:
             oldest = None if starts_late else worker.version
             if lease.partial:
                 assert lease.partial == partials[lease.item_id]
-                oldest = lease.partial.oldest
+                oldest = min(lease.partial.oldest, worker.version)
             elif lease.item_id in partials:
                 self.discarded += partials[lease.item_id].num_tokens
             new.append(Work(lease, oldest))
@@ -170,12 +148,6 @@ class World:
             work.lease.lease_id, group, oldest=oldest, newest=newest, num_tokens=TOKENS
         )
 
-    def give_back(self, number: int, place: int) -> None:
-        work = self.workers[number].work.pop(place)
-        self.ended.append(work)
-        assert self.ledger.give_back(work.lease.lease_id)
-        assert not self.ledger.give_back(work.lease.lease_id)
-
     def drop(self, number: int, place: int) -> None:
         work = self.workers[number].work.pop(place)
         self.ended.append(work)
@@ -188,7 +160,7 @@ class World:
 
     def take(self) -> list[Finished] | None:
         dropped = self.ledger.tally.dropped[TOO_OLD]
-        before = sorted(each.oldest for each in self.ledger.finished)
+        before = sorted(each.oldest for each in self.ledger.finished.values())
         batch = self.ledger.take(self.version)
         if batch is None:
             assert self._has_to_wait(before)
@@ -215,7 +187,8 @@ class World:
         recipe, step = self.recipe, self.version
         if len(finished) < recipe.prompts_per_step:
             return True
-        left = finished[recipe.prompts_per_step :] + [each.oldest for each in self.ledger.leases]
+        leases = self.ledger.leases.values()
+        left = finished[recipe.prompts_per_step :] + [each.oldest for each in leases]
         return recipe.at_bound == "wait" and any(
             sum(oldest + recipe.max_staleness <= last for oldest in left)
             > (last - step) * recipe.prompts_per_step
@@ -232,10 +205,15 @@ class World:
 
     def save(self) -> None:
         ledger = self.ledger
-        groups = {group.item_id: group.group for group in ledger.finished}
-        state = json.dumps(ledger.state_dict())
         self.saved.append(
-            Saved(state, ledger.prompts, groups, ledger.partials, self.version, set(self.trained))
+            Saved(
+                json.dumps(ledger.counts()),
+                dict(ledger.prompts),
+                list(ledger.finished.values()),
+                dict(ledger.partials),
+                self.version,
+                set(self.trained),
+            )
         )
 
     def load(self, place: int, *, keep_partials: bool, recipe: Recipe | None = None) -> None:
@@ -247,11 +225,12 @@ class World:
             self.recipe, self.has_new_recipe = recipe, True
         self.num_sessions += 1
         self.ledger = self.recipe.ledger(str(self.num_sessions))
-        self.ledger.load_state_dict(
-            json.loads(saved.state),
+        self.ledger.load(
+            json.loads(saved.counts),
+            saved.step,
             saved.prompts,
-            saved.groups,
-            saved.partials if keep_partials else None,
+            saved.finished,
+            saved.partials if keep_partials else {},
         )
         self.version, self.is_training, self.trained = saved.step, False, set(saved.trained)
         self.discarded = self.ledger.tally.discarded_tokens
@@ -260,8 +239,8 @@ class World:
 
     def check(self) -> None:
         ledger, recipe = self.ledger, self.recipe
-        leased = [lease.item_id for lease in ledger.leases]
-        finished = [group.item_id for group in ledger.finished]
+        leased = [lease.item_id for lease in ledger.leases.values()]
+        finished = list(ledger.finished)
         alive = [*ledger.waiting, *leased, *finished]
         assert len(set(alive)) == len(alive), "in two places"
         assert self.trained.isdisjoint(alive)
@@ -272,19 +251,18 @@ class World:
         num_gone = ledger._next_item - len(alive) - len(self.trained)
         assert num_gone == sum(ledger.tally.dropped.values()), "neither trained on nor counted"
         held = {work.lease.lease_id for w in self.workers.values() for work in w.work}
-        assert held == {lease.lease_id for lease in ledger.leases}
-        assert len(leased) <= recipe.max_in_flight
+        assert held == set(ledger.leases)
         assert ledger.tally.discarded_tokens == self.discarded or self.has_new_recipe
         # AReaL's formula, as it stands in the issue.
         limit = (recipe.max_staleness + self.version + 1) * recipe.prompts_per_step
         accepted = ledger.step * recipe.prompts_per_step + len(finished)
-        rest = min(recipe.max_in_flight - len(leased), limit - accepted - len(leased))
-        assert ledger.capacity(self.version) == max(0, rest)
+        assert ledger.capacity(self.version) == max(0, limit - accepted - len(leased))
         if not self.has_new_recipe:
             assert accepted + len(leased) <= limit
         if recipe.at_bound == "wait" and not self.has_new_recipe:
             assert TOO_OLD not in ledger.tally.dropped
-            in_flight = [each.oldest for each in (*ledger.leases, *ledger.finished)]
+            in_flight = [each.oldest for each in ledger.leases.values()]
+            in_flight += [each.oldest for each in ledger.finished.values()]
             for step in range(ledger.step - 1, ledger.step + recipe.max_staleness + 1):
                 due = sum(oldest + recipe.max_staleness <= step for oldest in in_flight)
                 assert due <= (step - ledger.step + 1) * recipe.prompts_per_step

@@ -68,7 +68,7 @@ def _source() -> tuple[dict[str, str], list[ast.Call]]:
         for found in _walk(ast.parse(path.read_text())):
             if isinstance(found, tuple):
                 strings[found[0]] = f"{name}:{found[1]}"
-            elif not name.startswith("mrl/rollout/"):
+            elif not name.startswith("mrl/engines/"):
                 calls.append(found)
     return strings, calls
 

@@ -10,10 +10,10 @@ from tests.docs.metric_keys import documented
 from tests.docs.pages import ROOT, Page, pages
 from tests.docs.recipe_keys import SECTIONS, is_key
 
-ROOMS = "mrl|moe|parallel|csrc|launch|tests|benchmarks|requirements|docs"
+ROOMS = "mrl|moe|parallel|csrc|launch|tests|benchmarks|studies|requirements|docs"
 PATH = re.compile(rf"(?<![\w/.-])((?:{ROOMS})/[\w./*-]*)")
 TEST = re.compile(r"`([\w/]+\.py)?::(\w+)(?:\[([^`]*)\])?`")
-DOTTED = re.compile(r"(?:mrl|moe|parallel|benchmarks)(?:\.\w+)+")
+DOTTED = re.compile(r"(?:mrl|moe|parallel|benchmarks|studies)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 METRIC = re.compile(r"[a-z_]+(?:/[\w@<>*]+)+")
 NOT_KEPT = ("mrl/_C*.so", "mrl._C", "benchmarks/results/gpu_check.json")

@@ -128,7 +128,7 @@ def test_the_recipe_of_a_drill_writes_into_its_folder_only(toy: Toy, tmp_path: P
     assert recipe.logging.trackers == ("jsonl",)
     assert (recipe.train.num_steps, recipe.checkpoint.save_every) == (8, 1)
     assert drill.differences() == []
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="is not empty"):
         Drill(drill.recipe, 1, drill.folder)
 
 
@@ -150,7 +150,7 @@ def test_a_run_whose_last_step_is_saved_has_no_further_one(
     (drill.run / "checkpoints").mkdir()
     (drill.run / "checkpoints/latest_checkpointed_iteration.txt").write_text("8")
     drill.job = job(tmp_path, f"exit {code}")
-    assert [text.partition("is done ")[2] for text in drill.goes_on(8)] == found
+    assert [text.partition("is done ")[2] for text in drill.check_step_after(8)] == found
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_command_lists_its_faults_and_refuses_others(
     assert "expected some of kill-rank-start" in refused(capsys, [*command, "--only", "kil-rank"])
     (tmp_path / "mine_drill").mkdir()
     (tmp_path / "mine_drill/mine").touch()
-    assert "is there already" in refused(capsys, command)
+    assert "is not empty" in refused(capsys, command)
     assert list(tmp_path.iterdir()) == [tmp_path / "mine_drill"]
 
 

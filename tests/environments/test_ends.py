@@ -6,8 +6,8 @@ import torch
 from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
+from mrl.engines.base import Completion, SamplingParams
 from mrl.environments.runner import EnvironmentRunner
-from mrl.rollout.base import Completion, SamplingParams
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, VersionSpan
 from tests.environments.test_runner import ZOO

@@ -12,7 +12,7 @@ import torch
 from mrl.config import EnvironmentConfig
 from mrl.data.reasoning_gym import task_rows
 from mrl.environments import StepResult, environment_names, resolve_environment
-from mrl.environments.beside import EpisodesBeside
+from mrl.environments.concurrent import ConcurrentEpisodes
 from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.environments.openai_chat import tool_calls
 from mrl.environments.runner import EnvironmentRunner, check_columns
@@ -75,13 +75,13 @@ FAULTS = {
     "Nan": "reward is nan, expected a finite number",
     "Silent": "observation is None and done is False",
     "Roleless": "expected `role` and `content` as text",
-    "Halves": "observation holds \\ud83d, half of a surrogate pair",
+    "Halves": "observation contains \\ud83d, half of a surrogate pair",
     "Unprintable": r"ValueError: got \ud83d",
     "Textless": "Error: its str() raises KeyError",
     "Dies": "worker process (exit code 7)",
     "Hangs": "no answer within 0.3 s, killed",
-    "Huge": "an answer of more than 0 MiB came, which is the largest that is read",
-    "SpeaksOutOfTurn": "the answer b'no json' came, expected a JSON object, killed",
+    "Huge": "the answer has more than 0 MiB, which is the maximum",
+    "SpeaksOutOfTurn": "got the answer b'no json', expected a JSON object, killed",
 }
 LOSE_THEIR_PROCESS = ("Dies", "Hangs", "Huge", "SpeaksOutOfTurn")
 
@@ -131,7 +131,7 @@ def test_an_episode_that_cannot_be_played_again_fails():
         begin(environments, {0: start(), 1: start()})
         environments.step({0: "a", 1: "a"})
         results = environments.step({0: "bad", 1: "b"})
-        assert "played again it answered otherwise" in results[1].reason
+        assert "its answers differed when it was replayed" in results[1].reason
         assert environments.num_failed == 2
 
 
@@ -198,7 +198,7 @@ def test_runner_and_worker_agree_on_what_lives(tmp_path):
     with environments:
         begin(environments, {0: start(0), 1: start(1)})
         environments.step({0: "a", 1: "a"})
-        assert "answered otherwise" in environments.step({0: "bad", 1: "b"})[1].reason
+        assert "answers differed" in environments.step({0: "bad", 1: "b"})[1].reason
         assert closed() == {1}  # 0 hung
 
 
@@ -234,7 +234,7 @@ def test_closing_ends_a_worker_that_is_stopped():
         (f"{ZOO}:Ech", {}, "no class 'Ech' in it; did you mean 'Echo'?"),
         (f"{ZOO}:NoStep", {}, "has no method step()"),
         (f"{ZOO}:constant", {}, "is a int, not a class"),
-        ("guess_letter", {"turn": 3}, 'cannot be made with arguments {"turn": 3}: TypeError'),
+        ("guess_letter", {"turn": 3}, 'cannot be created with arguments {"turn": 3}: TypeError'),
         ("openai_chat", {"target": "zoo"}, "expected file.py:NAME or module:NAME"),
     ],
 )
@@ -316,7 +316,7 @@ def test_tool_calls_that_are_malformed_stay_text():
 
 def test_groups_play_beside_each_other_with_numbers_of_their_own():
     with runner(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as environments:
-        one, other = EpisodesBeside(environments), EpisodesBeside(environments)
+        one, other = ConcurrentEpisodes(environments), ConcurrentEpisodes(environments)
         assert begin(one, {0: start(30, answer=1)}) == {0: "p 30 {'answer': 1}"}
         assert begin(other, {0: start(40), 1: start(50)}) == {0: None, 1: None}
         assert other.step({1: "b", 0: "a"}) == {
@@ -332,7 +332,7 @@ def test_groups_play_beside_each_other_with_numbers_of_their_own():
 
 def test_a_group_counts_its_own_failures():
     with runner(f"{ZOO}:Raises") as environments:
-        one, other = EpisodesBeside(environments), EpisodesBeside(environments)
+        one, other = ConcurrentEpisodes(environments), ConcurrentEpisodes(environments)
         for each in (one, other):
             each.reset({0: start(), 1: start()}, step_samples=40)
         assert isinstance(one.step({0: "bad", 1: "a"})[0], EpisodeFailed)
@@ -341,5 +341,5 @@ def test_a_group_counts_its_own_failures():
         assert (one.num_failed, other.num_failed, environments.num_failed) == (2, 0, 2)
         with pytest.raises(RunFailed, match="failed on 3 of 40 samples"):
             other.step({0: "bad"})
-        environments.begin_counts()
+        environments.reset_counts()
         assert environments.num_failed == 0

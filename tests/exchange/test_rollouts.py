@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.align import pack_trace
+from moe.align import routes_of_trace
 from mrl.config import ParallelConfig
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.transfers import Selection, Transfer, Transfers, compute_transfers
 from mrl.exchange.transport import nodes_of
 from mrl.run.rollouts import is_held, outline
 from mrl.sampling_mask import SamplingMask
-from mrl.types import PackedRoutes, Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, TokenRoutes, VersionSpan
 from parallel.dims import ParallelDims
 from parallel.mesh import init_mesh, world_size
 from tests.ranks import run_ranks
@@ -83,7 +83,7 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
     full = [sample for group in whole for sample in group.samples]
     shares = SHARES if dims.dp == 2 else [set(range(6))]
     expected = {
-        i: pack_trace(trace, layers)
+        i: routes_of_trace(trace, layers)
         for i in shares[mesh.dp_rank]
         if (trace := full[i].routing) is not None
     }
@@ -93,12 +93,12 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
         deliveries, moved = [], []
         for _ in range(2):  # the memory is used again
             deliveries.append(wire.deliver(samples, shares))
-            moved.append((wire.num_bytes_shared, wire.num_bytes_sent))
+            moved.append((wire.transport.num_bytes_shared, wire.transport.num_bytes_sent))
         result = {
             "right": all(_same(delivered, expected) for delivered in deliveries),
             "bytes": wire.bytes_per_token,
             "moved": moved,
-            "left": wire._transport._memory.num_bytes,
+            "left": wire.transport._memory.num_bytes,
         }
         collected = [sample for group in wire.collect(mine) for sample in group.samples]
         is_whole = all(_same_routes(a, b) for a, b in zip(collected, full, strict=True))
@@ -106,10 +106,11 @@ def exchange(sizes: dict[str, Any], stages: int, with_weights: bool) -> list[dic
     return results
 
 
-def _same(delivered: dict[int, PackedRoutes], expected: dict[int, PackedRoutes]) -> bool:
+def _same(delivered: dict[int, TokenRoutes], expected: dict[int, TokenRoutes]) -> bool:
     return delivered.keys() == expected.keys() and all(
         routes.layer_numbers == expected[i].layer_numbers
-        and torch.equal(routes.packed, expected[i].packed)
+        and torch.equal(routes.expert_ids, expected[i].expert_ids)
+        and torch.equal(routes.captured, expected[i].captured)
         and _same_weights(routes.weights, expected[i].weights)
         for i, routes in delivered.items()
     )
@@ -133,15 +134,15 @@ def _same_routes(a: Sample, b: Sample) -> bool:
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], int, float, list[int]]] = {
-    # Ranks, sizes, stages; bytes a token: one for each of 4 layers (2 ids of 3 bits); bytes in each
-    # rank's memory. Rows by sample: 8, 3, 29, none, 1999, 4, and the four groups (samples 0 and 1,
+    # Ranks, sizes, stages; bytes a token: two ids of a byte for each of 4 layers; bytes in each rank's
+    # memory. Rows by sample: 8, 3, 29, none, 1999, 4, and the four groups (samples 0 and 1,
     # 2 and 3, 4, 5) are held by the ranks in turn.
-    "PP2xDP2": (4, {"pipeline_model_parallel_size": 2}, 2, 4.0,
-                [8 * 3 + 3 * 4, 29 * 4, 1999 * 4, 4 * 4]),
-    "PP2, a stage without MoE": (2, {"pipeline_model_parallel_size": 2}, 3, 4.0, [0, 33 * 4]),
+    "PP2xDP2": (4, {"pipeline_model_parallel_size": 2}, 2, 8.0,
+                [8 * 6 + 3 * 8, 29 * 8, 1999 * 8, 4 * 8]),
+    "PP2, a stage without MoE": (2, {"pipeline_model_parallel_size": 2}, 3, 8.0, [0, 33 * 8]),
     # Both tensor-parallel ranks of a replica read the same bytes.
-    "TP2xDP2": (4, {"tensor_model_parallel_size": 2}, 1, 4.0,
-                [8 * 4 + 3 * 4, 29 * 4, 1999 * 4, 4 * 4]),
+    "TP2xDP2": (4, {"tensor_model_parallel_size": 2}, 1, 8.0,
+                [8 * 8 + 3 * 8, 29 * 8, 1999 * 8, 4 * 8]),
 }  # fmt: skip
 
 
@@ -222,13 +223,13 @@ def moved(nodes: list[int]) -> dict[str, Any]:
     samples = [sample for group in mine for sample in group.samples]
     full = [sample for group in whole for sample in group.samples]
     wire = RolloutExchange(mesh, (1, 2, 3, 4))
-    wire._transport.nodes = nodes
+    wire.transport.nodes = nodes
     tokens = wire.deliver_tokens(samples, SHARES)
     share = SHARES[mesh.dp_rank]
-    sent = wire.num_bytes_sent
+    sent = wire.transport.num_bytes_sent
     delivered = tokens.keys() == share and all(_same_tokens(tokens[i], full[i]) for i in share)
     routes = wire.deliver(samples, SHARES)
-    expected = {i: pack_trace(t) for i in share if (t := full[i].routing) is not None}
+    expected = {i: routes_of_trace(t) for i in share if (t := full[i].routing) is not None}
     readers = [1, 1, 3, 2]
     groups_at = wire.move(mine, readers)
     here = [i for i, r in enumerate(readers) if r == mesh.rank]

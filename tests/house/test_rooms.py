@@ -1,19 +1,21 @@
 """The rules that hold over the source itself: who imports whom, and what is never called."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "launch")
+SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "studies", "launch")
                  for p in (ROOT / room).rglob("*.py"))  # fmt: skip
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 350
 
-BASE = {"mrl", "mrl.types", "mrl.errors", "mrl.config", "mrl.sampling_mask", "mrl.system"}
-"""Every room may import these; `mrl` itself holds the version and finds the names of `mrl.api`."""
+BASE = {"mrl.version", "mrl.errors", "mrl.sampling_mask", "mrl.types", "mrl.system", "mrl.config"}
+"""Every room below them in `ROOMS` may import these."""
 ROOMS: dict[str, set[str]] = {
+    "mrl.version": set(),
     "mrl.errors": set(),
     "mrl.sampling_mask": set(),
     "mrl.types": set(),
@@ -21,69 +23,76 @@ ROOMS: dict[str, set[str]] = {
     "mrl.config": set(),
     "mrl.kernels": {"mrl._C"},
     "mrl.algorithms": {"mrl.kernels"},
-    "moe": {"mrl.kernels"},
+    "moe": set(),
     "mrl.rewards": set(),
     "mrl.environments": {"mrl.rewards"},
     "mrl.data": set(),
-    "mrl.rollout": {"moe.trace", "mrl.kernels"},
+    "mrl.engines": {"moe.trace", "mrl.kernels"},
+    "mrl.scheduling": set(),
     "parallel": {"mrl.kernels", "moe"},
+    "mrl.planner": {
+        *("moe.route_rows", "mrl.kernels.vp_logprob", "parallel.architectures"),
+        *(
+            "parallel.dims",
+            "parallel.expected_tensors",
+            "parallel.hf_config",
+            "parallel.lora.rules",
+        ),
+    },
     "mrl.run": {"moe.trace", "parallel.checkpoint"},
     "mrl.trackers": {"mrl.run"},
     "mrl.exchange": {"moe", "parallel"},
+    "mrl.weight_sync": {"mrl.engines", "mrl.run", "parallel"},
     "mrl.preflight": {
-        *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.rewards", "mrl.rollout"),
-        *("mrl.run", "mrl.trackers", "parallel"),
+        *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.planner", "mrl.rewards"),
+        *("mrl.engines", "mrl.run", "mrl.trackers", "mrl.weight_sync", "parallel"),
     },
     "mrl.diagnosis": {"moe", "mrl.algorithms", "mrl.run", "parallel"},
     "mrl.learn": {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.exchange", "mrl.kernels"),
-        *("mrl.run", "moe", "parallel"),
+        *("mrl.planner", "mrl.run", "moe", "parallel"),
     },
     "mrl.collect": {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.exchange", "mrl.preflight"),
-        *("mrl.rewards", "mrl.rollout", "mrl.run", "moe", "parallel"),
+        *("mrl.rewards", "mrl.engines", "mrl.run", "moe", "parallel"),
     },
-    "mrl.disaggregated": {
+    "mrl.engine_pool": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.environments", "mrl.exchange"),
-        *("mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run", "parallel"),
+        *("mrl.preflight", "mrl.rewards", "mrl.engines", "mrl.run", "mrl.scheduling"),
+        *("mrl.weight_sync", "parallel"),
     },
     "mrl.trainer": {
-        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
+        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.engine_pool"),
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.run", "mrl.trackers", "parallel"),
     },
-    "mrl.tenants": {
-        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.disaggregated"),
-        *("mrl.exchange", "mrl.learn"),
-        *("mrl.preflight", "mrl.rewards", "mrl.rollout", "mrl.run", "mrl.trainer", "parallel"),
+    "mrl.service": {
+        *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.engine_pool"),
+        *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.rewards", "mrl.engines", "mrl.run"),
+        *("mrl.trainer", "mrl.weight_sync", "parallel"),
     },
-    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.tenants", "parallel"},
-    "mrl.client": {"mrl.tenants"},
+    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.service", "parallel"},
+    "mrl.client": {"mrl.service"},
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},
     "mrl.drill": {"mrl.run", "parallel.checkpoint"},
+    "mrl.jobs": {
+        *("mrl.engine_pool", "mrl.engines", "mrl.learn", "mrl.preflight", "mrl.run"),
+        *("mrl.trainer", "mrl.watch", "parallel"),
+    },
+    "mrl.api": {"mrl.jobs", "mrl.run", "parallel"},
     "mrl.toy_model": set(),
     "mrl.commands": {
-        *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.drill", "mrl.learn"),
-        *(
-            "mrl.disaggregated",
-            "mrl.preflight",
-            "mrl.rewards",
-            "mrl.rollout",
-            "mrl.run",
-            "mrl.tenants",
-            "mrl.toy_model",
-            "mrl.trainer",
-            "mrl.view",
-            "mrl.watch",
-        ),
+        *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.drill", "mrl.engine_pool"),
+        *("mrl.engines", "mrl.jobs", "mrl.learn", "mrl.planner", "mrl.preflight", "mrl.rewards"),
+        *("mrl.run", "mrl.service", "mrl.toy_model", "mrl.trainer", "mrl.view", "mrl.watch"),
         "parallel",
     },
-    "mrl.api": {"mrl.commands", "mrl.run", "parallel"},
-    "mrl.cli": {"mrl.commands", "mrl.run"},
+    "mrl.cli": {"mrl.commands", "mrl.jobs", "mrl.run"},
     "mrl.__main__": {"mrl.cli"},
 }
-"""What a room may import of the project beside BASE and itself, from the ground floor up: a room may
-name only rooms above it in this table, so no arrow runs up and there is no circle."""
+"""The modules of this project that a room may import in addition to itself and BASE. A room may import
+only rooms above it in this table, so there is no circle of rooms. The package `mrl` itself is in no
+room: its __init__.py re-exports names of `mrl.api`, and no room imports it."""
 
 
 def within(module, package):
@@ -96,18 +105,17 @@ def module_of(path):
 
 
 def imports(tree):
-    """Dotted names; `from a import b` gives both `a` (as its package runs) and, if it is one, `a.b`."""
+    """Yield dotted names; `from a import b` gives `a.b` if that is a module, and `a` otherwise."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the room"
-            yield node.module
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 target = ROOT / inner.replace(".", "/")
-                if target.is_dir() or target.with_suffix(".py").is_file() or alias.name == "_C":
-                    yield inner
+                is_module = target.is_dir() or target.with_suffix(".py").is_file()
+                yield inner if is_module or alias.name == "_C" else node.module
 
 
 def broken_import_rules(module, tree):
@@ -115,14 +123,15 @@ def broken_import_rules(module, tree):
     for name in imports(tree):
         if within(name, "megatron") and not (within(module, "parallel") or module == "moe.replay"):
             yield f"{module} imports {name}: Megatron is for parallel/ and moe/replay.py"
-        if within(name, "sglang") and not within(module, "mrl.rollout"):
-            yield f"{module} imports {name}: SGLang is for mrl/rollout/"
+        if within(name, "sglang") and not within(module, "mrl.engines"):
+            yield f"{module} imports {name}: SGLang is for mrl/engines/"
         own = name.split(".")[0] in ("mrl", "moe", "parallel")
-        base = name == "mrl" or any(within(name, allowed) for allowed in BASE - {"mrl"})
-        if room is None or not own or base or within(name, room):
+        if room is None or not own or within(name, room):
             continue
-        if not any(within(name, allowed) for allowed in ROOMS[room]):
-            yield f"{module} imports {name}: not among {sorted(ROOMS[room] | BASE)}"
+        order = list(ROOMS)
+        allowed = ROOMS[room] | {base for base in BASE if order.index(base) < order.index(room)}
+        if not any(within(name, each) for each in allowed):
+            yield f"{module} imports {name}: not among {sorted(allowed)}"
 
 
 def dotted(node):
@@ -188,6 +197,52 @@ def test_sources_keep_the_rules():
     assert not broken
 
 
+@cache
+def module_graph():
+    """Return the names that each module of this project imports, inside its functions and under
+    TYPE_CHECKING too."""
+    paths = [path for path in SOURCES if "plugins" not in path.parts]
+    return {module_of(path): set(imports(ast.parse(path.read_text()))) for path in paths}
+
+
+def reachable(graph, start):
+    """Return all names that the module `start` imports, or that those import in turn."""
+    found, waiting = set(), [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_circle_of_modules():
+    graph = module_graph()
+    below = {module: reachable(graph, module) for module in graph}
+    in_circle = sorted(module for module in graph if module in below[module])
+    circles = {
+        tuple(each for each in in_circle if each in below[module] and module in below[each])
+        for module in in_circle
+    }
+    assert not circles
+
+
+def test_the_planner_needs_no_megatron():
+    graph = module_graph()
+    for module in graph:
+        if within(module, "mrl.planner"):
+            found = [name for name in reachable(graph, module) if within(name, "megatron")]
+            assert not found, f"{module} needs {found}"
+
+
+def test_no_benchmark_needs_a_study():
+    upward = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        if any(within(name, "studies") for name in imports(ast.parse(path.read_text())))
+    ]
+    assert not upward
+
+
 def test_files_stay_short():
     lengths = {path: len(path.read_text().splitlines()) for path in [*SOURCES, *TESTS]}
     assert not {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > MAX_LINES}
@@ -201,13 +256,17 @@ def test_files_stay_short():
         ("mrl.data.reader", "def f():\n    import mrl.trainer"),
         ("mrl.types", "import moe"),
         ("mrl.algorithms.gspo", "from parallel.dims import ParallelDims"),
-        ("mrl.rollout.base", "import moe.align"),
-        ("mrl.collect.live", "from mrl.learn import batching"),
+        ("mrl.engines.base", "import moe.align"),
+        ("mrl.engine_pool.local", "from mrl.learn import batching"),
         ("mrl.learn.learner", "from mrl.collect.base import Collector"),
         ("mrl.trainer", "import megatron.core"),
         ("moe.align", "from megatron import core"),
-        ("parallel.model", "from mrl.rollout import base"),
+        ("parallel.model", "from mrl.engines import base"),
         ("parallel.model", "import sglang"),
+        ("mrl.system.disk", "from mrl.config import Recipe"),
+        ("mrl.planner.cost", "from parallel.mesh import Mesh"),
+        ("mrl.api.runs", "import mrl.commands.train"),
+        ("parallel.model", "from mrl import __version__"),
     ],
 )
 def test_import_rules_catch(module, code):
@@ -219,9 +278,11 @@ def test_import_rules_catch(module, code):
     [
         ("mrl.trainer", "from mrl import collect; import parallel.model"),
         ("moe.replay", "import megatron.core; from mrl.types import Prompt"),
-        ("mrl.rollout.sglang.engine", "import sglang; from moe.trace import decode"),
+        ("mrl.engines.sglang.engine", "import sglang; from moe.trace import decode"),
         ("mrl.kernels.loss", "from mrl import _C"),
         ("parallel.model", "from moe import align; import megatron"),
+        ("parallel.model", "from mrl.version import __version__"),
+        ("mrl.planner.cost", "from parallel.dims import ParallelDims"),
     ],
 )
 def test_import_rules_allow(module, code):

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.align import local_routes, take_bytes
 from mrl import _C
 from mrl.kernels import (
     moe_ids,
     moe_permute,
     moe_sort,
     moe_unpermute,
-    pack_routes,
     packed_gae,
     policy_loss,
     seq_logratio,
-    unpack_routes,
     vp_logprob,
 )
+from mrl.types import TokenRoutes
 from tests.kernels.policy_cases import (
     ALL_OPTIONS,
     FEW_OPTIONS,
@@ -123,16 +123,19 @@ def test_packed_gae_matches_the_cpu() -> None:
 
 
 def test_routes_match_the_cpu() -> None:
+    """uint16 has few operations on GPUs: these are the ones that routes go through."""
     rng = torch.Generator().manual_seed(0)
-    ids = torch.stack([torch.randperm(100, generator=rng)[:8] for _ in range(40 * 3)])
-    ids = ids.view(40, 3, 8).short()
-    ids[3] = -1
-    packed = pack_routes(ids, 100)
-    assert torch.equal(pack_routes(ids.cuda(), 100).cpu(), packed)
-    wanted = {"num_experts": 100, "topk": 8, "layers": [2, 0], "start": 3, "stop": 37}
-    assert torch.equal(
-        unpack_routes(packed.cuda(), **wanted).cpu(), unpack_routes(packed, **wanted)
-    )
+    for num_experts, dtype in ((100, torch.uint8), (600, torch.uint16)):
+        ids = torch.rand(40, 3, num_experts, generator=rng).topk(8).indices.to(dtype)
+        captured, index = torch.arange(40) != 3, torch.randperm(40, generator=rng)
+        routes = TokenRoutes(ids, captured, (1, 2, 3), num_experts)
+        moved = TokenRoutes(ids.cuda(), captured.cuda(), (1, 2, 3), num_experts)
+        for layers in ((2, 3), (3, 1)):
+            found = local_routes(moved, layers, 1, 2)
+            for number, expected in local_routes(routes, layers, 1, 2).items():
+                assert torch.equal(found[number].cpu(), expected)
+        taken = take_bytes(moved.expert_ids, index.cuda())
+        assert torch.equal(taken.cpu(), take_bytes(ids, index))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.kernels import invariant
+from tests.kernels.threads import kernel_threads
 
 SIZES = [(64, 128), (16, 8), (40, 7), (1, 5), (100, 33)]
 """(K, N): whole numbers of the kernels' lanes, and not."""
@@ -79,14 +80,10 @@ def test_threads_do_not_change_a_bit() -> None:
         lambda: invariant.silu(x.repeat(20, 1)),
         lambda: attend(q, q, q, [0] * 300, list(range(1, 301))),
     ]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with kernel_threads(1):
         alone = [op() for op in ops]
-        torch.set_num_threads(3)
+    with kernel_threads(3):
         assert all(torch.equal(op(), first) for op, first in zip(ops, alone, strict=True))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_gradients_are_torchs() -> None:

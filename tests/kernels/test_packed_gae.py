@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.kernels.oracle.packed_gae import packed_gae as oracle_gae
 from mrl.kernels.packed_gae import packed_gae
+from tests.kernels.threads import kernel_threads
 
 LENGTHS = [0, 1, 2, 7, 8, 9, 100, 127, 128, 129, 700]
 
@@ -151,14 +152,10 @@ def test_same_bits_for_any_threads_packing_and_split() -> None:
     lengths = [(i * 577) % 3000 for i in range(40)]
     case = make_case(lengths, seed=5)
     lam = length_adaptive(case)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with kernel_threads(1):
         one = packed_gae(*case.args(), gamma=0.99, lam=lam)
-        torch.set_num_threads(2)
+    with kernel_threads(2):
         assert_same_bits(packed_gae(*case.args(), gamma=0.99, lam=lam), one)
-    finally:
-        torch.set_num_threads(before)
 
     pieces = [[0, 1, 2], [3], list(range(4, 40))]
     split = [packed_gae(*select(case, p).args(), gamma=0.99, lam=lam[p]) for p in pieces]

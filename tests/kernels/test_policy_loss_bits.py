@@ -21,6 +21,7 @@ from tests.kernels.policy_cases import (
     select,
     with_garbage,
 )
+from tests.kernels.threads import kernel_threads
 
 LENGTHS = [(i * 577) % 3000 for i in range(40)]
 EVERY_SUM = Options("sequence", FEW_OPTIONS[4].clip, FEW_OPTIONS[4].importance, FEW_OPTIONS[4].kl)
@@ -35,14 +36,10 @@ def assert_same_bits(first, second) -> None:
 @pytest.mark.parametrize("o", FEW_OPTIONS, ids=str)
 def test_threads_change_no_bit(o) -> None:
     case = make_case(LENGTHS, seed=5)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with kernel_threads(1):
         one = run_op(case, o)
-        torch.set_num_threads(2)
+    with kernel_threads(2):
         assert_same_bits(run_op(case, o), one)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("o", FEW_OPTIONS, ids=str)

@@ -93,7 +93,7 @@ def test_compiled_code_calls_the_op() -> None:
         ("ref_logprobs", torch.zeros(10).half(), "ref_logprobs: got dtype torch.float16, expected"),
         ("rollout_logprobs", None, "rollout_logprobs: got None, expected f32[N]"),
         ("ref_logprobs", None, "ref_logprobs: got None, expected f32[N]"),
-        ("kl", None, "ref_logprobs: got a tensor, but no kl"),
+        ("kl", None, "ref_logprobs: got a tensor, but kl is None"),
         ("seq_logratio", torch.zeros(3, 2), "seq_logratio: got shape [3, 2], expected [2, 2]"),
         (
             "seq_importance",
@@ -151,9 +151,11 @@ def test_sums_over_ranks_are_given_for_everything_or_nothing() -> None:
     case, o = make_case([4, 6]), FEW_OPTIONS[6]
     assert (o.ratio, o.importance.level) == ("sequence", "sequence")
     sums = torch.ones(2, 2, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"seq_importance: got None beside the other one"):
+    with pytest.raises(
+        ValueError, match=r"seq_importance: got None although the other one is given"
+    ):
         policy_loss(**case.arguments(o), seq_logratio=sums)
-    with pytest.raises(ValueError, match=r"seq_logratio: got None beside the other one"):
+    with pytest.raises(ValueError, match=r"seq_logratio: got None although the other one is given"):
         policy_loss(**case.arguments(o), seq_importance=sums)
 
 

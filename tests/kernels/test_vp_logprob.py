@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.kernels import oracle, vp_logprob
 from mrl.kernels.vp_logprob import tile_size
+from tests.kernels.threads import kernel_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of the gradient, relative to its largest: what the logits' own type can hold.
@@ -161,15 +162,11 @@ def test_masked_rows_are_never_read(dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_batch_and_order_change_no_bit(dtype) -> None:
     logits, labels = make_logits(64, 3000, dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with kernel_threads(1):
         whole = run(logits, labels)
-        torch.set_num_threads(2)
+    with kernel_threads(2):
         for a, b in zip(run(logits, labels), whole, strict=True):
             assert torch.equal(a, b)
-    finally:
-        torch.set_num_threads(before)
     alone = vp_logprob(logits[5:6], labels[5:6])
     assert torch.equal(alone[0], whole[0][5:6])
     assert torch.equal(alone[1], whole[1][5:6])
@@ -271,7 +268,7 @@ def test_inplace_backward_is_seen_by_whoever_needs_the_logits() -> None:
 def test_no_second_gradient() -> None:
     logits, labels = make_logits(3, 100, torch.float32)
     leaf = logits.requires_grad_()
-    with pytest.raises(RuntimeError, match="no second gradient"):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(vp_logprob(leaf, labels)[0].sum(), leaf, create_graph=True)
 
 

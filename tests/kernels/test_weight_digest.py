@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.kernels.digest import MODULUS, digest_in_torch, digest_place, weight_digest
+from tests.kernels.threads import kernel_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,12 +58,8 @@ def test_torch_form_is_the_same(dtype, monkeypatch):
 def test_threads_change_nothing():
     weights = torch.randn(200_001)
     one = weight_digest(weights)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with kernel_threads(3):
         assert weight_digest(weights) == one
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 WITHOUT_TORCH = """

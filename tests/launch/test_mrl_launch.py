@@ -44,7 +44,7 @@ def test_a_killed_rank_is_one_block_and_starts_again(tmp_path: Path) -> None:
     code, lines = launched(script, tmp_path, "--max-restarts", "1")
     assert code == 71
     assert len((tmp_path / "starts").read_text().splitlines()) == 4
-    assert "mrl: starts again, 1 of 1 restarts" in lines
+    assert "mrl: starting the ranks again, restart 1 of 1" in lines
     assert lines.count("mrl: rank 1 was killed by SIGKILL") == 2
     assert not any("Traceback" in line for line in lines)
     assert json.loads((tmp_path / "failure.json").read_text())["rank"] == 1
@@ -109,7 +109,7 @@ def test_a_rendezvous_whose_port_is_mute_is_one_line(flags: str) -> None:
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert [line for line in lines if "mrl:" in line] == lines
-    assert f"127.0.0.1:{port}: another program listens there (it is mute for 30 s)" in lines[0]
+    assert f"127.0.0.1:{port}: another program listens there (no answer for 30 s)" in lines[0]
 
 
 @pytest.mark.release
@@ -117,7 +117,7 @@ def test_a_rendezvous_whose_port_is_mute_is_one_line(flags: str) -> None:
 def test_a_rank_without_a_launcher_does_not_wait_for_a_mute_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        code = "from parallel.mesh import _meeting; _meeting()"
+        code = "from parallel.mesh import _empty_store; _empty_store()"
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "WORLD_SIZE": "2"} | where,

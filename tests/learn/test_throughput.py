@@ -9,10 +9,10 @@ import torch
 
 from mrl.learn.rollout_metrics import rollout_metrics
 from mrl.learn.throughput import Throughput
+from mrl.planner.peak_flops import training_flops
+from mrl.planner.shape import read_shape
 from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
-from parallel.scaling.peak_flops import training_flops
-from parallel.scaling.shape import read_shape
 from tests.sample_groups import group, sample
 
 ROW = {

@@ -12,14 +12,10 @@ from torch import Tensor
 
 from mrl.algorithms import list_algorithms, load_algorithm, traits
 from mrl.config import AlgorithmConfig, ParallelConfig
-from mrl.learn.advantages import (
-    compute_advantages,
-    count_loss_tokens,
-    drop_from_loss,
-    set_reward_advantages,
-)
+from mrl.learn.advantages import compare_rewards, compute_advantages
 from mrl.learn.batching import make_train_batches
 from mrl.learn.kl_control import KlControl
+from mrl.learn.step_data import make_step_data
 from mrl.types import SampleGroup
 from parallel.dims import ParallelDims
 from parallel.mesh import Mesh, init_mesh
@@ -62,9 +58,9 @@ def by_definition(groups: list[SampleGroup], centred: bool) -> list[Tensor]:
 
 
 def advantages(name: str, groups: list[SampleGroup], config: AlgorithmConfig) -> list[float]:
-    counts = count_loss_tokens(groups, config, drops_stale=True)
-    set_reward_advantages(groups, counts, load_algorithm(name), config, 20)
-    return [float(a) for one in groups if one.advantages is not None for a in one.advantages]
+    algorithm = load_algorithm(name)
+    data = make_step_data(groups, algorithm, config, 20)
+    return compare_rewards(data.rewards, data.num_loss_tokens, algorithm, config).tolist()
 
 
 def test_who_whitens() -> None:
@@ -74,7 +70,8 @@ def test_who_whitens() -> None:
 @pytest.mark.parametrize("name", WHITENED)
 def test_moments_are_over_tokens(name: str) -> None:
     config = AlgorithmConfig(name=name)
-    expected = by_definition(drop_from_loss(step(), config), name in CENTRED)
+    data = make_step_data(step(), load_algorithm(name), config, 20)
+    expected = by_definition(data.trained_groups, name in CENTRED)
     for got, wanted in zip(advantages(name, step(), config), expected, strict=True):
         assert got == pytest.approx(float(wanted[0]) if len(wanted) else 0.0, rel=1e-6)
     ones = [dataclasses.replace(one, samples=[sample(4)] * 3) for one in step()]
@@ -102,18 +99,16 @@ def with_and_without_kl() -> tuple[list[Tensor], Tensor]:
     mesh: Mesh = init_mesh(ParallelDims.create(ParallelConfig(), 1), 0)
     algorithm, config = load_algorithm("reinforce_pp"), AlgorithmConfig(name="reinforce_pp")
     kl = config.model_copy(update={"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"})
-    groups = drop_from_loss(step(), config)
-    samples = [s for one in groups for s in one.samples]
-    rewards = [one.rewards for one in step() if one.rewards is not None]
+    data = make_step_data(step(), algorithm, config, 20)
+    samples, rewards = data.samples, data.rewards
     numbers = torch.cat(rewards).nan_to_num(0.0).tolist()
     (made,) = make_train_batches([(samples, numbers)], algorithm, mesh, 30, config=kl)
     batches = []
     for batch in made.micro_batches:
         same = torch.zeros(batch.num_tokens)
         batches.append(dataclasses.replace(batch, old_logprobs=same, ref_logprobs=same))
-    counts = count_loss_tokens(step(), config, drops_stale=False)
     penalties = KlControl(kl).penalties(batches, len(samples), mesh)
-    given = batches, rewards, counts, algorithm
+    given = batches, rewards, data.num_loss_tokens, algorithm
     found = compute_advantages(*given, kl, mesh, penalties=penalties)
     plain = compute_advantages(*given, config, mesh)
     tokens = [

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.commands.train import train
 from mrl.config import load_recipe
+from mrl.jobs.train import train
 from mrl.toy_model import write_toy_model
 from parallel.mesh import world_size
 from tests.loop.forked import Command

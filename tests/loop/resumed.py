@@ -7,7 +7,7 @@ from typing import Any
 
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.loop.shared_engine import SharedEngine
-from tests.loop.stepped import SteppedRun
+from tests.loop.stepped import SteppedRun, supply_of
 
 KEEPING = (
     "algorithm.name=ppo",
@@ -50,5 +50,7 @@ def whole_and_resumed(engine: SharedEngine) -> dict[str, Any]:
         "rows": rows,
         "again": again,
         "ends": [saved_tensors(run) for run in (whole, resumed)],
-        "prompts": [run.collector.cursor.state_dict()["offset"] for run in (whole, resumed)],
+        "prompts": [
+            supply_of(run.collector).cursor.state_dict()["offset"] for run in (whole, resumed)
+        ],
     }

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.config import load_recipe
+from mrl.engines.base import RolloutEngine
 from mrl.preflight import check
-from mrl.rollout.base import RolloutEngine
 from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 from parallel import prepare

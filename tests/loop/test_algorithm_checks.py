@@ -23,7 +23,7 @@ from tests.loop.conftest import TOY_RECIPE, Toy
 ENVIRONMENT = ("reward=null", "environment.name=guess_letter")
 SHAPING: dict[str, tuple[list[str], str]] = {
     "longer than an answer": (["overlong_buffer_len=13"], "at most rollout.max_response_len 12"),
-    "episodes": (["overlong_buffer_len=4"], "several answers"),
+    "episodes": (["overlong_buffer_len=4"], "several responses"),
     "filter of one length": (["overlong_filter=true"], "cut off at the same length"),
 }
 MORE = {

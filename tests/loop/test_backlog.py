@@ -15,7 +15,7 @@ from mrl.run.folder import RunFolder
 from parallel import prepare
 from parallel.mesh import init_mesh
 from tests.loop.conftest import TOY_RECIPE, Toy
-from tests.loop.stepped import SteppedRun
+from tests.loop.stepped import SteppedRun, supply_of
 from tests.ranks import run_ranks
 
 
@@ -44,17 +44,21 @@ def died_and_resumed(overrides: list[str]) -> dict[str, Any]:
     try:
         first.go(2)
         first.save()
-        saved = [one.group.prompt.prompt_id for one in first.collector.backlog.waiting]
+        saved = [one.group.prompt.prompt_id for one in supply_of(first.collector).backlog.waiting]
         first.go(1)
         second = Run(check(recipe, 1), mesh, folder)
         second.begin(engine)
-        restored = [one.group.prompt.prompt_id for one in second.collector.backlog.waiting]
+        restored = [
+            one.group.prompt.prompt_id for one in supply_of(second.collector).backlog.waiting
+        ]
         second.go(2)
         return {
             "saved": saved,
             "restored": restored,
             "state": second.collector.state_dict(),
-            "waiting": [one.group.prompt.prompt_id for one in second.collector.backlog.waiting],
+            "waiting": [
+                one.group.prompt.prompt_id for one in supply_of(second.collector).backlog.waiting
+            ],
             "order": [p.prompt_id for p in PromptCursor(plan.prompts, seed=recipe.seed).next(64)],
             "metrics": folder.read_metrics(),
         }

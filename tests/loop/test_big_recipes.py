@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.scaling import CASES, Case, read_case
 from mrl.cli import main
-from parallel.scaling.cost import HARDWARE
-from parallel.scaling.memory import phases
-from parallel.scaling.rows import total
-from parallel.scaling.verdict import worst_node
+from mrl.planner.hardware import HARDWARE
+from mrl.planner.roles import all_phases
+from mrl.planner.rows import total
+from mrl.planner.verdict import worst_node
 from tests.loop.conftest import REPOSITORY
 from tests.loop.test_check_plan import assert_rows_add_up
 from tests.loop.test_refusals import refused
@@ -41,7 +41,7 @@ def test_it_fits_and_one_changed_key_is_refused(
     line = refused(capsys, [*arguments, case.changed])
     assert line.startswith("mrl: memory plan: ")
     assert "does not fit: " in line or "its weights need " in line
-    assert " GB + " in line or " GB a GPU (" in line  # the arithmetic
+    assert " GB + " in line or " GB per GPU (" in line  # the arithmetic
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -49,13 +49,14 @@ def test_every_byte_has_a_formula_and_a_source(case: Case) -> None:
     """Each total is the sum of its rows, and no row is without a reason."""
     gpu = HARDWARE[case.gpu]
     shape, dims, work = read_case(case)
-    rows = [row for phase in phases(shape, dims, work, gpu.memory_bytes) for row in phase.device]
+    held = all_phases(shape, dims, work, gpu)
+    rows = [row for phase in held for row in phase.device]
     node = worst_node(shape, dims, work, gpu)
     for row in (*rows, *node):
         assert row.num_bytes > 0
         assert row.formula
         assert row.source
-    for phase in phases(shape, dims, work, gpu.memory_bytes):
+    for phase in held:
         assert phase.device_bytes == sum(row.num_bytes for row in phase.device)
         assert phase.device_bytes <= gpu.memory_bytes, (phase.name, phase.stage)
         assert len({row.name for row in phase.device}) == len(phase.device)

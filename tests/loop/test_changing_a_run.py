@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from mrl.commands.branch_run import branch
-from mrl.commands.out_of_memory import memory_advice
-from mrl.commands.train import train
 from mrl.config import load_recipe
+from mrl.engines.base import EngineLost
 from mrl.errors import InputError, RunFailed
+from mrl.jobs.out_of_memory import memory_advice
+from mrl.jobs.train import train
 from mrl.preflight import check
-from mrl.rollout.base import EngineLost
 from mrl.run.folder import RunFolder
 from mrl.run.source import read_source
 from mrl.trainer import Trainer
@@ -27,6 +27,7 @@ from parallel.mesh import init_mesh
 from parallel.policy import Policy
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.shared_engine import SharedEngine
+from tests.loop.stepped import exchange_engine
 from tests.ranks import run_ranks
 
 STEPS = (
@@ -160,7 +161,8 @@ def drill(scratch: Path) -> None:
         assert resumed.step == 2
         again = [resumed.run_step() for _ in range(2)]
         whole.learner.recipe = resumed.plan.recipe
-        whole.collector.slot.engine = engine._engine  # which has the new share
+        assert engine._engine is not None
+        exchange_engine(whole.collector, engine._engine)  # which has the new share
         rows = [whole.run_step() for _ in range(2)]
         for ours, theirs in zip(again, rows, strict=True):
             for key in LOSS:

@@ -147,7 +147,7 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "lora.rank=8", "lora.targets=[gate]"], "the router stays that of the base"),
         (
             ["--plan", "--gpus", "16", "lora.rank=8", "rollout.tensor_parallel_size=16"],
-            "such an engine serves no adapter",
+            "such an engine cannot serve an adapter",
         ),
         (
             ["--plan", "--gpus", "6", "rollout.tensor_parallel_size=6"],

@@ -11,15 +11,14 @@ import pytest
 from benchmarks.scaling import CASES, read_case
 from mrl.commands.placement_table import planned_tables
 from mrl.config import load_recipe
-from mrl.preflight.expected_times import expected_times
+from mrl.planner.engine import engine_weight_bytes
+from mrl.planner.expected_times import expected_times
+from mrl.planner.hardware import HARDWARE
+from mrl.planner.roles import all_phases, nodes, split_engine
+from mrl.planner.rows import Phase, total
+from mrl.planner.verdict import verdict
+from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
-from parallel.scaling.cost import HARDWARE
-from parallel.scaling.engine import engine_weight_bytes
-from parallel.scaling.memory import phases
-from parallel.scaling.roles import all_phases, nodes, split_engine
-from parallel.scaling.rows import Phase, total
-from parallel.scaling.verdict import verdict
-from parallel.scaling.workload import Workload
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE
 from tests.loop.test_check_plan import LAYOUT, planned, qwen  # noqa: F401
 from tests.loop.test_refusals import refused
@@ -37,7 +36,7 @@ def read(*keys: str):
 
 def by_role(work: Workload, dims: ParallelDims) -> tuple[dict[str, Phase], Phase]:
     shape = read()[0]
-    found = all_phases(shape, dims, work, GPU.memory_bytes)
+    found = all_phases(shape, dims, work, GPU)
     return {phase.name: phase for phase in found if phase.role == "trainer"}, found[-1]
 
 
@@ -53,21 +52,17 @@ def test_each_role_holds_its_own_bytes_alone() -> None:
     assert rollout.device_row("engine weights") == engine_weight_bytes(shape, work)
     assert not rollout.device_row("weights")
     assert not rollout.device_row("gradients")
-    together = {
-        phase.name: phase
-        for phase in phases(
-            shape, dims, dataclasses.replace(work, rollout_ranks=0), GPU.memory_bytes
-        )
-    }
+    colocated = dataclasses.replace(work, rollout_ranks=0)
+    together = {phase.name: phase for phase in all_phases(shape, dims, colocated, GPU)}
     assert trainer["train"].device_row("activations") == together["train"].device_row("activations")
     assert rollout.device_row("KV cache") == together["rollout"].device_row("KV cache")
 
 
 def test_every_byte_of_both_roles_has_a_formula_and_a_source() -> None:
     shape, dims, work = read("async.max_staleness=2", "async.deterministic=true")
-    held = all_phases(shape, dims, work, GPU.memory_bytes)
-    on_nodes = nodes(shape, dims, work, GPU.memory_bytes, 8)
-    rows = [row for phase in held for row in (*phase.device, *phase.host)]
+    held = all_phases(shape, dims, work, GPU)
+    on_nodes = nodes(shape, dims, work, GPU)
+    rows = [row for phase in held for row in phase.device]
     rows += [row for node in on_nodes for row in node.rows]
     for row in rows:
         assert row.num_bytes > 0
@@ -91,7 +86,7 @@ def test_a_node_of_engines_has_room_for_the_versions_of_each(
     keys: tuple[str, ...], versions: int
 ) -> None:
     shape, dims, work = read(*keys)
-    trainers, engines = nodes(shape, dims, work, GPU.memory_bytes, 8)
+    trainers, engines = nodes(shape, dims, work, GPU)
     assert (trainers.num_trainers, trainers.num_rollout) == (8, 0)
     assert (engines.num_trainers, engines.num_rollout) == (0, 8)
     (staged,) = (row for row in engines.rows if row.name == "rollout: staged weights")
@@ -104,10 +99,10 @@ def test_a_node_of_engines_has_room_for_the_versions_of_each(
 
 def test_a_node_of_both_roles_holds_both() -> None:
     shape, dims, work = read_case(CASE, "rollout.placement=disaggregated", "rollout.num_ranks=2")
-    first, *others = nodes(shape, dims, work, GPU.memory_bytes, 16)
+    first, *others = nodes(shape, dims, work, dataclasses.replace(GPU, gpus_per_node=16))
     assert not others
     assert first.describe() == "8 trainer rank(s) and 2 rollout rank(s)"
-    apart = nodes(shape, dims, work, GPU.memory_bytes, 8)
+    apart = nodes(shape, dims, work, GPU)
     assert [node.describe() for node in apart] == ["8 trainer rank(s)", "2 rollout rank(s)"]
     assert total(first.rows) == sum(total(node.rows) for node in apart)
 
@@ -115,7 +110,7 @@ def test_a_node_of_both_roles_holds_both() -> None:
 def test_an_engine_on_two_nodes_is_refused() -> None:
     shape, dims, work = read()
     assert split_engine(dims, work, 8) == ""
-    assert "ranks 8 to 9 would lie on two nodes of 3 GPUs" in split_engine(dims, work, 3)
+    assert "ranks 8 to 9 would be on two nodes of 3 GPUs" in split_engine(dims, work, 3)
     small = dataclasses.replace(GPU, gpus_per_node=3)
     found = verdict(shape, dims, dataclasses.replace(work, engine_tp=2), small)
     assert not found.runs
@@ -165,7 +160,7 @@ def test_the_plan_shows_both_roles(
     out = planned(capsys, *arguments, "async.max_staleness=2", "--response-len", "1024")
     for text in ("ranks 0 to 7 for training, ranks 8 to 15 for rollout", "Below: 16 x H200",
                  "GPU memory of one trainer rank by phase", "GPU memory of one rollout rank by phase",
-                 "rollout: staged weights", "Seconds of either role", "asynchronous, bound 2",
+                 "rollout: staged weights", "Seconds of each role", "asynchronous, bound 2",
                  "with async.max_staleness 2 the "):  # fmt: skip
         assert text in out
     assert out.strip().splitlines()[-1].startswith("fits: the peak is ")

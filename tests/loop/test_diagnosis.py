@@ -149,7 +149,8 @@ def test_a_layer_whose_routes_are_wrong_is_named(toy: Toy, recorded: Path, tmp_p
 
 def trained_with_a_loss(overrides: list[str]) -> None:
     """`mrl train`, but the second rank kills its engine after the first step."""
-    from mrl.collect.live import LiveCollector
+    from mrl.collect.collector import Collector
+    from mrl.engine_pool.local import LocalPool
     from mrl.trainer import Trainer
 
     whole_step = Trainer.run_step
@@ -157,8 +158,9 @@ def trained_with_a_loss(overrides: list[str]) -> None:
     def step_and_kill(self: Trainer) -> dict[str, float]:
         found = whole_step(self)
         if found["step"] == 0 and self.mesh.rank == 1:
-            assert isinstance(self.collector, LiveCollector)
-            engine = self.collector.slot.engine
+            assert isinstance(self.collector, Collector)
+            assert isinstance(self.collector.pool, LocalPool)
+            engine = self.collector.pool.part.engine.server
             assert engine is not None
             assert engine.process_id is not None
             os.kill(engine.process_id, signal.SIGKILL)

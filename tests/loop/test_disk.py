@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import mrl.system.disk as disk_module
-from mrl.commands.train import train
 from mrl.config import load_recipe
 from mrl.errors import InputError, RunFailed
+from mrl.jobs.train import train
 from mrl.preflight import check, room
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
@@ -106,7 +106,8 @@ def test_a_full_disk_is_named_at_once_and_the_checkpoint_before_stays(
     assert f"{disk}/run" in out["text"]
     if way == "asked":
         assert re.search(
-            r"is full: it needs 3\.\d MB, and \d\.\d MB are free in .*; make room", out["text"]
+            r"is full: it needs 3\.\d MB, and \d\.\d MB are free in .*; free some space",
+            out["text"],
         )
     assert "the disk is full" in out["text"]
     assert out["seconds"] < 10, out["text"]

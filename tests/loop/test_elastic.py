@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mrl.commands.train import train
 from mrl.config import load_recipe
+from mrl.jobs.train import train
 from mrl.run.callbacks import Callback
 from mrl.run.compare import MACHINE
 from parallel.checkpoint.saved_tensors import SavedTensors
@@ -142,7 +142,7 @@ def test_the_launcher_starts_the_ranks_again(
     chance.choice(ranks).kill()
     printed, _ = process.communicate(timeout=400)
     assert process.returncode == 0, printed
-    assert "mrl: starts again, 1 of 2 restarts" in printed
+    assert "mrl: starting the ranks again, restart 1 of 2" in printed
     assert len(starts(run)) == 2
     assert done - most_lost <= starts(run)[1] <= done + 1, (done, starts(run))
     assert_same(run, whole)

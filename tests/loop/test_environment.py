@@ -74,6 +74,8 @@ def test_rows_are_checked_and_the_plan_says_what_is_played(
     data.write_text('{"prompt": "a", "seed": 1}\n' * 6)
     overrides = toy.overrides(tmp_path / "run", *GUESS)
     line = refused(capsys, ["check", str(TOY_RECIPE), *overrides, f"data.path={data}"])
-    assert f"{data}:1: column 'seed' is a name that the environment's reset() needs" in line
+    assert (
+        f"{data}:1: column 'seed' is the name of an argument of the environment's reset()" in line
+    )
     main(["check", str(TOY_RECIPE), *overrides])
     assert "environment guess_letter, up to 8 turns" in " ".join(capsys.readouterr().out.split())

@@ -20,8 +20,8 @@ from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.collect.task import Task
 from mrl.config import EvalSetConfig, dump_recipe, load_recipe
 from mrl.data.eval_sets import EvalSet
+from mrl.engines.base import Completion, Request, SamplingParams
 from mrl.errors import ExitCode, InputError, RunFailed
-from mrl.rollout.base import Completion, Request, SamplingParams
 from mrl.run.folder import RunFolder
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from tests.loop.conftest import TOY_RECIPE, Toy, trained

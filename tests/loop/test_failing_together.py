@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from mrl.collect.live import LiveCollector
 from mrl.config import load_recipe
+from mrl.engine_pool.local import make_local_collector
 from mrl.errors import InputError
 from mrl.preflight import check
 from mrl.run.folder import RunFolder
@@ -27,7 +27,7 @@ def collected(model: str, output: str) -> list[str]:
         recipe = plan.recipe.model_copy(update={"reward": "nobody"})
         plan = dataclasses.replace(plan, recipe=recipe)
     try:
-        LiveCollector(plan, mesh, RunFolder(output))
+        make_local_collector(plan, mesh, RunFolder(output))
         return []
     except InputError as error:
         left = [each.name() for each in psutil.Process().children(recursive=True)]

@@ -17,7 +17,7 @@ from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, load_recipe
 from mrl.errors import RunFailed
 from mrl.learn import updates
-from mrl.learn.advantages import without_loss
+from mrl.learn.step_data import without_loss
 from mrl.preflight import check
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.rollouts import load_groups

@@ -15,8 +15,7 @@ from mrl.drill.job import kill
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.hf_config import HfModel
-from parallel.lora.rules import read_adapter
-from parallel.lora.shapes import adapter_shapes
+from parallel.lora.rules import adapter_shapes, read_adapter
 from tests.disaggregated import test_runs as runs
 from tests.loop.conftest import Toy, environment, trained
 from tests.ranks import run_ranks

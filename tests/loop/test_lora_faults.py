@@ -15,6 +15,7 @@ from benchmarks.planted_faults import HEALTHY_FIRST
 from mrl.cli import main
 from mrl.errors import RunFailed
 from mrl.run.folder import RunFolder
+from tests.loop.stepped import part_of
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(300)]
@@ -36,8 +37,8 @@ LORA = ("lora.rank=4", "lora.alpha=8", "lora.experts=per_expert", "rollout.canar
 def planted(scratch: str) -> dict[int, str]:
     """Run every fault on this rank -> what the canaries said, by step. They let the run go on here."""
     run = planted_faults.start(Path(scratch), LORA)
-    sync, said = run.collector.weight_sync, {}
-    check = sync.check_canaries
+    part, said = part_of(run.collector), {}
+    check = part.check_sync
 
     def noted() -> None:
         try:
@@ -45,7 +46,7 @@ def planted(scratch: str) -> dict[int, str]:
         except RunFailed as failed:
             said[run.step] = str(failed)
 
-    sync.check_canaries = noted
+    part.check_sync = noted
     try:
         planted_faults.plant(run, list(FAULTS.values()))
         return said

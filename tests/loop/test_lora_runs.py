@@ -119,9 +119,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     capsys.readouterr()
     merge = ["export", str(tmp_path / "run"), "--merged", str(tmp_path / "merged")]
     main(merge)
-    assert "are not those that the adapter was trained on" not in printed(capsys)
+    assert "are not those on which the adapter was trained" not in printed(capsys)
     main([*merge[:-1], str(tmp_path / "wrong"), "--model", str(tmp_path / "other")])
-    assert "other are not those that the adapter was trained on: merged" in printed(capsys)
+    assert "other are not those on which the adapter was trained: merged" in printed(capsys)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:

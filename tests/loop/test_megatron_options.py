@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import main
-from mrl.commands.train import train
 from mrl.config import load_recipe
+from mrl.jobs.train import train
 from parallel.mesh import world_size
 from parallel.versions import installed_version
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "dropout": (["megatron.hidden_dropout=0.1"], ["mrl refuses it", "different models"]),
     "a router without replay": (
         ["megatron.moe_router_fusion=true"],
-        ["without asking for the replayed route"],
+        ["without regard to a replayed route"],
     ),
     "dropped tokens": (["megatron.moe_expert_capacity_factor=1.0"], ["drop or pad tokens"]),
     "graphs": (["megatron.cuda_graph_impl=local"], ["a CUDA graph has one shape"]),
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "what Megatron forbids": (
         ["megatron={recompute_granularity: selective, recompute_modules: [moe_cat]}"],
-        ["megatron-core does not take recompute_granularity, recompute_modules", "moe_cat"],
+        ["megatron-core does not accept recompute_granularity, recompute_modules", "moe_cat"],
     ),
     "on-policy layers": (
         ["rollout.true_on_policy=true", "megatron.moe_router_dtype=fp64"],

@@ -57,7 +57,7 @@ def test_a_real_process_that_leaks(keep, expected) -> None:
     about_engine = [text for text in told if "engine_rss" in text]
     assert len(about_engine) == (1 if keep else 0)
     if keep:
-        assert "'asleep' grew by 8.0 MiB a step over the last 8 steps" in about_engine[0]
+        assert "'asleep' grew by 8.0 MiB per step over the last 8 steps" in about_engine[0]
         assert float(metrics["memory/leak_bytes_per_cycle"].value) == pytest.approx(
             8 * MIB, rel=0.05
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mrl.cli import main
-from mrl.commands.launcher import serve_command, train_command
 from mrl.config import dump_recipe, load_recipe
+from mrl.jobs.restart_command import serve_command, train_command
 from mrl.run.folder import RunFolder
 from tests.loop.conftest import TOY_RECIPE, Toy
 

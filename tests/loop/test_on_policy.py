@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.on_policy_layers.causes import causes
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.sglang.settings import server_environment, server_settings
+from mrl.engines.base import EngineConfig
+from mrl.engines.sglang.settings import server_environment, server_settings
 from mrl.toy_model import write_toy_model
+from studies.on_policy_layers.causes import causes
 from tests.loop.conftest import Toy, trained
 from tests.ranks import run_ranks
 
@@ -72,16 +74,10 @@ def test_the_plugin_is_on_the_path_in_this_mode_only(on: bool) -> None:
 
 def test_on_gpus_the_engine_is_asked_to_be_deterministic() -> None:
     """What can be said without a GPU: the argument, and that the installed SGLang has it."""
-    from mrl.rollout.sglang.arguments import field_names
+    from mrl.engines.sglang.arguments import field_names
 
-    settings = server_settings(
-        ModelConfig(path="somewhere"),
-        RolloutConfig(max_response_len=8, true_on_policy=True),
-        on_gpu=True,
-        context_len=64,
-        return_routes=True,
-        first_version=0,
-        keep_weights_on_host=False,
-    )
+    rollout = RolloutConfig(max_response_len=8, true_on_policy=True)
+    config = EngineConfig(ModelConfig(path="somewhere"), rollout, Path("engine.log"), gpu_ids=(0,))
+    settings = server_settings(config, context_len=64)
     assert settings["enable_deterministic_inference"] is True
     assert "enable_deterministic_inference" in field_names()

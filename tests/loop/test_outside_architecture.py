@@ -95,7 +95,7 @@ def test_the_engine_needs_a_package_for_it(mine: Toy, tmp_path: Path, capsys, mo
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "not_there_at_all")
     with pytest.raises(SystemExit):
         main(["check", str(TOY_RECIPE), *overrides])
-    assert "not_there_at_all does not import: ModuleNotFoundError" in capsys.readouterr().err
+    assert "not_there_at_all cannot be imported: ModuleNotFoundError" in capsys.readouterr().err
 
 
 def test_the_engine_must_see_the_same_moe_layers(mine: Toy, tmp_path: Path, capsys) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.watch.line import SILENT_S
+from mrl.watch.connection import SILENT_S
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment
 from tests.loop.test_run import metrics, processes_of
 from tests.loop.test_watchdog import rank_of
@@ -117,7 +117,7 @@ def test_a_cut_network_ends_both_sides(
     assert [launcher.returncode for launcher in launchers] == [71, 71], printed
     assert sum("the node of rank 0 (" in text for text in printed) == 1, printed
     found = json.loads((output / "failure.json").read_text())
-    assert "is not heard from" in found["what"]
+    assert "sends nothing" in found["what"]
     assert (found["rank"], found["exit_code"]) == (1, 71)
     assert len(metrics(output)) <= 2
     assert processes_of(output) == []

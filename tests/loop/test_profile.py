@@ -11,8 +11,8 @@ import pytest
 from mrl.config.profiling import ProfileConfig
 from mrl.errors import InputError
 from mrl.preflight.profile import check_profile
+from mrl.run.profiler import profile_folder, profiled
 from mrl.system.clock import Clock
-from mrl.system.profiler import profile_folder, profiled
 from tests.loop.conftest import Toy
 
 

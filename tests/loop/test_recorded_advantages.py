@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe import provenance
 from mrl.algorithms.corrections import token_advantages
 from mrl.errors import RunFailed
+from mrl.learn import learner, step_data
 from mrl.types import MicroBatch, TrainBatch
 from tests.loop.conftest import Toy
 from tests.loop.test_guards import made_trainer, spoilt
@@ -135,3 +138,32 @@ def test_a_rollout_whose_advantages_nobody_can_compute_is_on_file_without_them(
     assert "the reference's log-probs are not finite in samples 4, 6" in rank["error"]
     assert len(rank["rows"]) == 16
     assert {row["advantage"] for row in rank["rows"]} == {None}
+
+
+def step_that_counts(overrides: list[str]) -> dict[str, int]:
+    """Run a step -> the calls of what each step is to compute once, for a sample or for all."""
+    trainer, calls = made_trainer(overrides), Counter()
+
+    def counted(room: Any, name: str) -> None:
+        compute = getattr(room, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return compute(*args, **options)
+
+        setattr(room, name, called)
+
+    for room, name in ((provenance, "stale_rows"), (step_data, "shaped_rewards")):
+        counted(room, name)
+    counted(learner, "compare_rewards")
+    metrics = trainer.run_step()
+    assert metrics["tokens/train"] > 0
+    return dict(calls)
+
+
+def test_a_step_computes_stale_rows_rewards_and_advantages_once(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    overrides = overrides_of(toy, recorded, tmp_path / "run", "algorithm.name=grpo")
+    (calls,) = run_ranks(1, step_that_counts, overrides, folder=tmp_path / "out")
+    assert calls == {"stale_rows": 16, "shaped_rewards": 4, "compare_rewards": 1}

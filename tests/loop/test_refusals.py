@@ -12,8 +12,8 @@ import pytest
 
 from mrl.cli import main
 from mrl.config import RolloutConfig
+from mrl.engines.sglang.limits import check_limits
 from mrl.errors import InputError
-from mrl.rollout.sglang.limits import check_limits
 from mrl.toy_model import write_toy_model
 from parallel.versions import installed_version
 from tests.loop.conftest import TOY_RECIPE, Toy
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "replay": (["moe.routing_replay=r4"], ["moe.routing_replay", "'r4'"]),
     "gate weights that nobody recorded": (
         ["moe.replay=ids_weights"],
-        ["moe.replay is ids_weights under", "set rollout.return_routing_weights=true"],
+        ["moe.replay is ids_weights with", "set rollout.return_routing_weights=true"],
     ),
     "order without replay": (
         ["moe.replay=ids_order", "moe.routing_replay=off"],
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "output folder": (["output_dir=README.md/run"], ["README.md is not a folder"]),
     "output folder that nobody can make": (
         ["output_dir=/proc/x"],
-        ["output_dir /proc/x: no folder can be made in /proc"],
+        ["output_dir /proc/x: no folder can be created in /proc"],
     ),
     "cache": (
         ["rollout.max_total_tokens=20"],
@@ -247,7 +247,10 @@ def test_an_architecture_that_the_engine_cannot_run_is_refused_before_anything_i
         ('{"prompt": "ab"', "not valid JSON"),
         ('["prompt"]', "expected a JSON object"),
         ('{"answer": "4"}', "no `prompt`"),
-        ('{"prompt": "a", "completions": 1}', "'completions' is a name the reward call needs"),
+        (
+            '{"prompt": "a", "completions": 1}',
+            "'completions' is the name of an argument of the reward call",
+        ),
         (json.dumps({"prompt": "a" * 501}), "prompt has 501 tokens, at most 500 fit"),
     ],
 )
@@ -274,7 +277,7 @@ def test_a_reward_that_does_not_import(
     reward.write_text("import a_package_that_is_not_there\n")
     command = ["train", str(TOY_RECIPE), *toy.overrides(tmp_path / "run", f"reward={reward}:f")]
     line = refused(capsys, command)
-    assert "does not import" in line
+    assert "cannot be imported" in line
     assert "a_package_that_is_not_there" in line
 
 

@@ -154,7 +154,7 @@ def test_what_cannot_be_replayed_is_said_in_a_line(
     config = run / "config.yaml"
     trained_config = config.read_text()
     config.write_text(trained_config.replace("rollout_only: false", "rollout_only: true"))
-    assert "only rolled out" in refused(capsys, ["replay", str(run), "2"])
+    assert "was a run with debug.rollout_only" in refused(capsys, ["replay", str(run), "2"])
     config.write_text(trained_config)
     shutil.rmtree(run / "checkpoints")
     assert "can be replayed: 0" in refused(capsys, ["replay", str(run), "2"])

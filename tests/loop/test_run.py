@@ -17,7 +17,7 @@ import yaml
 
 from mrl.cli import main
 from mrl.config import load_recipe
-from mrl.rollout.sglang.leftovers import shared_memory_files
+from mrl.engines.sglang.leftovers import shared_memory_files
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.docs.metric_keys import undocumented
 from tests.loop.conftest import RECORDED, TOY_RECIPE, Toy, environment

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stability import line_of, read_lines
-from benchmarks.stability_study.arms import ARMS, Job
-from benchmarks.stability_study.plot import PANELS, svg
-from benchmarks.stability_study.report import (
-    between_markers,
+from benchmarks.evidence.result import between_markers
+from mrl.toy_model import write_toy_model
+from studies.stability import line_of, read_lines
+from studies.stability_study.arms import ARMS, Job
+from studies.stability_study.plot import PANELS, svg
+from studies.stability_study.report import (
     checks,
     expectation_table,
     expectations,
@@ -22,7 +23,6 @@ from benchmarks.stability_study.report import (
     row_of,
     table,
 )
-from mrl.toy_model import write_toy_model
 from tests.ranks import run_ranks
 
 NUM_STEPS = 3
@@ -37,8 +37,8 @@ SMALL = (
 
 def two_runs(folder: Path) -> list[dict[str, Any]]:
     """One engine, one seed."""
-    from benchmarks.stability_study.runs import make_run, result_of, start_engine
     from parallel import prepare
+    from studies.stability_study.runs import make_run, result_of, start_engine
 
     prepare()
     job = Job("off", 0, NUM_STEPS, str(folder / "model"), str(folder / "run"), SMALL)

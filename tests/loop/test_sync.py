@@ -20,10 +20,11 @@ NUM_TOKENS = 24
 
 def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     """Two real steps, then a sync of the trained weights and greedy tokens from the engine."""
-    from mrl.collect.live import LiveCollector
+    from mrl.collect.collector import Collector
     from mrl.collect.single_turn import SingleTurnRollout, start_groups
+    from mrl.engine_pool.local import LocalPool
+    from mrl.engines.sampling import SamplingParams
     from mrl.preflight import check
-    from mrl.rollout.base import SamplingParams
     from mrl.run.folder import RunFolder
     from mrl.trainer import Trainer
     from parallel.mesh import init_mesh
@@ -35,17 +36,20 @@ def train_sync_generate(overrides: list[str]) -> dict[str, Any]:
     trainer = Trainer(plan, init_mesh(plan.dims, 0), folder)
     trainer.train()
     collector = trainer.collector
-    assert isinstance(collector, LiveCollector)
-    engine = collector.slot.engine
+    assert isinstance(collector, Collector)
+    assert isinstance(collector.pool, LocalPool)
+    part = collector.pool.part
+    engine = part.engine.server
     assert engine is not None
+    assert part.endpoint is not None
     engine.start()
     try:
         engine.sleep()
-        collector.slot.is_needed = True
+        part.is_needed = part.engine.is_needed = True
         collector.sync(trainer.policy, 9)
         greedy = SamplingParams(NUM_TOKENS, NUM_TOKENS, temperature=0.0)
         rollout = SingleTurnRollout(start_groups(plan.prompts[:4], 1), greedy, 0)
-        groups = list(rollout.finished(engine))
+        groups = list(rollout.finished(part.endpoint))
     finally:
         collector.close()
     buckets = trainer.policy.export(9, 1 << 20)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mrl.commands.train import train
 from mrl.config import load_recipe
+from mrl.jobs.train import train
 from mrl.run.callbacks import Callback
 from parallel.checkpoint.manifest import latest_step
 from parallel.mesh import world_size

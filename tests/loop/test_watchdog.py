@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.watch.line import SILENT_S
+from mrl.watch.connection import SILENT_S
 from tests.loop.conftest import REPOSITORY, TOY_RECIPE, Toy, environment, trained
 from tests.loop.test_elastic import assert_same
 from tests.loop.test_run import metrics, processes_of
@@ -81,7 +81,7 @@ def test_a_stopped_rank_is_named_and_later_starts_give_the_bits_of_a_run_without
             time.sleep(0.1)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 72, printed
-    assert "mrl: starts again, 1 of 1 restarts" in printed
+    assert "mrl: starting the ranks again, restart 1 of 1" in printed
     assert printed.count("is stopped (SIGSTOP)") == 2 * 2  # half of the limit, then the block
     found = json.loads((output / "failure.json").read_text())
     assert (found["exit_code"], found["phase"], found["step"]) == (72, "train", stopped.step)
@@ -217,7 +217,7 @@ def test_a_node_that_is_not_heard_from_ends_both(
         os.kill(process.pid, signal.SIGKILL)
     printed = [launcher.communicate(timeout=100)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [71, 71], printed
-    text = "is not heard from" if at == 1 else "the node of rank 0 ("
+    text = "sends nothing" if at == 1 else "the node of rank 0 ("
     assert text in "".join(printed) + (output / "failure.json").read_text()
     assert processes_of(output) == []
 
@@ -234,7 +234,7 @@ def test_two_nodes_that_train_to_the_end_raise_no_alarm(
     printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], printed
     assert "watchdog" not in "".join(printed)
-    assert "heard" not in "".join(printed)
+    assert "sends nothing" not in "".join(printed)
     assert not (output / "failure.json").exists()
     assert len(metrics(output)) == 4
     assert processes_of(output) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.provenance import without_stale_tokens
 from moe.replay import LayerReplay, margins, with_gates
 from moe.routes import GatedRoute, Replay
 from mrl.algorithms import gspo
@@ -123,11 +124,12 @@ def compared(model_path: Path) -> dict[str, Any]:
     plain = policy.forward_only(batch.micro_batches, Replay.off)
     seen = policy.forward_only(batch.micro_batches, Replay.off, observe="rows")
     replayed = policy.forward_only(batch.micro_batches, Replay.rollout, observe="counts")
-    stale = [([partly_stale(s) for s in samples], parts[0][1])]
+    whole = [partly_stale(s) for s in samples]
+    kept, stale = without_stale_tokens(whole)
     lengths = [
         sum(int(m.loss_mask.sum()) for m in made.micro_batches)
-        for drops in (False, True)
-        for made in make_train_batches(stale, gspo, mesh, 64, drops_stale=drops)
+        for each in (whole, kept)
+        for made in make_train_batches([(each, parts[0][1])], gspo, mesh, 64, stale=stale)
     ]
 
     def numbers(stats: dict) -> dict[str, list[float]]:

@@ -61,8 +61,8 @@ def test_cases(name: str) -> None:
     sample = make_sample(rows, tokens, mask)
     stale = stale_rows(sample)
     assert ([] if stale is None else stale.nonzero().flatten().tolist()) == expected
-    kept = without_stale_tokens(sample).loss_mask.nonzero().flatten().tolist()
-    assert kept == [t for t in mask if t - 1 not in expected]
+    ((kept,), _) = without_stale_tokens([sample])
+    assert kept.loss_mask.nonzero().flatten().tolist() == [t for t in mask if t - 1 not in expected]
     assert sample.loss_mask.nonzero().flatten().tolist() == mask  # the rollout's own stays
 
 
@@ -104,14 +104,16 @@ def test_a_loss_token_without_a_version_is_refused() -> None:
 
 def test_samples_without_routes_are_left_alone() -> None:
     sample = dataclasses.replace(make_sample([(3, 0, 7)], [], [3]), routing=None)
-    assert without_stale_tokens(sample) is sample
-    assert set(provenance_metrics([sample]).values()) == {0.0}
+    ((kept,), stale) = without_stale_tokens([sample])
+    assert kept is sample
+    assert stale == [None]
+    assert set(provenance_metrics([sample], stale).values()) == {0.0}
 
 
 def test_metrics() -> None:
-    stale = make_sample(*CASES["cached prompt of older weights"][:3])
-    good = make_sample(*CASES["one version"][:3])
-    assert provenance_metrics([stale, good]) == {
+    older = make_sample(*CASES["cached prompt of older weights"][:3])
+    samples = [older, make_sample(*CASES["one version"][:3])]
+    assert provenance_metrics(samples, without_stale_tokens(samples)[1]) == {
         "routing/stale_rows": 2.0,
         "routing/cached_rows": 4.0,
         "routing/recomputed_rows": 2.0,
@@ -129,9 +131,12 @@ class OneRank:
 def test_stale_rows_are_native_in_the_batch_and_their_tokens_out_of_the_loss(replay: bool) -> None:
     late = make_sample(*CASES["row late by one"][:3])  # row 4 is stale, and with it token 5
     good = make_sample(*CASES["one version"][:3])
-    parts = [([good, late], [1.0, 1.0]), ([late], [1.0])]  # numbers restart in each mini-batch
+    samples, rows = [good, late, late], [None, None, None]
+    if replay:
+        samples, rows = without_stale_tokens(samples)
+    parts = [(samples[:2], [1.0, 1.0]), (samples[2:], [1.0])]  # numbers restart in each mini-batch
     how = {} if replay else {"routes": None}
-    first, second = make_train_batches(parts, gspo, OneRank(), 64, **how)  # type: ignore[arg-type]
+    first, second = make_train_batches(parts, gspo, OneRank(), 64, stale=rows, **how)  # type: ignore[arg-type]
     assert first.num_loss_tokens == (9 if replay else 10)
     for batch, lengths, stale in ((first, [8, 8], {12}), (second, [8], {4})):
         (micro,) = batch.micro_batches

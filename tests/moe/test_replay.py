@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.align import local_routes, pack_trace
+from moe.align import local_routes, routes_of_trace
 from moe.replay import LayerReplay
 from moe.routes import Replay
 from mrl.algorithms import gspo
@@ -94,15 +94,15 @@ def test_scores_and_gradients_are_the_dense_ones_of_the_replayed_experts() -> No
     assert scores.grad.tolist() == [[0.0, 0.0, 20.0, 10.0]]
 
 
-def test_a_trace_that_repeats_an_expert_is_not_packed() -> None:
+def test_a_trace_that_repeats_an_expert_is_not_replayed() -> None:
     """Zero bytes for padding, or rows that the engine lost: expert 0 K times over."""
     spans = (VersionSpan(0, 0, 4),)
     ids = torch.zeros((4, 3, 2), dtype=torch.uint8)
     ids[..., 1] = 1
-    pack_trace(RoutingTrace(ids, (1, 2, 3), 8, spans, 0))
+    routes_of_trace(RoutingTrace(ids, (1, 2, 3), 8, spans, 0))
     ids[2, 1] = 0
-    with pytest.raises(ValueError, match="row 2, layer 1"):
-        pack_trace(RoutingTrace(ids, (1, 2, 3), 8, spans, 0))
+    with pytest.raises(ValueError, match="token 2 repeats an expert in MoE layer 2"):
+        routes_of_trace(RoutingTrace(ids, (1, 2, 3), 8, spans, 0))
 
 
 def gate_gradient(model_path: Path) -> list[list[float]]:

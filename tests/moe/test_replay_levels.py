@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import permute
 from torch import Tensor
 
 from mrl.types import Sample
-from parallel.layers.expert_order import add_in_order, permuted_rows
+from parallel.layers.dispatch import add_in_order, permuted_rows
 from parallel.model import unwrap
 from tests.parallel.layouts import (
     TOLERANCE,

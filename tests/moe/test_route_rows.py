@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -11,18 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.align import split_rows
-from moe.route_rows import from_rows, row_bytes, to_rows
-from mrl.kernels.routes import native_routes, pack_routes
-from mrl.types import PackedRoutes
+from moe.route_rows import from_rows, id_dtype, route_bytes, row_bytes, to_rows
+from mrl.types import TokenRoutes
 
 
-def make_routes(rows: int, layers: int, experts: int, topk: int, seed: int = 0) -> PackedRoutes:
-    """Some rows are native."""
+def make_routes(rows: int, layers: int, experts: int, topk: int, seed: int = 0) -> TokenRoutes:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(rows, layers, experts, generator=generator).topk(topk).indices
-    packed = pack_routes(ids, experts)
-    packed[::5] = native_routes(1, layers, experts, topk)
-    return PackedRoutes(packed, tuple(range(1, layers + 1)), experts, topk)
+    captured = torch.ones(rows, dtype=torch.bool)
+    return TokenRoutes(ids.to(id_dtype(experts)), captured, tuple(range(1, layers + 1)), experts)
 
 
 @given(
@@ -35,56 +31,66 @@ def make_routes(rows: int, layers: int, experts: int, topk: int, seed: int = 0) 
 @settings(deadline=None)
 def test_round_trip(rows: int, layers: int, experts: int, topk: int, seed: int) -> None:
     routes = make_routes(rows, layers, experts, min(topk, experts), seed)
+    topk = min(topk, experts)
     moved = to_rows(routes)
-    assert moved.shape == (rows, row_bytes(layers, experts, routes.topk))
-    back = from_rows(moved, routes.layer_numbers, experts, routes.topk)
-    assert torch.equal(back.packed, routes.packed)
-    assert (back.layer_numbers, back.topk) == (routes.layer_numbers, routes.topk)
+    assert moved.shape == (rows, row_bytes(layers, experts, topk))
+    back = from_rows(moved, routes.layer_numbers, experts, topk)
+    assert torch.equal(back.expert_ids, routes.expert_ids)
+    assert back.layer_numbers == routes.layer_numbers
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_weights_travel_with_their_ids(rows: int) -> None:
     """The row has 3 bytes of ids, so its weights begin at an offset that no float may have."""
-    bare = make_routes(rows, 3, 8, 2)
-    routes = dataclasses.replace(bare, weights=torch.rand(rows, 3, 2))
+    bare = make_routes(rows, 3, 8, 1)
+    routes = dataclasses.replace(bare, weights=torch.rand(rows, 3, 1))
     moved = to_rows(routes)
-    assert moved.shape == (rows, row_bytes(3, 8, 2, with_weights=True))
-    assert moved.shape[1] == to_rows(bare).shape[1] + 3 * 2 * 4
-    back = from_rows(moved, routes.layer_numbers, 8, 2, with_weights=True)
-    assert torch.equal(back.packed, routes.packed)
+    assert moved.shape == (rows, row_bytes(3, 8, 1, with_weights=True))
+    assert moved.shape[1] == to_rows(bare).shape[1] + 3 * 1 * 4
+    back = from_rows(moved, routes.layer_numbers, 8, 1, with_weights=True)
+    assert torch.equal(back.expert_ids, routes.expert_ids)
     assert back.weights is not None
     assert routes.weights is not None
     assert torch.equal(back.weights, routes.weights)
     first, second = split_rows(back, [rows // 2, rows - rows // 2])
     assert torch.equal(torch.cat([first.weights, second.weights]), routes.weights)
     with pytest.raises(ValueError, match="of 8 experts with weights, got shape"):
-        from_rows(to_rows(bare), routes.layer_numbers, 8, 2, with_weights=True)
+        from_rows(to_rows(bare), routes.layer_numbers, 8, 1, with_weights=True)
 
 
 def test_layout_by_hand() -> None:
-    # Each layer has a byte for 2 ids of 3 bits: (5, 1) is 5 | 1 << 3, (6, 2) is 6 | 2 << 3.
-    packed = pack_routes(torch.tensor([[[5, 1], [6, 2]]]), 8)
-    assert to_rows(PackedRoutes(packed, (1, 2), 8, 2)).tolist() == [[0b1101, 0b10110]]
+    """One layer after the other; two bytes an id, the lower one first, above 256 experts."""
+    ids, captured = torch.tensor([[[5, 1], [6, 2]]]), torch.ones(1, dtype=torch.bool)
+    for experts, expected in ((8, [5, 1, 6, 2]), (300, [5, 0, 1, 0, 6, 0, 2, 0])):
+        routes = TokenRoutes(ids.to(id_dtype(experts)), captured, (1, 2), experts)
+        assert to_rows(routes).tolist() == [expected]
 
 
-SHAPES = [
-    # Layers, top-k, experts of Qwen3-30B-A3B, DeepSeek-V3, Kimi-K2, Qwen1.5-MoE, Qwen2-57B-A14B.
-    *[(48, 8, 128), (58, 8, 256), (60, 8, 384), (24, 4, 60), (28, 8, 64)],
-]
+def test_two_bytes_hold_the_largest_id() -> None:
+    ids = torch.tensor([[[65535, 0, 256]]]).to(torch.uint16)
+    routes = TokenRoutes(ids, torch.ones(1, dtype=torch.bool), (1,), 65536)
+    back = from_rows(to_rows(routes), (1,), 65536, 3)
+    assert back.expert_ids.tolist() == [[[65535, 0, 256]]]
+    assert back.captured.all()
 
 
-@pytest.mark.parametrize(("layers", "topk", "experts"), SHAPES)
-def test_a_row_of_a_real_model_is_no_larger_than_its_bits(
-    layers: int, topk: int, experts: int
-) -> None:
-    bits = layers * topk * math.ceil(math.log2(experts))
-    assert row_bytes(layers, experts, topk) == math.ceil(bits / 8)
-    assert to_rows(make_routes(6, layers, experts, topk)).nbytes == 6 * math.ceil(bits / 8)
+@pytest.mark.parametrize(
+    ("experts", "topk", "size"),
+    [(8, 2, 2), (128, 8, 8), (256, 8, 8), (257, 8, 16), (512, 10, 20), (1, 1, 1), (65536, 4, 8)],
+)
+def test_route_bytes(experts: int, topk: int, size: int) -> None:
+    assert route_bytes(experts, topk) == size
+
+
+@pytest.mark.parametrize("experts", [0, 65537])
+def test_more_experts_than_two_bytes_hold_are_refused(experts: int) -> None:
+    with pytest.raises(ValueError, match=f"num_experts: got {experts}, expected 1 to 65536"):
+        id_dtype(experts)
 
 
 def test_rows_of_another_size_are_refused() -> None:
     moved = to_rows(make_routes(4, 4, 8, 2))
     with pytest.raises(
-        ValueError, match="expected 5 bytes a row for 5 layers x top-2 of 8 experts"
+        ValueError, match="expected 10 bytes a row for 5 layers x top-2 of 8 experts"
     ):
         from_rows(moved, (1, 2, 3, 4, 5), 8, 2)

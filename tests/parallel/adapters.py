@@ -14,8 +14,7 @@ from mrl.config import LoraConfig
 from mrl.config.adapter import Adapter, Experts, lora_name
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
-from parallel.lora.rules import LINEAR, module_name, read_adapter
-from parallel.lora.shapes import adapter_shapes
+from parallel.lora.rules import LINEAR, adapter_shapes, module_name, read_adapter
 
 RANK, SCALE = 3, 2.0
 """Rank of the adapters, which nothing divides by, and the factor of B A."""

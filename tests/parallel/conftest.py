@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe.align import pack_trace
+from moe.align import routes_of_trace
 from mrl.types import RoutingTrace, Sample, VersionSpan
 from parallel.packing import WeightedSample
 
@@ -84,7 +84,7 @@ def make_sample(
 
 def weighted(sample: Sample, advantage: float = 1.0, weight: float = 1.0) -> WeightedSample:
     """Weigh a sample, with the routes of all its layers."""
-    routes = None if sample.routing is None else pack_trace(sample.routing)
+    routes = None if sample.routing is None else routes_of_trace(sample.routing)
     return WeightedSample(sample, advantage, weight, routes=routes)
 
 

@@ -56,7 +56,7 @@ def test_a_value_of_the_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv(connections.VARIABLE)
     set_connections(TENSOR)
     monkeypatch.setattr(connections, "DRIVER", tmp_path)  # here is a GPU, then
-    with pytest.warns(RuntimeWarning, match="nvidia-smi did not tell .* set it to 1 on GPUs"):
+    with pytest.warns(RuntimeWarning, match="nvidia-smi did not report .* set it to 1 on GPUs"):
         set_connections(TENSOR)
     assert connections.VARIABLE not in os.environ
 
@@ -75,7 +75,7 @@ from parallel import connections
 connections._ask = lambda: "9.0"
 from mrl.config import ParallelConfig, ServiceConfig
 if {command!r} == "train":
-    from mrl.commands.train import train
+    from mrl.jobs.train import train
     from mrl.config.load import load_recipe
     keys = ["parallel.tensor_model_parallel_size=2", "output_dir={tmp_path}"]
     train(load_recipe("launch/recipes/toy_moe.yaml", keys), 2)

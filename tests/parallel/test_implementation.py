@@ -14,7 +14,7 @@ import torch
 
 from mrl.errors import InputError
 from parallel import cpu_mode, implementation
-from parallel.implementation import choose_implementation, find_engine, fusions
+from parallel.implementation import choose_implementation, find_transformer_engine, fusions
 
 GPU = torch.device("cuda")
 
@@ -34,9 +34,9 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[object]
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    find_engine.cache_clear()
+    find_transformer_engine.cache_clear()
     yield write
-    find_engine.cache_clear()
+    find_transformer_engine.cache_clear()
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         del sys.modules[name]
 
@@ -52,7 +52,7 @@ def test_a_broken_one_is_named_with_its_error(install) -> None:
         choose_implementation("transformer_engine")
     assert "\n" not in str(error.value)
     assert choose_implementation("local") == ("local", "asked for")
-    cpu_mode.hide_broken_engine()
+    cpu_mode.hide_broken_transformer_engine()
     with pytest.raises(ImportError):  # what Megatron catches
         importlib.import_module("transformer_engine")
 
@@ -91,12 +91,12 @@ def test_a_whole_one_is_used_with_its_fusions(install, monkeypatch: pytest.Monke
 def test_true_on_policy_names_the_version_that_it_needs(install) -> None:
     install("2.8.0", "")
     with pytest.raises(InputError, match=r"transformer-engine is 2\.8\.0.*needs 2\.10 or newer"):
-        implementation.check_invariant_engine()
+        implementation.check_batch_invariant()
 
 
 def test_true_on_policy_takes_a_newer_one(install) -> None:
     install("2.10.1", "")
-    implementation.check_invariant_engine()
+    implementation.check_batch_invariant()
     off = fusions("transformer_engine", GPU, torch.bfloat16, False, true_on_policy=True)
     assert off == {"bias_activation_fusion": False}
 

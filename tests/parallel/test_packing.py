@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.align import join_routes, local_routes, pack_trace, pack_traces
+from moe.align import join_routes, local_routes, routes_of_trace, routes_of_traces
 from mrl.types import NATIVE_ROUTE, Sample
 from parallel.packing import WeightedSample, assign_micro_batches, pack, to_device
 from tests.parallel.conftest import weighted
@@ -91,7 +91,7 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
     assert second is not None
     length = len(samples[0].token_ids)
     with pytest.raises(ValueError, match=f"expected {length} rows for {length + 1} tokens"):
-        join_routes([pack_trace(first)], [length + 1])
+        join_routes([routes_of_trace(first)], [length + 1])
     lengths = [length, len(samples[1].token_ids)]
     layers = tuple(number + 1 for number in second.layer_numbers)
     for change, message in [
@@ -99,18 +99,19 @@ def test_traces_that_do_not_fit_are_refused(samples: list[Sample]) -> None:
         ({"num_experts": 99}, "traces of different models in one batch: 2 of 99 experts"),
         ({"expert_ids": second.expert_ids[..., :1]}, "different models in one batch: 1 of 4"),
     ]:
-        parts = [pack_trace(first), pack_trace(dataclasses.replace(second, **change))]
+        parts = [routes_of_trace(first), routes_of_trace(dataclasses.replace(second, **change))]
         with pytest.raises(ValueError, match=message):
             join_routes(parts, lengths)
         with pytest.raises(ValueError, match="different models in one batch"):
-            pack_traces([first, dataclasses.replace(second, **change)], first.layer_numbers)
+            routes_of_traces([first, dataclasses.replace(second, **change)], first.layer_numbers)
 
 
 def test_every_tensor_of_a_batch_moves(samples: list[Sample]) -> None:
     batch = pack([weighted(s) for s in samples[:2]], 4)
     moved = to_device(batch, torch.device("meta"))
     assert moved.routes is not None
-    assert moved.routes.packed.device.type == "meta"
+    assert moved.routes.expert_ids.device.type == "meta"
+    assert moved.routes.captured.device.type == "meta"
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
             assert getattr(moved, name).device.type == "meta"

@@ -16,7 +16,6 @@ from transformers import Qwen3MoeForCausalLM
 from moe.align import local_routes
 from moe.routes import Replay
 from mrl.errors import InputError
-from mrl.kernels.routes import pack_routes
 from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.hf_config import HfModel
 from parallel.packing import pack
@@ -74,9 +73,9 @@ def replay_effects(model_path: Path, samples: list[Sample]) -> dict[str, Any]:
     # The second token of the first sample, in the first MoE layer: one expert for an unused one.
     row = changed[1, 0]
     row[0] = next(e for e in range(4) if e not in row.tolist())
-    routes = dataclasses.replace(
-        batch.routes, packed=pack_routes(changed, batch.routes.num_experts)
-    )
+    # Rows without a captured route are -1 here; what their ids are has no meaning.
+    narrow = changed.to(batch.routes.expert_ids.dtype)
+    routes = dataclasses.replace(batch.routes, expert_ids=narrow)
     after = policy.forward_only([dataclasses.replace(batch, routes=routes)], Replay.rollout)
     native = policy.forward_only([batch], Replay.off)
     record = Replay.recorded(native.native_routes)

@@ -18,9 +18,10 @@ from mrl.kernels import Chunked, oracle
 from mrl.sampling_mask import SamplingMask, join_masks
 from mrl.types import Sample
 from parallel.context import ContextSlice
-from parallel.forward import HeadInput, PassOutput
+from parallel.forward import HeadInput
 from parallel.logprobs import LogprobHead, chunked_logprobs
 from parallel.packing import WeightedSample, pack
+from parallel.pass_output import PassOutput
 from tests.parallel.layouts import CHUNK, TOLERANCE, build, distance, exported, join_mesh, loss
 from tests.parallel.layouts import ready_batch as ready
 from tests.ranks import run_ranks

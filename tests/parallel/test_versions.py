@@ -29,7 +29,7 @@ def test_the_installed_versions_are_read() -> None:
     [
         (
             "0.15.3",
-            "warning: megatron-core 0.15.3 is installed, and mrl works with 0.16.1, 0.19.2:",
+            "warning: megatron-core 0.15.3 is installed, but mrl works with 0.16.1, 0.19.2:",
         ),
         ("0.16.1", "tested"),
         ("0.19.2", "tested"),

@@ -90,7 +90,7 @@ def test_other_rows_are_refused_before_config_yaml_is_written(mixture, tmp_path:
     folder.history.file.write_text(lines)
     (said,) = checked(folder, recipe_of(tmp_path, one, two), "data")
     assert said.startswith(
-        "all data starts over at its first rows, as it is not that of step 1: the 1 pr"
+        "all data starts over at its first rows, because it has changed since step 1: the 1 pr"
     )
 
 

@@ -11,7 +11,7 @@ from mrl.config.service import ServiceConfig
 from mrl.errors import InputError
 from mrl.preflight import check
 from mrl.preflight.lora import check_lora
-from mrl.tenants.engines import engine_limits
+from mrl.service.engines import engine_limits
 from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
 from tests.loop.conftest import REPOSITORY
@@ -32,9 +32,15 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("key", "parts"),
     [
         # What the machine or the model refuses too, before `mrl check` comes to the adapter.
-        ("model.transformer_impl=transformer_engine", ["native layers only", "leave it at auto"]),
+        (
+            "model.transformer_impl=transformer_engine",
+            ["only mrl's native layers", "leave it at auto"],
+        ),
         ("moe.expert_bias_update_rate=0.001", ["it would change the base", "set it to 0"]),
-        ("megatron.overlap_param_gather=true", ["without the hooks that it needs", "leave it out"]),
+        (
+            "megatron.overlap_param_gather=true",
+            ["it needs hooks that the matrices", "leave it out"],
+        ),
     ],
 )
 def test_what_an_adapter_refuses(key: str, parts: list[str], command: list[str]) -> None:
@@ -54,12 +60,16 @@ def test_what_an_adapter_refuses(key: str, parts: list[str], command: list[str])
         ),
         (
             "algorithm.reference_path=models/other",
-            ["algorithm.reference_path=models/other does not go with lora", "turned off", "leave"],
+            [
+                "algorithm.reference_path=models/other does not go with lora",
+                "without the adapter",
+                "leave",
+            ],
         ),
         ("lora.targets=[q_porj]", ["lora.targets: got 'q_porj'; give `attention`, or some of"]),
         ("lora.targets=[gate]", ["got 'gate': the router stays that of the base"]),
         ("lora.dropout=0.1", ["lora.dropout"]),
-        ("lora.base_dtype=bfloat16", ["lora.base_dtype", "expected null", "give model.dtype"]),
+        ("lora.base_dtype=bfloat16", ["lora.base_dtype", "expected null", "set model.dtype"]),
         ("lora.rank=0", ["lora.rank"]),
         ("lora.rank=100000", ["lora.rank is 100000, but k_proj is 32 x 64", "to at most that"]),
         ("lora.rank=33", ["lora.rank is 33", "the rank of an update is at most 32"]),
@@ -107,7 +117,7 @@ def test_replicas_of_the_attention_serve_no_adapter_of_experts(command: list[str
 
 def test_the_query_of_latent_attention_has_no_adapter_that_is_served(tmp_path: Path) -> None:
     model = HfModel.read(write_tiny("deepseek_v3", tmp_path / "model", q_lora_rank=None))
-    with pytest.raises(InputError, match="'q_proj' beside 'k_proj' and 'v_proj' only"):
+    with pytest.raises(InputError, match="'q_proj' only with 'k_proj' and 'v_proj'"):
         check_lora(load_recipe(RECIPE, ["lora.experts=none"]), model)
     for key in (
         "lora.rollout=merged",

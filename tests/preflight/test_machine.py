@@ -12,7 +12,7 @@ import pytest
 
 from mrl.errors import InputError
 from mrl.preflight import machine
-from parallel.clocks import skew_in_words
+from parallel.mesh import skew_in_words
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="none is no folder that this user may write to"):
+    with pytest.raises(InputError, match="none is not a folder that this user may write to"):
         machine.check_shared_memory(1, tmp_path / "none")
     found = SimpleNamespace(f_bavail=16, f_frsize=1 << 20)
     monkeypatch.setattr(machine.os, "statvfs", lambda place: found)

@@ -23,7 +23,9 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_nobody_can_make_is_refused() -> None:
-    with pytest.raises(InputError, match=r"output_dir /proc/x: no folder can be made in /proc \("):
+    with pytest.raises(
+        InputError, match=r"output_dir /proc/x: no folder can be created in /proc \("
+    ):
         check_output(RunFolder("/proc/x"))
 
 
@@ -40,7 +42,7 @@ def test_a_full_disk_is_left_to_the_check_of_its_room(
         fail(code)
         check_output(RunFolder(tmp_path))
     fail(errno.EROFS)
-    with pytest.raises(InputError, match=f"output_dir {tmp_path}: no folder can be made in"):
+    with pytest.raises(InputError, match=f"output_dir {tmp_path}: no folder can be created in"):
         check_output(RunFolder(tmp_path))
 
 

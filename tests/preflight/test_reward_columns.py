@@ -84,7 +84,7 @@ def test_a_column_whose_name_the_call_needs_is_refused(name, clash, tmp_path) ->
     if clash is None:
         check_reward_columns([row(**columns)], spec, {})
         return
-    said = f"data.jsonl:1: column {clash!r} is a name that the call of the reward '{spec}' needs; "
+    said = f"data.jsonl:1: column {clash!r} has the name of another argument of the "
     with pytest.raises(InputError) as error:
         check_reward_columns([row(**columns)], spec, {})
     assert str(error.value).startswith(said)
@@ -106,7 +106,7 @@ def test_a_column_that_reset_cannot_take_is_refused(tmp_path) -> None:
         ("Game", "question", "multiple values for argument 'question'"),
         ("Narrow", "answer", "got an unexpected keyword argument 'answer'"),
     ):
-        with pytest.raises(InputError, match=f"data:3: column '{column}' cannot be given .*{why}"):
+        with pytest.raises(InputError, match=f"data:3: column '{column}' cannot be passed .*{why}"):
             check_reset(
                 f"{tmp_path}/games.py:{name}", ["info", column][name == "Narrow" :], "data:3"
             )
@@ -123,7 +123,9 @@ def test_a_column_that_a_chat_target_cannot_take_is_refused(tmp_path) -> None:
         ("Talk", "self", "the call"),
         ("Talk", "first", r"reset\(\)"),
     ):
-        said = f"d:3: column '{column}' cannot be given to {call} .* values for argument '{column}'"
+        said = (
+            f"d:3: column '{column}' cannot be passed to {call} .* values for argument '{column}'"
+        )
         with pytest.raises(InputError, match=said):
             check_target(f"{tmp_path}/games.py:{name}", ["info", column], "d:3")
     for name in ("talk", "Talk"):
@@ -136,6 +138,6 @@ def test_the_columns_of_a_row_are_checked_with_the_chat_target_of_the_recipe(tmp
     recipe = load_recipe(TOY_RECIPE, ["reward=null", "environment.name=openai_chat", target])
     check_prompts([row(info="x")], None, recipe, pytest.fail, True)
     prompts = [row(messages="x")]
-    with pytest.raises(InputError, match="column 'messages' cannot be given to the call"):
+    with pytest.raises(InputError, match="column 'messages' cannot be passed to the call"):
         check_prompts(prompts, None, recipe, pytest.fail, True)
     check_prompts(prompts, None, recipe, pytest.fail, False)  # nothing of the user is imported

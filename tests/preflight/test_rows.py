@@ -43,11 +43,11 @@ def test_a_column_that_the_reward_needs_must_be_finite() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}', ":2: the key `prompt` is there"),
-        ("a.jsonl", '{"prompt": "a", "info": {"x": 1, "x": 1}}', ":1: the key `x` is there twice"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "a\\ud800b"}', r":2: a string holds \ud800, half of"),
-        ("a.json", '[{"prompt": "a"}, {"prompt": "a", "b": "\\uDFFF"}]', r" row 2: a string holds"),
-        ("a.json", '[{"prompt": "a", "prompt": "b"}]', ": the key `prompt` is there twice"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}', ":2: the key `prompt` occurs"),
+        ("a.jsonl", '{"prompt": "a", "info": {"x": 1, "x": 1}}', ":1: the key `x` occurs twice"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "a\\ud800b"}', r":2: a string contains \ud800"),
+        ("a.json", '[{"prompt": "a"}, {"prompt": "a", "b": "\\uDFFF"}]', r" row 2: a string contains"),
+        ("a.json", '[{"prompt": "a", "prompt": "b"}]', ": the key `prompt` occurs twice"),
     ],
 )  # fmt: skip
 def test_rows_that_python_would_read_otherwise_than_others_are_refused(
@@ -68,7 +68,7 @@ def test_a_null_that_the_reward_needs_is_named() -> None:
     assert line.startswith(
         "rows.jsonl:2: the column `answer`, which the reward 'exact_match' needs"
     )
-    assert "is null (1 of 2 rows): such rows have no reward and train nothing" in line
+    assert "is null (1 of 2 rows): such rows have no reward and are masked" in line
     with pytest.raises(
         InputError, match=r"rows.jsonl:2: .* is null \(1 of 1 rows\), so nothing has"
     ):
@@ -77,11 +77,11 @@ def test_a_null_that_the_reward_needs_is_named() -> None:
 
 def test_a_key_twice_in_a_model_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "a", "rope": {"x": 1, "x": 2}}')
-    with pytest.raises(InputError, match=r"config.json: the key `x` is there twice in one object"):
+    with pytest.raises(InputError, match=r"config.json: the key `x` occurs twice in one object"):
         read_config(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}')
-    with pytest.raises(InputError, match=r"index.json: the key `a` is there twice"):
+    with pytest.raises(InputError, match=r"index.json: the key `a` occurs twice"):
         _weight_files(tmp_path)
 
 

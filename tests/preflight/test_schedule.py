@@ -72,11 +72,11 @@ def test_passes_over_the_data_set_are_steps(epochs: float, steps: int) -> None:
         (["train.num_epochs=2"], "train.num_steps is 6 and train.num_epochs is 2; give one"),
         (
             ["train.num_steps=0", "train.num_epochs=2", "algorithm.dynamic_sampling=true"],
-            "with algorithm.dynamic_sampling nobody knows",
+            "with algorithm.dynamic_sampling the number of prompts",
         ),
         (
             ["train.num_steps=0", "train.num_epochs=2", "rollout.over_sampling=2"],
-            "with rollout.over_sampling nobody knows",
+            "with rollout.over_sampling the number of prompts",
         ),
     ],
 )

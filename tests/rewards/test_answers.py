@@ -2,8 +2,8 @@ from decimal import Decimal
 
 import pytest
 
-from mrl.rewards.answers import answer_of, boxed, final_answer, gold_answer, spoken
-from mrl.rewards.exact_match import normal
+from mrl.rewards.answers import answer_of, boxed, final_answer, gold_answer, without_thinking
+from mrl.rewards.exact_match import comparable
 from mrl.rewards.exact_match import reward as exact_match
 
 
@@ -20,9 +20,9 @@ def test_answer_of():
 
 
 def test_thoughts_are_not_said():
-    assert spoken("<think>it is \\boxed{5}</think>\n7") == "7"
-    assert spoken("it is 5</think>7") == "7"  # the prompt opened the tag
-    assert spoken("<think>is it \\boxed{5}?") == ""  # cut off by the end of the context
+    assert without_thinking("<think>it is \\boxed{5}</think>\n7") == "7"
+    assert without_thinking("it is 5</think>7") == "7"  # the prompt opened the tag
+    assert without_thinking("<think>is it \\boxed{5}?") == ""  # cut off by the end of the context
     assert match("<think>is it \\boxed{5}?", "5") == 0
     assert match("<think>is it \\boxed{6}?</think>5", "5") == 1
 
@@ -72,7 +72,7 @@ def test_gold_answer_of_a_whole_solution():
     ],
 )
 def test_the_same(one, two):
-    assert normal(one) == normal(two)
+    assert comparable(one) == comparable(two)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_the_same(one, two):
     [("1,23", "123"), ("1/2", "0.5"), ("12", "1 2"), ("-3", "3"), ("ab", "a b"), ("5%", "5")],
 )
 def test_not_the_same(one, two):
-    assert normal(one) != normal(two)
+    assert comparable(one) != comparable(two)
 
 
 def test_numbers_are_exact():
-    assert normal("0.1000000000000000000000000000000001") != normal("0.1")
-    assert normal("12") == Decimal(12)
-    assert normal("-") == "-"
-    assert normal(",") == ","
+    assert comparable("0.1000000000000000000000000000000001") != comparable("0.1")
+    assert comparable("12") == Decimal(12)
+    assert comparable("-") == "-"
+    assert comparable(",") == ","
 
 
 def test_exact_match_of_a_group():

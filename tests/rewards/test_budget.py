@@ -21,7 +21,7 @@ def test_what_is_spent_is_no_longer_there_until_the_next_step() -> None:
     budget = Budget(0.3)
     assert spend(budget, 0.2) == 0.3
     assert spend(budget, 0.2) <= 0.1
-    with pytest.raises(RunFailed, match=r"worked for 0\.3 s .*tenants\.max_reward_s"):
+    with pytest.raises(RunFailed, match=r"used the 0\.3 s per step .*tenants\.max_reward_s"):
         spend(budget, 0.0)
     budget.begin_step()
     assert spend(budget, 0.0) == 0.3

@@ -38,11 +38,11 @@ constant = 3
         ("{}/good.py:", "expected NAME, path/file.py:func or package.module:func"),
         ("{}/good.py:rewrd", "no function 'rewrd' in it; did you mean 'reward'?"),
         ("{}/good.py:constant", "is a int, not a function"),
-        ("{}/good.py:no_columns", "must take the columns: def no_columns(prompts, completions,"),
-        ("{}/raises.py:f", "does not import: ZeroDivisionError: division by zero"),
-        ("{}/syntax.py:f", "does not import: SyntaxError"),
-        ("{}/exits.py:f", "does not import: SystemExit: 3"),
-        ("no_such_package_x.y:f", "does not import: ModuleNotFoundError: No module named"),
+        ("{}/good.py:no_columns", "must accept the columns: def no_columns(prompts, completions,"),
+        ("{}/raises.py:f", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("{}/syntax.py:f", "cannot be imported: SyntaxError"),
+        ("{}/exits.py:f", "cannot be imported: SystemExit: 3"),
+        ("no_such_package_x.y:f", "cannot be imported: ModuleNotFoundError: No module named"),
     ],
 )
 def test_one_clear_line(tmp_path, spec, reason):

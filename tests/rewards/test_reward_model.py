@@ -64,7 +64,7 @@ def test_scores_of_plain_text_and_of_chats(folder):
     assert max(got) - min(got) > 0.1
     chat = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
     assert model([CHAT], ["ho"]) == pytest.approx([expected(folder, chat)])
-    with pytest.raises(ValueError, match="have 82 tokens, the reward model reads 1 to 64"):
+    with pytest.raises(ValueError, match="have 82 tokens, the reward model accepts 1 to 64"):
         model(["p" * 80], ["ab"])
 
 
@@ -102,7 +102,7 @@ def test_in_the_worker(folder):
         rewards, _ = runner.score([group(2), group(2)], [["ab", long], ["ab"] * 2], step_samples=40)
     assert rewards[0].item() == pytest.approx(expected(folder, "pab"), rel=1e-5)
     assert rewards.isnan().tolist() == [False, True]
-    assert "reward model reads 1 to 64" in runner.report.first_error
+    assert "reward model accepts 1 to 64" in runner.report.first_error
 
 
 def edited(folder, target, **changes):
@@ -119,8 +119,8 @@ def edited(folder, target, **changes):
 @pytest.mark.parametrize(
     ("tail", "reason"),
     [
-        ("/gone", "is no Hugging Face model folder"),
-        ("?devise=cuda", "no option 'devise'; there are device, dtype, batch_size"),
+        ("/gone", "is not a Hugging Face model folder"),
+        ("?devise=cuda", "unknown option 'devise'; the options are device, dtype, batch_size"),
         ("?dtype=int3", "dtype 'int3', expected auto, float32"),
         ("?batch_size=0", "batch_size '0', expected 1 or more"),
     ],
@@ -133,7 +133,7 @@ def test_known_before_the_start(folder, tail, reason):
 
 
 def test_other_models_are_refused(folder, tmp_path):
-    with pytest.raises(InputError, match="which one"):
+    with pytest.raises(InputError, match="expected reward_model:PATH"):
         resolve_reward("reward_model")
     causal = edited(folder, tmp_path / "causal", architectures=["Qwen3MoeForCausalLM"])
     with pytest.raises(InputError, match="is a Qwen3MoeForCausalLM, expected a"):

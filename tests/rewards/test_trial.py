@@ -44,7 +44,7 @@ def test_nothing_wrong(reward_test):
     assert shown.endswith("ok: no problem in 4 rows\n")
     assert "of 4 rows, written plain 4, boxed 4, tagged 4" in shown
     assert "24 from 0 to 1, mean 0.5" in shown
-    assert re.search(r"4 of whole rows, \d+ a second", shown)
+    assert re.search(r"4 with whole rows, \d+ per second", shown)
     assert re.search(r"p50 \d+\.\d\d, p90 \d+\.\d\d, p99 \d+\.\d\d, max \d+\.\d\d", shown)
     code, shown = reward_test(f"{ZOO}:right", QUESTIONS, "--limit", "2")
     assert shown.endswith("in 2 rows\n")
@@ -57,7 +57,7 @@ def test_nothing_wrong(reward_test):
         ("always_half", QUESTIONS, "gold, constant", "all 24 values are 0.5"),
         ("always_half", TEXTS, "constant", "all 5 values are 0.5"),
         ("of_the_prompt", QUESTIONS, "gold, constant", "in each of 4 rows all completions have"),
-        ("silent", QUESTIONS, "gold, constant", "it never returned a reward (always None)"),
+        ("silent", QUESTIONS, "gold, constant", "it returned None for all completions"),
         ("counts_calls", TEXTS, "changes", "data.jsonl:1: 1.01, then 1.02; completion 'a'"),
         ("normalises", TEXTS, "depends on the group", ":3: 0.5, then 0.666667; completion 'ef'"),
         ("forks", TEXTS * 8, "forks", "a child of os.fork() must end with os._exit()"),
@@ -107,7 +107,7 @@ def test_only_some_of_a_kind_are_shown(reward_test):
         ("first_char", [], (), "no rows; one row with `prompt`"),
         ("first_char", [{"answer": 1}], (), "data.jsonl:1: no `prompt`; this row has answer"),
         ("first_char", [{"prompt": "p", "completion": [1]}], (), "`completion` must be a string"),
-        ("first_char", [{"prompt": "p", "completions": 1}], (), "column 'completions' is a name"),
+        ("first_char", [{"prompt": "p", "completions": 1}], (), "column 'completions' is the name"),
         ("first_char", QUESTIONS, ("--limit", "0"), "'0' is not a whole number of at least 1"),
         ("first_char", QUESTIONS, ("--timeout", "nan"), "'nan' is not seconds above 0"),
         ("first_char", QUESTIONS, ("--model", "/nowhere"), "--model /nowhere: no tokenizer"),

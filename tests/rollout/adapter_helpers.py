@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from mrl.config.adapter import Adapter, lora_name
-from mrl.rollout.sglang.adapter.manifest import AdapterManifest
-from mrl.rollout.sglang.manifest import Manifest
+from mrl.engines.sglang.adapter.manifest import AdapterManifest
+from mrl.engines.sglang.manifest import Manifest
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT = ("gate_proj", "up_proj", "down_proj")

@@ -10,7 +10,7 @@ import torch
 from rollout_helpers import load_oracle, make_buckets, make_engine, named_weights
 from transformers import Qwen3MoeForCausalLM
 
-from mrl.rollout.sglang.engine import Engine
+from mrl.engines.sglang.engine import Engine
 from mrl.toy_model import write_toy_model
 
 
@@ -43,5 +43,5 @@ def shared_engine(toy_folder: Path, tmp_path_factory) -> Iterator[Engine]:
 def engine(shared_engine: Engine, toy_weights) -> Engine:
     """The shared engine, awake and with the checkpoint's weights as version 0."""
     shared_engine.wake()
-    shared_engine.update_weights(make_buckets(toy_weights, 0), 0)
+    shared_engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
     return shared_engine

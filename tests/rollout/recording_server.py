@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from mrl.rollout.sglang.http import HttpClient
+from mrl.engines.sglang.connection import ServerConnection
+from mrl.engines.sglang.http import HttpClient
 
 
 class Recorder(ThreadingHTTPServer):
@@ -51,13 +52,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Client:
-    """The part of `Server` that a sync uses."""
+class Client(ServerConnection):
+    """The part of a connection that an update uses."""
 
     def __init__(self, port: int) -> None:
         self._http = HttpClient(port, "key")
 
-    def post(self, path, body):
+    def post(self, path, body, *, timeout_s=10):
         return self._http.post(path, body, timeout_s=10)
 
     def offers(self, path):

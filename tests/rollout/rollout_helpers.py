@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from mrl.collect.engine_nodes import free_address
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import Adapter
-from mrl.rollout import load_engine
-from mrl.rollout.base import Request, RolloutEngine, SamplingParams
-from mrl.rollout.sglang.engine import Engine
+from mrl.engine_pool.engine_nodes import free_address
+from mrl.engines import load_engine
+from mrl.engines.base import EngineConfig, Request, RolloutEngine, SamplingParams
+from mrl.engines.sglang.engine import Engine
 from mrl.types import Prompt, SampleGroup, WeightBucket
 
 GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(",")))
@@ -56,7 +57,7 @@ def generate(
 ) -> list[SampleGroup]:
     """Whole groups in the order of the prompts."""
     groups = start_groups(prompts, samples_per_prompt, first_group_id)
-    done = list(SingleTurnRollout(groups, sampling, seed).finished(engine))
+    done = list(SingleTurnRollout(groups, sampling, seed).finished(engine.endpoint))
     return sorted(done, key=lambda group: group.samples[0].group_id)
 
 
@@ -75,34 +76,31 @@ def make_engine(
         **config,
     }
     engine_class = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))
-    keywords: dict[str, Any] = {
-        "model": ModelConfig(path=str(folder), dtype="float32"),
-        "config": RolloutConfig.model_validate(settings),
-    }
-    if adapter is not None:
-        keywords["adapter"] = adapter
     num_nodes = int(os.environ.get("MRL_CONFORMANCE_NODES", "1"))
+    engine_config = EngineConfig(
+        model=ModelConfig(path=str(folder), dtype="float32"),
+        rollout=RolloutConfig.model_validate(settings),
+        log_path=log_path,
+        gpu_ids=GPUS[: int(settings["tensor_parallel_size"])] if num_nodes == 1 else (),
+        num_nodes=num_nodes,
+        adapter=adapter,
+    )
     if num_nodes > 1:
-        return cast(Engine, OnNodes(engine_class, log_path, num_nodes, keywords))
-    gpu_ids = GPUS[: int(settings["tensor_parallel_size"])]
-    engine = engine_class(log_path=log_path, gpu_ids=gpu_ids, **keywords)
-    return cast(Engine, engine)  # tests of SGLang alone look inside
+        return cast(Engine, OnNodes(engine_class, engine_config))
+    return cast(Engine, engine_class(engine_config))  # tests of SGLang alone look inside
 
 
 class OnNodes:
     """An engine over several "nodes", which are processes of this machine that meet on loopback.
 
-    What mrl.collect.engine_nodes does between ranks of a run is done here in one process.
+    What mrl.engine_pool.engine_nodes does between ranks of a run is done here in one process.
     """
 
-    def __init__(
-        self, engine_class: Callable[..., Any], log_path: Path, num_nodes: int, keywords: dict
-    ) -> None:
-        keywords = {**keywords, "num_nodes": num_nodes}
-        self._engine = engine_class(log_path=log_path, **keywords)
+    def __init__(self, engine_class: Any, config: EngineConfig) -> None:
+        self._engine = engine_class(config)
         self.nodes = [
-            engine_class.Node(log_path=log_path.with_suffix(f".{n}"), node_rank=n, **keywords)
-            for n in range(1, num_nodes)
+            engine_class.Node(replace(config, log_path=config.log_path.with_suffix(f".{n}")), n)
+            for n in range(1, config.num_nodes)
         ]
 
     def start(self) -> None:

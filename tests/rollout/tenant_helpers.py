@@ -13,10 +13,12 @@ from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import Adapter, AdapterLimits
-from mrl.rollout.base import Completion, Request, RolloutEngine
-from mrl.rollout.gate import Policy
-from mrl.rollout.sglang.adapter.sync import AdapterSync
-from mrl.rollout.sglang.tenants import TenantEngine, TenantEngines
+from mrl.engines.admission import AdmissionPolicy
+from mrl.engines.base import Completion, EngineConfig, PolicyEndpoint, Request
+from mrl.engines.gate import Gate
+from mrl.engines.sglang.adapter.update import AdapterUpdater
+from mrl.engines.sglang.endpoint import SGLangEndpoint
+from mrl.engines.sglang.server import SGLangServer
 from mrl.types import WeightBucket
 
 TENANTS = {
@@ -40,30 +42,29 @@ def make_tenants(
     folder: Path,
     log_path: Path,
     limits: AdapterLimits = LIMITS,
-    policy: Policy | None = None,
+    policy: AdmissionPolicy | None = None,
     **config: object,
-) -> TenantEngines:
+) -> SGLangServer:
     settings = {
         "max_response_len": 32,
         "start_timeout_s": 240.0,
         "max_total_tokens": 4096,
         **config,
     }
-    return TenantEngines(
+    engine = EngineConfig(
         model=ModelConfig(path=str(folder), dtype="float32"),
-        config=RolloutConfig.model_validate(settings),
+        rollout=RolloutConfig.model_validate(settings),
         log_path=log_path,
-        limits=limits,
-        policy=policy,
     )
+    return SGLangServer(engine, adapters=limits, gate=Gate(policy))
 
 
 class Tenant:
-    """A view of the engine, with the adapters that it is sent and the models that they should make."""
+    """An endpoint of the engine, with the adapters that it is sent and the models they should make."""
 
-    def __init__(self, engine: TenantEngines, name: str, folder: Path, tmp: Path) -> None:
+    def __init__(self, engine: SGLangServer, name: str, folder: Path, tmp: Path) -> None:
         self.adapter = TENANTS[name]
-        self.name, self.view = name, engine.tenant(name, self.adapter)
+        self.name, self.endpoint = name, engine.add_endpoint(name, self.adapter)
         self._folder, self._tmp = folder, tmp
         self._oracles: dict[int, Any] = {}
 
@@ -77,7 +78,7 @@ class Tenant:
 
     def push(self, number: int, version: int | None = None):
         version = number if version is None else version
-        return self.view.update_weights(buckets_of(self.matrices(number), version), version)
+        return self.endpoint.update_weights(buckets_of(self.matrices(number), version), version)
 
     def oracle(self, number: int):
         if number not in self._oracles:
@@ -105,14 +106,14 @@ class Tenant:
         return max(found)
 
 
-def loaded(view: TenantEngine) -> list[str]:
-    assert isinstance(view.sync, AdapterSync)
-    return sorted(view.sync._loaded.values())
+def loaded(endpoint: SGLangEndpoint) -> list[str]:
+    assert isinstance(endpoint.updater, AdapterUpdater)
+    return sorted(endpoint.updater._loaded.values())
 
 
-def cached_rows(engine: RolloutEngine, requests: Sequence[Request]) -> list[int]:
+def cached_rows(endpoint: PolicyEndpoint, requests: Sequence[Request]) -> list[int]:
     """What SGLang says it read from its prefix cache (`cached_tokens`), of each request."""
-    done = {c.request_id: c for c in engine.generate(requests, beside_others=True)}
+    done = {c.request_id: c for c in endpoint.generate(requests, concurrent=True)}
     traces = [done[request.request_id].routing for request in requests]
     assert all(trace is not None for trace in traces)
     return [trace.num_cached_rows for trace in traces if trace is not None]

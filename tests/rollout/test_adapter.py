@@ -8,12 +8,12 @@ from adapter_helpers import ATTENTION, EXPERT, KINDS, manifest_of, matrices_of
 from torch import Tensor
 
 from mrl.config.adapter import Adapter, AdapterLimits, lora_name
+from mrl.engines.sglang.adapter.digests import check_adapter_held, check_exported
+from mrl.engines.sglang.adapter.layout import AdapterLayout, AdapterMemory
+from mrl.engines.sglang.adapter.manifest import AdapterManifest
+from mrl.engines.sglang.settings import adapter_settings, server_environment
 from mrl.errors import InputError
 from mrl.kernels.digest import add_digests, digest_place, weight_digest
-from mrl.rollout.sglang.adapter.digests import check_adapter_held, check_exported
-from mrl.rollout.sglang.adapter.form import AdapterForm, LaidOut
-from mrl.rollout.sglang.adapter.manifest import AdapterManifest
-from mrl.rollout.sglang.settings import adapter_settings, server_environment
 from mrl.types import WeightBucket
 
 LAYERS, EXPERTS = 4, 8
@@ -67,13 +67,12 @@ def test_adapters_that_are_refused(toy_folder, adapter, message):
 
 def test_latent_attention_without_its_own_query_projection():
     weight = "model.layers.0.self_attn.q_proj.weight"
-    with pytest.raises(InputError, match="'q_proj' beside 'k_proj'"):
+    with pytest.raises(InputError, match="'q_proj' only with 'k_proj'"):
         AdapterManifest({weight: (8, 8)}, Adapter(2, 2.0, ("q_proj",)))
 
 
 def arrive(manifest: AdapterManifest, matrices: dict[str, Tensor]) -> None:
-    manifest.check(WeightBucket(sorted(matrices.items()), 1, is_last=True))
-    manifest.check_complete()
+    list(manifest.arriving([WeightBucket(sorted(matrices.items()), 1, is_last=True)], 1))
 
 
 def test_faults_that_names_and_shapes_show(toy_folder):
@@ -89,21 +88,22 @@ def test_faults_that_names_and_shapes_show(toy_folder):
             first: good[second],
             second: good[first],
         },
-        "which the adapter has not": {**good, absent.replace(".5.", ".8."): good[absent]},
+        "which the adapter does not have": {**good, absent.replace(".5.", ".8."): good[absent]},
         f"expected 1 more: {absent}": {n: good[n] for n in names if n != absent},
     }
     for message, matrices in plants.items():
-        manifest.begin()
         with pytest.raises(ValueError, match=message):
             arrive(manifest, matrices)
 
 
-def filled(form: AdapterForm, matrices: dict[str, Tensor]) -> tuple[LaidOut, dict[str, Tensor]]:
+def filled(
+    form: AdapterLayout, matrices: dict[str, Tensor]
+) -> tuple[AdapterMemory, dict[str, Tensor]]:
     """What SGLang reads of the memory."""
-    laid_out = form.lay_out(torch.float32)
+    laid_out = form.allocate(torch.float32)
     for name, matrix in matrices.items():
         laid_out.views[name].copy_(matrix)
-    flat = laid_out.memory.tensor
+    flat = laid_out.buffer.tensor
     return laid_out, {
         place.name: flat[place.start_idx : place.end_idx].view(place.dtype).view(place.shape)
         for place in laid_out.places
@@ -114,7 +114,7 @@ def test_experts_that_share_are_stacked(toy_folder):
     adapter = KINDS["shared_outer"]
     matrices = matrices_of(toy_folder, adapter, 1)
     laid_out, sent = filled(
-        AdapterForm(manifest_of(toy_folder, adapter).required, adapter), matrices
+        AdapterLayout(manifest_of(toy_folder, adapter).required, adapter), matrices
     )
     assert laid_out.num_bytes == sum(m.nbytes for m in matrices.values())
     layer = "base_model.model.model.layers.2.mlp.experts"
@@ -136,7 +136,7 @@ def test_experts_that_share_are_stacked(toy_folder):
 def test_other_adapters_are_sent_as_they_are(toy_folder):
     adapter = KINDS["per_expert"]
     matrices = matrices_of(toy_folder, adapter, 1)
-    form = AdapterForm(manifest_of(toy_folder, adapter).required, adapter)
+    form = AdapterLayout(manifest_of(toy_folder, adapter).required, adapter)
     _, sent = filled(form, matrices)
     assert sent.keys() == matrices.keys()
     assert all(torch.equal(sent[name], matrices[name]) for name in sent)
@@ -170,7 +170,7 @@ def test_another_adapter_is_named_by_what_differs(toy_folder):
         (answer_of(good, scale=1.0), "the scale alpha / rank: sent 2, the engine holds 1"),
         (answer_of(good, slot="a.qkv_proj.lora_A"), "a.qkv_proj.lora_A: the slot from which"),
         (answer_of_one({"error": "ValueError: no"}), "ValueError: no"),
-        ({"ranks": []}, r"the ranks \[\] said what they hold"),
+        ({"ranks": []}, r"the ranks \[\] reported their adapter"),
     ):
         with pytest.raises(RuntimeError, match=message):
             check_adapter_held(answer, sent, 2.0, 1)

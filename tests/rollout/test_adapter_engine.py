@@ -12,9 +12,9 @@ from rollout_helpers import make_engine, make_prompts, make_requests, score
 from torch import Tensor
 
 from mrl.config.adapter import lora_name
-from mrl.rollout.base import Completion, Request, SamplingParams
-from mrl.rollout.sglang.adapter.digests import ACTION
-from mrl.rollout.sglang.engine import Engine
+from mrl.engines.base import Completion, Request, SamplingParams
+from mrl.engines.sglang.adapter.digests import ACTION
+from mrl.engines.sglang.engine import Engine
 from mrl.types import WeightBucket
 
 pytestmark = pytest.mark.release
@@ -42,10 +42,12 @@ class Served:
         self.engine = make_engine(folder, tmp / f"{kind}.log", self.adapter, **config)
 
     def push(self, number: int, version: int):
-        return self.engine.update_weights(buckets_of(self.matrices[number], version), version)
+        return self.engine.endpoint.update_weights(
+            buckets_of(self.matrices[number], version), version
+        )
 
     def loaded(self) -> list[str]:
-        return sorted(self.engine.served.sync._loaded.values())  # pyright: ignore
+        return sorted(self.engine.endpoint.updater._loaded.values())  # pyright: ignore
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -76,7 +78,7 @@ def check(oracle, request: Request, completion: Completion) -> float:
 
 def worst_of(oracle, engine: Engine, requests: list[Request], **options: bool) -> float:
     """The largest difference over what these requests bring."""
-    done = {c.request_id: c for c in engine.generate(requests, **options)}
+    done = {c.request_id: c for c in engine.endpoint.generate(requests, **options)}
     return max(check(oracle, request, done[request.request_id]) for request in requests)
 
 
@@ -89,7 +91,7 @@ def raw_logprobs(engine: Engine, ids: Tensor, adapters: list[str | None]) -> lis
         "logprob_start_len": 0,
         "lora_path": adapters,
     }
-    answers = engine.server.post("/generate", body)
+    answers = engine.connection.post("/generate", body)
     return [[e[0] for e in a["meta_info"]["input_token_logprobs"][1:]] for a in answers]
 
 
@@ -100,14 +102,16 @@ def test_an_adapter_is_the_merged_model(served: Served, oracle):
     for version, merged in enumerate(served.oracles, start=1):
         report = served.push(version, version)
         assert report.num_bytes == sum(m.nbytes for m in served.matrices[version].values())
-        done = {c.request_id: c for c in engine.generate(requests)}
+        done = {c.request_id: c for c in engine.endpoint.generate(requests)}
         worst = max(check(merged, r, done[r.request_id]) for r in requests)
         assert worst < TOLERANCE
         assert {s.version for c in done.values() for s in c.weight_versions} == {version}
         traces = [c.routing for c in done.values()]
         assert {s.version for t in traces if t for s in t.row_versions} == {version}
         sequences = [prompt.token_ids for prompt in make_prompts(16, seed=7, num_tokens=40)]
-        for sequence, got in zip(sequences, engine.sequence_logprobs(sequences), strict=True):
+        for sequence, got in zip(
+            sequences, engine.endpoint.sequence_logprobs(sequences), strict=True
+        ):
             expected, _ = score(merged, sequence, 1, 1.0)
             assert (got[1:] - expected).abs().max() < TOLERANCE
             base, _ = score(oracle, sequence, 1, 1.0)
@@ -129,7 +133,7 @@ def test_sleep_keeps_the_base(served: Served):
     with pytest.raises(RuntimeError, match=r"sleep\(2\): updates bring an adapter"):
         served.engine.sleep()
     served.engine.sleep(1)
-    assert served.engine.weight_version == 21
+    assert served.engine.endpoint.weight_version == 21
     served.engine.wake()
     requests = make_requests(2, SamplingParams(8, 8), seed=4)
     assert worst_of(served.oracles[0], served.engine, requests) < TOLERANCE
@@ -150,8 +154,8 @@ def planted(matrices: dict[str, Tensor], other: dict[str, Tensor], fault: str):
 
 def spoil(engine: Engine, monkeypatch, matrices: dict[str, Tensor], alpha_factor: float) -> None:
     """Let these come to SGLang in the place of what is sent, after the trainer's digests."""
-    sync: Any = engine.served.sync
-    post, take = engine.server.post, sync._take
+    sync: Any = engine.endpoint.updater
+    post, take = engine.connection.post, sync._take
 
     def tampered(path, body, **options):
         if path == "/load_lora_adapter_from_tensors":
@@ -164,7 +168,7 @@ def spoil(engine: Engine, monkeypatch, matrices: dict[str, Tensor], alpha_factor
             laid_out.views[name].copy_(matrix)
         return laid_out, came, seconds
 
-    monkeypatch.setattr(engine.server, "post", tampered)
+    monkeypatch.setattr(engine.connection, "post", tampered)
     monkeypatch.setattr(sync, "_take", taken)
 
 
@@ -186,13 +190,13 @@ def test_planted_faults(attention: Served, monkeypatch, fault):
             spoiled, message = {}, "the scale alpha / rank: sent 2, the engine holds 4"
         spoil(engine, monkeypatch, spoiled, alpha_factor=2.0 if fault == "wrong alpha" else 1.0)
     with pytest.raises((RuntimeError, ValueError), match=message):
-        engine.update_weights(buckets_of(matrices, 32), 32)
-    assert engine.weight_version is None
+        engine.endpoint.update_weights(buckets_of(matrices, 32), 32)
+    assert engine.endpoint.weight_version is None
     with pytest.raises(RuntimeError, match="no weights"):
-        next(engine.generate(make_requests(1, SamplingParams(1))))
+        next(engine.endpoint.generate(make_requests(1, SamplingParams(1))))
     monkeypatch.undo()
     attention.push(2, 32)
-    assert engine.weight_version == 32
+    assert engine.endpoint.weight_version == 32
     assert attention.loaded() == ["mrl@32"]
 
 
@@ -208,8 +212,8 @@ def test_the_a_of_one_expert_is_missing(served: Served, monkeypatch, is_sent: bo
     else:
         del matrices[name]
     with pytest.raises((RuntimeError, ValueError), match=message):
-        served.engine.update_weights(buckets_of(matrices, 61), 61)
-    assert served.engine.weight_version is None
+        served.engine.endpoint.update_weights(buckets_of(matrices, 61), 61)
+    assert served.engine.endpoint.weight_version is None
 
 
 def test_a_newer_version_beside_a_request_in_flight(attention: Served):
@@ -218,22 +222,22 @@ def test_a_newer_version_beside_a_request_in_flight(attention: Served):
     attention.push(1, 41)
     short = make_requests(1, SamplingParams(8, 8), seed=1)
     long = make_requests(3, SamplingParams(LONG, LONG), seed=2)
-    running = engine.generate([*short, *long], beside_others=True)
+    running = engine.endpoint.generate([*short, *long], concurrent=True)
     assert next(running).request_id == "1-0"
     attention.push(2, 42)
     assert attention.loaded() == ["mrl@41", "mrl@42"]
-    assert engine.served.flights.any_open
+    assert engine.endpoint.in_flight.any_open
     new = make_requests(
         2, SamplingParams(8, 8), seed=1
     )  # the same prompt: another's prefix is cached
     requests = [Request(f"new-{r.request_id}", r.token_ids, r.seed, r.sampling) for r in new]
-    for completion in engine.generate(requests, beside_others=True):
+    for completion in engine.endpoint.generate(requests, concurrent=True):
         request = next(r for r in requests if r.request_id == completion.request_id)
         assert check(attention.oracles[1], request, completion) < TOLERANCE
         assert [s.version for s in completion.weight_versions] == [42]
         assert completion.routing is not None
         assert completion.routing.num_cached_rows == 0
-    assert engine.served.flights.any_open  # the long ones have not ended yet
+    assert engine.endpoint.in_flight.any_open  # the long ones have not ended yet
     done = {c.request_id: c for c in running}
     for request in long:
         completion = done[request.request_id]
@@ -250,9 +254,9 @@ def test_requests_that_were_aborted_hold_no_adapter(attention: Served):
     engine = attention.engine
     attention.push(1, 51)
     many = make_requests(40, SamplingParams(LONG, LONG), seed=3)
-    running = engine.generate([*make_requests(1, SamplingParams(8, 8), seed=1), *many])
+    running = engine.endpoint.generate([*make_requests(1, SamplingParams(8, 8), seed=1), *many])
     next(running)
-    engine.abort()
+    engine.endpoint.abort()
     lengths = [len(c.output_ids) for c in running]
     assert min(lengths) == 0 < max(lengths)
     attention.push(2, 52)
@@ -264,7 +268,7 @@ def test_an_engine_of_two_ranks(toy_folder, tmp_path):
     served.engine.start()
     try:
         served.push(1, 1)
-        answer = served.engine.server.post("/weights_checker", {"action": ACTION + "mrl@1"})
+        answer = served.engine.connection.post("/weights_checker", {"action": ACTION + "mrl@1"})
         ranks = [rank["checksums"] for rank in answer["ranks"]]
         assert len(ranks) == 2
         assert ranks[0] == ranks[1]

@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-import mrl.rollout
+import mrl.engines
 
 
 def plugin_of(folder: str, name: str) -> ModuleType:
-    path = Path(mrl.rollout.__file__).parent / f"sglang/plugins/{folder}/{name}.py"
+    path = Path(mrl.engines.__file__).parent / f"sglang/plugins/{folder}/{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

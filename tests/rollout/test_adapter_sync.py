@@ -7,15 +7,16 @@ import torch
 from adapter_helpers import KINDS, manifest_of, matrices_of
 from torch import Tensor
 
+from mrl.engines.sglang.adapter.update import AdapterUpdater
+from mrl.engines.sglang.connection import ServerConnection
+from mrl.engines.sglang.weights.update import SyncClock
 from mrl.kernels.digest import add_digests, digests_of, weight_digest
-from mrl.rollout.sglang.adapter.sync import AdapterSync
-from mrl.rollout.sglang.weight_sync import SyncClock
 from mrl.types import WeightBucket
 
 ADAPTER = KINDS["attention"]
 
 
-class Server:
+class Server(ServerConnection):
     """Notes what is posted, and holds what `matrices` say."""
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Server:
         self.matrices: dict[str, Tensor] = {}
         self.failing = ""
 
-    def post(self, path, body):
+    def post(self, path, body, *, timeout_s=None):
         self.calls.append((path, body.get("lora_name") or body["action"]))
         if path == self.failing:
             raise RuntimeError("not today")
@@ -41,8 +42,8 @@ def server() -> Server:
 
 
 @pytest.fixture
-def sync(server: Server, toy_folder) -> AdapterSync:
-    return AdapterSync(server, manifest_of(toy_folder, ADAPTER), num_ranks=1)
+def sync(server: Server, toy_folder) -> AdapterUpdater:
+    return AdapterUpdater(server, manifest_of(toy_folder, ADAPTER), num_ranks=1)
 
 
 def buckets_of(matrices: dict[str, Tensor], version: int, digest: dict[str, int] | None = None):
@@ -52,7 +53,7 @@ def buckets_of(matrices: dict[str, Tensor], version: int, digest: dict[str, int]
     yield WeightBucket([(n, matrices[n]) for n in names[half:]], version, is_last=True)
 
 
-def push(sync: AdapterSync, server: Server, matrices: dict[str, Tensor], version: int):
+def push(sync: AdapterUpdater, server: Server, matrices: dict[str, Tensor], version: int):
     server.matrices = matrices
     return sync.update(buckets_of(matrices, version), version)
 

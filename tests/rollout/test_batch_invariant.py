@@ -16,7 +16,7 @@ from rollout_helpers import make_engine, make_prompts
 from tenant_helpers import LIMITS, TENANTS, Tenant, buckets_of, make_tenants
 
 from mrl.config.adapter import AdapterLimits
-from mrl.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from mrl.engines.base import Completion, Request, RolloutEngine, SamplingParams
 
 pytestmark = pytest.mark.release
 NUM_NEW = 60
@@ -74,9 +74,9 @@ def alone(folder: Path, tmp: Path, name: str, *, is_invariant: bool) -> dict[str
     engine.start()
     try:
         matrices = Tenant.matrices_of(folder, name, 1)
-        engine.update_weights(buckets_of(matrices, 1), 1)
+        engine.endpoint.update_weights(buckets_of(matrices, 1), 1)
         return {
-            how: bits_of(list(engine.generate(own_requests(sampling))))
+            how: bits_of(list(engine.endpoint.generate(own_requests(sampling))))
             for how, sampling in OWN.items()
         }
     finally:
@@ -95,7 +95,7 @@ def in_random_order(
         start += size
     with ThreadPoolExecutor(len(parts)) as pool:
         calls = [
-            pool.submit(lambda part=part: list(engine.generate(part, beside_others=True)))
+            pool.submit(lambda part=part: list(engine.endpoint.generate(part, concurrent=True)))
             for part in parts
         ]
     return [completion for call in calls for completion in call.result()]
@@ -118,7 +118,7 @@ def mixtures(
                 calls = {
                     name: pool.submit(
                         in_random_order,
-                        tenant.view,
+                        tenant,
                         own_requests(OWN[how]) if number < 2 else other_requests(order),
                         random.Random(order.random()),
                     )

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mrl.rollout.sglang.cause import MAX_CHARS, cause
+from mrl.engines.sglang.cause import MAX_CHARS, cause
 
 FRAME = '  File "scheduler.py", line 1, in run\n    raise\n'
 SCHEDULER = (

@@ -15,10 +15,11 @@ from benchmarks.compat.__main__ import MODULES, ROOT, lacks, unpacked
 from benchmarks.compat.check import missing
 from benchmarks.compat.imports import imported
 from benchmarks.compat.source import Source
+from mrl.engines.sglang import compat
+from mrl.engines.sglang.names import NAMES
 from mrl.errors import InputError
 from mrl.preflight import releases as preflight
-from mrl.rollout.sglang import compat
-from mrl.rollout.sglang.names import NAMES
+from mrl.system import releases
 from mrl.system.releases import NEEDS_PYTHON, SUPPORTED, Name, newest, refusal
 from parallel.versions import installed_version
 from tests.release import release
@@ -170,8 +171,8 @@ def test_each_python_is_named_a_release_that_it_can_install() -> None:
 
 def test_the_installed_release_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler asks for names with every request, and reading metadata takes a millisecond."""
-    compat.installed()
-    monkeypatch.setattr(compat.importlib.metadata, "version", pytest.fail)
+    compat.path_of("get_serving")
+    monkeypatch.setattr(releases.importlib.metadata, "version", pytest.fail)
     assert compat.path_of("get_serving").endswith(".get_serving")
 
 
@@ -205,6 +206,6 @@ def test_a_hook_on_a_name_that_the_release_lacks_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang logs it, and the engine's start fails with that line."""
-    monkeypatch.setattr(compat, "installed", lambda: "0.5.12")
+    monkeypatch.setattr(releases, "_installed", lambda package: "0.5.12")
     with pytest.raises(ImportError, match=r"SGLang 0.5.12 has no _unload_lora_adapter; mrl works"):
         compat.hook("_unload_lora_adapter", print, "BEFORE")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 
-from mrl.rollout.sglang.process import ServerProcess
-from mrl.rollout.sglang.settings import server_environment
+from mrl.engines.sglang.process import ServerProcess
+from mrl.engines.sglang.settings import server_environment
 from tests.engine_starts import run_program
 
 READER = r"""
@@ -19,12 +19,12 @@ import inspect, json, sys
 from types import SimpleNamespace
 import torch
 from torch.multiprocessing import reductions
-from mrl.rollout import engine_group
-from mrl.rollout.sglang.weights import TensorPush
+from mrl.engines import handles as engine_handles
+from mrl.engines.sglang.weights.tensor import TensorPush
 from mrl.types import WeightBucket
 
 fields = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-assert fields[engine_group.DEVICE_FIELD] == "storage_device", fields
+assert fields[engine_handles.DEVICE_FIELD] == "storage_device", fields
 
 class OnGpu:
     "u8[12] of a trainer rank, on the GPU that this process calls 0."
@@ -53,7 +53,7 @@ for rank, uuid in enumerate(("GPU-b", "GPU-a")):
     reductions.reduce_tensor = lambda flat: (order.append("shared"), shared(rank))[1]
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)
     bucket = WeightBucket([("a", torch.zeros(3))], 1, OnGpu())
-    handles.append(engine_group.handle_of(bucket.flat, None))
+    handles.append(engine_handles.handle_of(bucket.flat, None))
 posted = []
 push = TensorPush(lambda path, body: posted.append(body), 2)
 push.push(WeightBucket([("a", torch.zeros(3))], 1, OnGpu(), handles=tuple(handles)))

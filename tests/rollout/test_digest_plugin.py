@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import mrl.rollout
+import mrl.engines
+from mrl.engines.sglang.digests import held_digests
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.rollout.sglang.held import held_digests
 
 HIDDEN, HEAD = 12, 4
 QUERY_HEADS, KV_HEADS, EXPERTS, FFN, VOCAB = 8, 2, 8, 16, 24
@@ -27,7 +27,7 @@ QUERY_HEADS, KV_HEADS, EXPERTS, FFN, VOCAB = 8, 2, 8, 16, 24
 
 @pytest.fixture
 def plugin() -> ModuleType:
-    path = Path(mrl.rollout.__file__).parent / "sglang/plugins/server" / "mrl_weight_digest.py"
+    path = Path(mrl.engines.__file__).parent / "sglang/plugins/server" / "mrl_weight_digest.py"
     spec = importlib.util.spec_from_file_location("mrl_weight_digest", path)
     assert spec is not None
     assert spec.loader is not None
@@ -188,7 +188,7 @@ def test_digests_of_ranks_add_up():
     """Equal digests of modules that do not say what they hold are replicas."""
     answer = {"a.weight": "1 2", "b.weight": "5 5", "c.experts.w13": "1,2 3,4"}
     lines = {
-        f"{rank} {name}": f"float32 9 ? {text.split()[rank]}" + " 0,1" * (name[0] == "c")
+        f"{rank} {name}": f"float32 ? {text.split()[rank]}" + " 0,1" * (name[0] == "c")
         for name, text in answer.items()
         for rank in (0, 1)
     }
@@ -203,7 +203,7 @@ def test_digests_of_ranks_add_up():
 
 def test_replicas_must_agree_and_equal_shards_are_no_replicas():
     def lines(*pieces):
-        text = {f"{rank} a.weight#kv": f"bfloat16 9 {p}" for rank, p in enumerate(pieces)}
+        text = {f"{rank} a.weight#kv": f"bfloat16 {p}" for rank, p in enumerate(pieces)}
         return {"ranks": [{"checksums": text}]}
 
     assert held_digests(lines("0 1", "0 1", "1 a", "1 a"), 4)[0] == {"a": 11}

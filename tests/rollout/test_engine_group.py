@@ -21,14 +21,14 @@ import torch.distributed as dist
 from recording_server import Client, Recorder
 from safetensors.torch import save_file
 
+from mrl.engines.base import EngineLost
+from mrl.engines.sglang.manifest import Manifest
+from mrl.engines.sglang.weights.update import WeightUpdater
 from mrl.kernels.digest import add_digests, digests_of, weight_digest
-from mrl.rollout import engine_group
-from mrl.rollout.base import EngineLost
-from mrl.rollout.engine_group import EngineGroup, GatheredBuckets
-from mrl.rollout.sglang.manifest import Manifest
-from mrl.rollout.sglang.weight_sync import WeightSync
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
+from mrl.weight_sync import engine_group
+from mrl.weight_sync.engine_group import EngineGroup, GatheredBuckets
 
 NUM_RANKS = 3
 WEIGHTS = [(f"model.layers.{i}.a.weight", torch.full((5,), float(i + 1))) for i in range(6)]
@@ -71,7 +71,7 @@ def recorder() -> Iterator[Recorder]:
     with Recorder() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         server.held = {
-            f"{rank} {name}": f"float32 5 ? {weight_digest(weight)[0]:x}"
+            f"{rank} {name}": f"float32 ? {weight_digest(weight)[0]:x}"
             for name, weight in WEIGHTS
             for rank in range(NUM_RANKS)
         }
@@ -80,10 +80,10 @@ def recorder() -> Iterator[Recorder]:
 
 
 @pytest.fixture
-def sync(recorder, tmp_path) -> WeightSync:
+def sync(recorder, tmp_path) -> WeightUpdater:
     save_file(dict(WEIGHTS), tmp_path / "model.safetensors")
     manifest = Manifest(tmp_path, SimpleNamespace(num_hidden_layers=6, tie_word_embeddings=False))
-    return WeightSync(Client(recorder.server_port), manifest, num_ranks=NUM_RANKS)
+    return WeightUpdater(Client(recorder.server_port), manifest, num_ranks=NUM_RANKS)
 
 
 def opened(body: dict) -> list[dict]:
@@ -95,7 +95,7 @@ def opened(body: dict) -> list[dict]:
 class Ranks:
     """A weight sync on every rank of an engine's group."""
 
-    def __init__(self, sync: WeightSync) -> None:
+    def __init__(self, sync: WeightUpdater) -> None:
         self.memories = [SharedMemory() for _ in range(NUM_RANKS)]
         self.num_built = [0] * NUM_RANKS
         self._sync = sync

@@ -53,13 +53,6 @@ def test_sizes_that_sglang_takes(sizes) -> None:
     check_engine_sizes(rollout(*sizes), QWEN3_30B)
 
 
-def test_a_weight_sync_on_loopback_does_not_reach_other_nodes() -> None:
-    sync = {"weight_sync": "distributed"}
-    assert engine_layout(rollout(8).model_copy(update=sync), 8, 8).num_nodes == 1
-    with pytest.raises(InputError, match="spans 2 nodes of 8; use tensor"):
-        engine_layout(rollout(16).model_copy(update=sync), 16, 8)
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

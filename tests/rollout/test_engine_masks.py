@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.rollout.base import Completion, Request, SamplingParams
-from mrl.rollout.sglang.body import build_request
-from mrl.rollout.sglang.decode import Expected, decode_completion
+from mrl.engines.base import Completion, Request, SamplingParams
+from mrl.engines.sglang.body import build_request
+from mrl.engines.sglang.decode import Expected, decode_completion
+from mrl.engines.sglang.route_memory import RouteReader
 
 MASKS: dict[str, Any] = {
     "output_token_sampling_mask": [[5, 7], [8]],
@@ -32,7 +33,9 @@ def decode(*, asks: bool = True, reason: str = "length", **more: Any) -> Complet
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
     }
     answer = {"output_ids": [7, 8], "meta_info": {**meta, **more}}
-    return decode_completion(answer, request(asks=asks), Expected((3,), (3,), None, False))
+    return decode_completion(
+        answer, request(asks=asks), Expected((3,), (3,), None, False, RouteReader())
+    )
 
 
 def test_log_probs_are_those_over_the_mask() -> None:
@@ -59,8 +62,8 @@ def test_an_abort_loses_the_set_of_the_last_token_with_it() -> None:
         ({}, "no output_token_sampling_mask; .* needs SGLang 0.5.20"),
         ({**MASKS, "output_token_sampling_mask": [[5, 7]]}, "got 1, expected 2"),
         ({**MASKS, "output_token_sampling_logprobs": [0.0]}, "got 1, expected 2"),
-        ({**MASKS, "output_token_sampling_mask": [[5, 7], [9]]}, "its sampling mask does not have"),
-        ({**MASKS, "output_token_sampling_mask": [[5, 7], None]}, "its sampling mask does not"),
+        ({**MASKS, "output_token_sampling_mask": [[5, 7], [9]]}, "is not in its sampling mask"),
+        ({**MASKS, "output_token_sampling_mask": [[5, 7], None]}, "is not in its sampling mask"),
     ],
 )
 def test_answers_that_do_not_fit(more: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,16 +19,16 @@ import psutil
 import pytest
 import torch
 
-from mrl.collect import engine_nodes
-from mrl.collect.engine_nodes import EngineNodes, free_address
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.engine_pool import engine_nodes
+from mrl.engine_pool.engine_nodes import EngineNodes, free_address
+from mrl.engines.base import START_ATTEMPTS, EngineConfig, EngineLost
+from mrl.engines.sglang import process
+from mrl.engines.sglang.connection import ServerConnection
+from mrl.engines.sglang.engine import Engine
+from mrl.engines.sglang.http import HttpClient
+from mrl.engines.sglang.node import EngineNode
 from mrl.preflight.engine_layout import EngineLayout
-from mrl.rollout.base import START_ATTEMPTS, EngineLost
-from mrl.rollout.sglang import process
-from mrl.rollout.sglang.engine import Engine
-from mrl.rollout.sglang.http import HttpClient
-from mrl.rollout.sglang.node import EngineNode
-from mrl.rollout.sglang.server import Server
 
 RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
 
@@ -38,15 +39,17 @@ class Ranks:
     def __init__(self, model: Path, folder: Path) -> None:
         self._barrier = threading.Barrier(2)
         self._said: list = [None, None]
-        keywords: dict = {
-            "model": ModelConfig(path=str(model)),
-            "config": RolloutConfig(max_response_len=8, tensor_parallel_size=2, start_timeout_s=60),
-            "return_routes": False,
-            "num_nodes": 2,
-            "seed": 7,
-        }
-        self.engine = Engine(log_path=folder / "a.log", gpu_ids=("0",), **keywords)
-        self.node = EngineNode(log_path=folder / "b.log", node_rank=1, gpu_ids=("3",), **keywords)
+        config = EngineConfig(
+            model=ModelConfig(path=str(model)),
+            rollout=RolloutConfig(max_response_len=8, tensor_parallel_size=2, start_timeout_s=60),
+            log_path=folder / "a.log",
+            return_routes=False,
+            gpu_ids=("0",),
+            num_nodes=2,
+            seed=7,
+        )
+        self.engine = Engine(config)
+        self.node = EngineNode(replace(config, log_path=folder / "b.log", gpu_ids=("3",)), 1)
         self._nodes = [
             EngineNodes(self.engine, None, lambda own: self._exchange(0, own)),
             EngineNodes(None, self.node, lambda own: self._exchange(1, own)),
@@ -98,7 +101,7 @@ def test_both_nodes_start_and_a_loss_of_one_replaces_both(ranks, tmp_path) -> No
     assert all(isinstance(one, EngineLost) and "node 1 of the engine" in str(one) for one in lost)
     assert not any(psutil.pid_exists(pid) for pid in first)
     assert ranks.both(lambda nodes: nodes.start()) == [None, None]
-    assert ranks.engine.weight_version == 0
+    assert ranks.engine.endpoint.weight_version == 0
     lines = map(json.loads, (tmp_path / "record.jsonl").read_text().splitlines())
     starts = [body for path, body in lines if path == "START"]
     assert len(starts) == 4
@@ -146,8 +149,9 @@ def test_an_address_is_one_that_other_nodes_reach(monkeypatch) -> None:
 
 def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(engine_nodes, "load_engine", lambda name: lambda **keywords: keywords)
-    rollout = SimpleNamespace(engine="sglang")
+    made_of = lambda config: SimpleNamespace(config=config, endpoint=None)  # noqa: E731
+    monkeypatch.setattr(engine_nodes, "load_engine", lambda name: made_of)
+    rollout = SimpleNamespace(engine="sglang", weight_sync="tensor")
     recipe = SimpleNamespace(rollout=rollout, model=None, captures_routes=False, seed=1, lora=None)
     plan = SimpleNamespace(recipe=recipe, engines=EngineLayout(2, 2, 2), resume_step=None)
     made = [
@@ -157,10 +161,10 @@ def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> No
             torch.device("cuda", rank),
             SimpleNamespace(logs=tmp_path),
             lambda own: [own],
-        ).engine
+        ).server
         for rank in range(4)
     ]
-    assert [engine and engine["gpu_ids"] for engine in made] == [["4", "5"], None, ["6", "7"], None]
+    assert [each and each.config.gpu_ids for each in made] == [["4", "5"], None, ["6", "7"], None]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> No
 )
 def test_another_port_where_one_was_just_taken(monkeypatch, tmp_path, line) -> None:
     starts = []
-    server = Server({}, {}, tmp_path / "log")
+    server = ServerConnection({}, {}, tmp_path / "log")
     monkeypatch.setattr(server.process, "start", lambda: starts.append(1))
     monkeypatch.setattr(server.process, "log_text", lambda: line)
     monkeypatch.setattr(server.process, "exit_code", lambda: 1)
@@ -179,7 +183,7 @@ def test_another_port_where_one_was_just_taken(monkeypatch, tmp_path, line) -> N
 
 def test_a_request_ends_when_a_process_of_the_server_dies(monkeypatch, tmp_path) -> None:
     """The server itself holds the connection and never answers, as without its detokenizer."""
-    server = Server({}, {}, tmp_path / "log")
+    server = ServerConnection({}, {}, tmp_path / "log")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server.client = HttpClient(silent.getsockname()[1], "key")
         held: list[socket.socket] = []
@@ -189,7 +193,7 @@ def test_a_request_ends_when_a_process_of_the_server_dies(monkeypatch, tmp_path)
 
         accept = threading.Thread(target=lambda: held.append(silent.accept()[0]))
         accept.start()
-        monkeypatch.setattr("mrl.rollout.sglang.server.WATCH_S", 0.02)
+        monkeypatch.setattr("mrl.engines.sglang.connection.WATCH_S", 0.02)
         monkeypatch.setattr(server.process, "dead_part", lambda: "process 7" if held else None)
         monkeypatch.setattr(server.process, "kill", hang_up)
         with pytest.raises(EngineLost, match="process 7 died"):

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.engines.admission import Demand
+from mrl.engines.base import Request, SamplingParams
+from mrl.engines.gate import Gate
+from mrl.engines.sglang.request_sender import RequestSender
 from mrl.errors import RunFailed
-from mrl.rollout.base import Request, SamplingParams
-from mrl.rollout.gate import Demand, Gate
-from mrl.rollout.sglang.flight import Flight
 
 
 class Fewest:
-    """Admits one request after the other to whoever has fewest tokens in flight, while they fit."""
+    """Admits one request after the other to whoever has fewest tokens in sender, while they fit."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -65,11 +66,11 @@ def names(requests: Sequence[Request]) -> list[str]:
 def test_without_a_policy_everything_is_sent_at_once():
     gate = Gate()
     gate.enter("ada")
-    line = gate.line_up("ada", requests_of("a", 5), lambda: None)
+    line = gate.enqueue("ada", requests_of("a", 5), lambda: None)
     assert names(line.take()) == ["a0", "a1", "a2", "a3", "a4"]
     assert line.is_empty
     with pytest.raises(RuntimeError, match="'bob' is not at the gate"):
-        gate.line_up("bob", requests_of("b", 1), lambda: None)
+        gate.enqueue("bob", requests_of("b", 1), lambda: None)
 
 
 def test_a_late_tenant_gets_what_is_freed():
@@ -78,9 +79,9 @@ def test_a_late_tenant_gets_what_is_freed():
     for name in ("ada", "bob"):
         gate.enter(name)
     first = requests_of("a", 10)
-    ada = gate.line_up("ada", first, lambda: told.append("ada"))
+    ada = gate.enqueue("ada", first, lambda: told.append("ada"))
     assert names(ada.take()) == ["a0", "a1", "a2", "a3"]
-    bob = gate.line_up("bob", requests_of("b", 3), lambda: told.append("bob"))
+    bob = gate.enqueue("bob", requests_of("b", 3), lambda: told.append("bob"))
     assert bob.take() == []
     ada.finish(first[0], 2)
     ada.finish(first[0], 2)  # said twice, as after a broken connection
@@ -91,7 +92,7 @@ def test_a_late_tenant_gets_what_is_freed():
     assert policy.lengths == [("ada", 6)]  # of those that finished alone
     assert told == ["ada", "bob", "bob"]
     assert policy.asked[-1] == (10, 40)
-    ada.close()  # gives back what was in flight, and what had not been sent
+    ada.close()  # gives back what was in sender, and what had not been sent
     assert names(bob.take()) == ["b2"]
     assert ada.is_empty
     gate.leave("bob")
@@ -102,7 +103,7 @@ def test_a_late_tenant_gets_what_is_freed():
 def test_requests_that_are_taken_back_are_not_sent():
     gate = Gate(Fewest(), capacity_tokens=20)
     gate.enter("ada")
-    line = gate.line_up("ada", requests_of("a", 6), lambda: None)
+    line = gate.enqueue("ada", requests_of("a", 6), lambda: None)
     assert names(line.withdraw({"a1", "a4"})) == ["a4", "a1"]  # one waits, one was admitted
     assert names(line.take()) == ["a0", "a2"]
     assert names(line.withdraw()) == ["a3", "a5"]
@@ -113,7 +114,7 @@ def test_no_policy_can_stall_an_idle_engine():
     gate = Gate(Fewest(), capacity_tokens=5)  # none of the requests fits
     gate.enter("ada")
     first = requests_of("a", 2)
-    line = gate.line_up("ada", first, lambda: None)
+    line = gate.enqueue("ada", first, lambda: None)
     assert names(line.take()) == ["a0"]
     line.finish(first[0], 6)
     assert names(line.take()) == ["a1"]
@@ -160,16 +161,16 @@ class Stream:
         self.server.answering.release(self.num)
 
 
-def make_flight(gate: Gate, server: Server, num: int, request_timeout_s: float) -> Flight:
+def make_sender(gate: Gate, server: Server, num: int, request_timeout_s: float) -> RequestSender:
     """A call of tenant ada."""
-    return Flight(
+    return RequestSender(
         server,  # pyright: ignore[reportArgumentType]
         requests_of("a", num),
         return_routes=False,
         request_timeout_s=request_timeout_s,
         stall_timeout_s=20,
         is_alone=False,
-        line_up=lambda requests, told: gate.line_up("ada", requests, told),
+        enqueue=lambda requests, told: gate.enqueue("ada", requests, told),
     )
 
 
@@ -178,8 +179,8 @@ def test_the_time_limit_of_a_request_begins_when_it_is_sent():
     for name in ("ada", "bob"):
         gate.enter(name)
     (other,) = requests_of("b", 1)
-    bob = gate.line_up("bob", [other], lambda: None)  # the engine is full
-    answers = make_flight(gate, server, 2, request_timeout_s=0.2).answers()
+    bob = gate.enqueue("bob", [other], lambda: None)  # the engine is full
+    answers = make_sender(gate, server, 2, request_timeout_s=0.2).answers()
     threading.Timer(0.5, bob.finish, (other, 6)).start()
     server.answering.release()
     assert next(answers).request.request_id == "a0"  # after more than the limit
@@ -190,13 +191,13 @@ def test_the_time_limit_of_a_request_begins_when_it_is_sent():
 def test_a_call_sends_what_is_admitted_and_aborts_what_waits():
     gate, server = Gate(Fewest(), capacity_tokens=20), Server()
     gate.enter("ada")
-    flight = make_flight(gate, server, 5, request_timeout_s=20)
-    answers = flight.answers()
+    sender = make_sender(gate, server, 5, request_timeout_s=20)
+    answers = sender.answers()
     server.answering.release()
     assert next(answers).request.request_id == "a0"
     server.answering.release()
     assert next(answers).request.request_id == "a1"
-    flight.abort(["a4"])
+    sender.abort(["a4"])
     server.answering.release(10)
     ended = {a.request.request_id: a.answer["meta_info"]["finish_reason"]["type"] for a in answers}
     assert ended == {"a2": "length", "a3": "length", "a4": "abort"}

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from mrl.rollout.base import Request, SamplingParams
-from mrl.rollout.gate import Gate
-from mrl.rollout.gate_times import GateTimes
+from mrl.engines.base import Request, SamplingParams
+from mrl.engines.gate import Gate
+from mrl.engines.gate_times import GateTimes
 
 
 class Clock:
@@ -63,8 +63,8 @@ def test_the_sums_are_exact():
     nothing happens for 4 s."""
     at = make(Two(), capacity=20, max_running=8)
     ada_asks, bob_asks = requests_of("a", 2), requests_of("b", 1)
-    ada = at.gate.line_up("ada", ada_asks, nothing)
-    bob = at.gate.line_up("bob", bob_asks, nothing)
+    ada = at.gate.enqueue("ada", ada_asks, nothing)
+    bob = at.gate.enqueue("bob", bob_asks, nothing)
     at.clock.now += 2
     ada.finish(ada_asks[1], 6)
     at.clock.now += 1
@@ -97,7 +97,7 @@ def test_the_sums_are_exact():
 def test_what_is_taken_is_not_counted_again():
     at = make(capacity=100, max_running=2)
     asks = requests_of("a", 3)
-    ada = at.gate.line_up("ada", asks, nothing)
+    ada = at.gate.enqueue("ada", asks, nothing)
     at.clock.now += 5
     first = at.gate.take_times()
     assert (first["seconds"], first["ada/sent_s"], first["counted_s"]) == (5.0, 15.0, 150.0)
@@ -115,8 +115,8 @@ def test_what_is_taken_is_not_counted_again():
 def test_requests_that_are_not_sent_and_tenants_that_leave_are_gone():
     at = make(Two(), capacity=10, max_running=8)
     asks = requests_of("a", 3)
-    ada = at.gate.line_up("ada", asks, nothing)
-    bob = at.gate.line_up("bob", requests_of("b", 2), nothing)
+    ada = at.gate.enqueue("ada", asks, nothing)
+    bob = at.gate.enqueue("bob", requests_of("b", 2), nothing)
     at.clock.now += 1
     ada.withdraw({"a1"})
     at.clock.now += 1
@@ -142,7 +142,7 @@ def test_the_sums_hold_nothing_of_past_tenants():
         name = f"t{number}"
         at.gate.enter(name)
         asks = requests_of(name, 1)
-        at.gate.line_up(name, asks, nothing).finish(asks[0], 6)
+        at.gate.enqueue(name, asks, nothing).finish(asks[0], 6)
         at.gate.leave(name)
         taken = at.gate.take_times()
         assert {key.split("/")[0] for key in taken if "/" in key} == {name}

@@ -15,11 +15,11 @@ from rollout_helpers import make_buckets, make_requests
 from safetensors.torch import load_file
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.engines.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, EngineConfig, SamplingParams
+from mrl.engines.sglang.engine import Engine
 from mrl.errors import InputError
 from mrl.kernels.digest import weight_digest
 from mrl.preflight.allocator import check_allocator
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
-from mrl.rollout.sglang.engine import Engine
 
 RECORDING_SGLANG = Path(__file__).parent / "recording_sglang"
 EXPANDABLE = "expandable_segments:True"
@@ -34,7 +34,7 @@ class Rehearsal:
         self.weights = sorted(load_file(model / "model.safetensors").items())
         self._record = folder / "record.jsonl"
         held = {
-            f"{rank} {name}": f"float32 {tensor.numel()} 1 {weight_digest(tensor)[0]:x}"
+            f"{rank} {name}": f"float32 1 {weight_digest(tensor)[0]:x}"
             for name, tensor in self.weights
             for rank in (0, 1)
         }
@@ -49,14 +49,15 @@ class Rehearsal:
         monkeypatch.setenv("SGLANG_CACHE_DIR", str(folder / "cache"))
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
         monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-        self.engine = Engine(
+        config = EngineConfig(
             model=ModelConfig(path=str(model)),
-            config=RolloutConfig(max_response_len=8, tensor_parallel_size=2, start_timeout_s=60),
+            rollout=RolloutConfig(max_response_len=8, tensor_parallel_size=2, start_timeout_s=60),
             log_path=folder / "engine.log",
             return_routes=False,
             gpu_ids=("4", "5"),
             seed=7,
         )
+        self.engine = Engine(config)
 
     def calls(self) -> list[tuple[str, dict]]:
         lines = self._record.read_text().splitlines()
@@ -75,14 +76,14 @@ def rehearsal(request, toy_folder, tmp_path, monkeypatch):
 def test_two_steps_on_gpus_that_are_not_there(rehearsal) -> None:
     engine = rehearsal.engine
     engine.start()
-    engine.sleep()  # as LiveCollector.start does
-    for version in (1, 2):  # as mrl.collect.sync and LiveCollector.rollout do
+    engine.sleep()  # as LocalPool.start does
+    for version in (1, 2):  # as LocalPool.sync and LocalPool.rollout do
         engine.wake((WEIGHTS,))
-        engine.update_weights(make_buckets(rehearsal.weights, version, size=60), version)
+        engine.endpoint.update_weights(make_buckets(rehearsal.weights, version, size=60), version)
         engine.wake((KV_CACHE, CUDA_GRAPH))
         requests = make_requests(3, SamplingParams(max_new_tokens=4))
-        engine.sequence_logprobs([requests[0].token_ids])  # the canaries
-        assert len(list(engine.generate(requests))) == 3
+        engine.endpoint.sequence_logprobs([requests[0].token_ids])  # the canaries
+        assert len(list(engine.endpoint.generate(requests))) == 3
         engine.sleep()
     calls = rehearsal.calls()
     num_buckets = -(-len(rehearsal.weights) // 60)

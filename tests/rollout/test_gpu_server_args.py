@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.rollout.sglang.launch import read_launch
-from mrl.rollout.sglang.settings import CPU_STUBS, server_environment
+from mrl.engines.base import EngineConfig
+from mrl.engines.sglang.launch import read_launch
+from mrl.engines.sglang.settings import CPU_STUBS, server_environment
 
 PROGRAM = Path(__file__).parent / "resolve_server_args.py"
 ENGINES: dict[str, dict[str, Any]] = {
@@ -39,21 +40,20 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def start_settings(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
-    """What `mrl.rollout.sglang.process` writes to the child."""
+    """What `mrl.engines.sglang.process` writes to the child."""
     config = {k: v for k, v in engine.items() if k not in ("nodes", "keep")}
     nodes = engine.get("nodes", 1)
     rollout = RolloutConfig.model_validate({"max_response_len": 8, **config})
-    launch = read_launch(
+    of_engine = EngineConfig(
         ModelConfig(path=str(model)),
         rollout,
+        Path("engine.log"),
         gpu_ids=range(rollout.tensor_parallel_size // nodes),
-        return_routes=True,
         seed=7,
-        first_version=3,
         keep_weights_on_host=engine.get("keep", False),
         num_nodes=nodes,
-        node_rank=nodes - 1,
     )
+    launch = read_launch(of_engine, node_rank=nodes - 1)
     address = "127.0.0.1:31001" if nodes > 1 else ""
     started = launch.settings | launch.start_settings(0, address)
     return {**started, "host": "127.0.0.1", "port": 31000, "api_key": "key"}

@@ -15,9 +15,9 @@ from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.data.chat import ChatTurns
+from mrl.engines.base import EngineLost, SamplingParams
 from mrl.environments.runner import EnvironmentRunner
 from mrl.learn.rollout_metrics import episode_metrics
-from mrl.rollout.base import EngineLost, SamplingParams
 from mrl.types import Prompt, VersionSpan
 
 ZOO = Path(__file__).parents[1] / "environments/zoo.py"
@@ -37,7 +37,7 @@ def echo() -> Iterator[EnvironmentRunner]:
 
 @pytest.fixture
 def play(engine, tokenizer, echo):
-    def play(engine=engine, *, num=3, group=2, **settings):
+    def play(endpoint=engine.endpoint, *, num=3, group=2, **settings):
         settings = {"max_turns": 3, "context_len": 512, **settings}
         settings["step_samples"] = 1000  # failures of all of them are no reason to stop
         prompts = [chat_prompt(tokenizer, i) for i in range(num)]
@@ -49,7 +49,7 @@ def play(engine, tokenizer, echo):
             seeds=[settings.pop("seed", 1)] * num,
             **settings,
         )
-        return list(episodes.finished(engine))
+        return list(episodes.finished(endpoint))
 
     return play
 
@@ -63,20 +63,20 @@ def chat_prompt(tokenizer, number):
 
 
 class Watched:
-    """A real engine whose requests and completions are noted; `act` may interfere."""
+    """A real endpoint whose requests and completions are noted; `act` may interfere."""
 
-    def __init__(self, engine, act=lambda calls: None):
-        self.engine, self.act = engine, act
+    def __init__(self, endpoint, act=lambda calls: None):
+        self.endpoint, self.act = endpoint, act
         self.calls: list[list] = []
 
     @property
     def weight_version(self):
-        return self.engine.weight_version
+        return self.endpoint.weight_version
 
     def generate(self, requests, **options):
         self.calls.append([])
         by_id = {request.request_id: request for request in requests}
-        for completion in self.engine.generate(requests, **options):
+        for completion in self.endpoint.generate(requests, **options):
             self.calls[-1].append((by_id[completion.request_id], completion))
             yield completion
             self.act(self.calls)
@@ -120,7 +120,7 @@ def test_three_turns_equal_transformers_on_the_whole(play, oracle):
 
 
 def test_tokens_are_never_tokenized_again(play, engine, tokenizer):
-    watched = Watched(engine)
+    watched = Watched(engine.endpoint)
     groups = play(watched)
     assert [len(call) for call in watched.calls] == [6, 6, 6]
     ambiguous = 0
@@ -146,7 +146,7 @@ def test_the_same_bits_each_time_and_after_a_lost_engine(play, engine, tokenizer
         if len(calls) == 2 and len(calls[-1]) == 3:
             raise EngineLost("on purpose")
 
-    watched = Watched(engine, lose)
+    watched = Watched(engine.endpoint, lose)
     prompts = [chat_prompt(tokenizer, i) for i in range(3)]
     episodes = MultiTurnRollout(
         start_groups(prompts, 2), echo, tokenizer, sampling=SamplingParams(10), max_turns=3,
@@ -192,9 +192,9 @@ class OneEndsFirst(Watched):
 def test_an_abort_masks_and_keeps_what_there_is(play, engine):
     def stop(calls):
         if [len(call) for call in calls] == [6, 1]:
-            engine.abort()
+            engine.endpoint.abort()
 
-    groups = play(OneEndsFirst(engine, stop), max_turns=2)
+    groups = play(OneEndsFirst(engine.endpoint, stop), max_turns=2)
     reasons = [s.finish_reason for s in samples_of(groups)]
     assert reasons.count("abort") == 5
     for group in groups:

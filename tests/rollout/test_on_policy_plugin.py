@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.rollout.sglang.plugins.on_policy.mrl_on_policy import temperatures
+from mrl.engines.sglang.plugins.on_policy.mrl_on_policy import temperatures
 
 
 @pytest.mark.parametrize("is_all_greedy", [True, False])

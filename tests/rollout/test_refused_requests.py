@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.rollout.base import EngineLost, Request, RequestFailed, SamplingParams
-from mrl.rollout.sglang.flight import Flight
+from mrl.engines.base import EngineLost, Request, RequestFailed, SamplingParams
+from mrl.engines.sglang.request_sender import RequestSender
 
 
 class Refusing:
@@ -55,9 +55,9 @@ def test_a_request_that_is_refused_inside_the_stream_is_not_sent_again(
 ):
     server: Any = Refusing(status)
     request = Request("r1", torch.tensor([1, 2, 3]), 0, SamplingParams(2, 2))
-    flight = Flight(
+    sender = RequestSender(
         server, [request], return_routes=False, request_timeout_s=30, stall_timeout_s=30
     )
     with pytest.raises(error, match=says):
-        list(flight.answers())
+        list(sender.answers())
     assert len(server.bodies) == num_tries

@@ -14,20 +14,21 @@ import torch
 from rollout_helpers import make_engine
 from transformers import AutoTokenizer
 
-import mrl.rollout
+import mrl.engines
 from moe.trace import decode_base64, decode_routes
 from mrl.config import ModelConfig, RolloutConfig
-from mrl.errors import InputError
-from mrl.rollout import engine_names, load_engine
-from mrl.rollout.base import Request, SamplingParams, sample_seed
-from mrl.rollout.sglang.decode import (
+from mrl.engines import engine_names, load_engine
+from mrl.engines.base import EngineConfig, Request, SamplingParams, sample_seed
+from mrl.engines.sglang.decode import (
     Expected,
     RouteShape,
     decode_completion,
     refuse_unfaithful,
     route_shape,
 )
-from mrl.rollout.sglang.engine import Engine
+from mrl.engines.sglang.engine import Engine
+from mrl.engines.sglang.route_memory import RouteReader
+from mrl.errors import InputError
 from mrl.toy_model import build_tokenizer, write_toy_model
 from mrl.types import UNKNOWN_VERSION, VersionSpan
 
@@ -130,7 +131,7 @@ def make_answer(**changed):
 def decode(answer, *, versions=(3,), cache_version=3, retracted=False, shape=None):
     request = Request("r6", torch.tensor([1, 2]), 0, SamplingParams(2))
     return decode_completion(
-        answer, request, Expected(versions, (cache_version,), shape, retracted)
+        answer, request, Expected(versions, (cache_version,), shape, retracted, RouteReader())
     )
 
 
@@ -173,7 +174,7 @@ def test_versions_of_tokens_and_rows():
     assert split == [(UNKNOWN_VERSION, 0, 2), (4, 2, 3)]
     old = make_answer(weight_versions=None)  # before 0.5.20: the last version alone
     assert decode(old).weight_versions == (VersionSpan(3, 2, 4),)
-    with pytest.raises(RuntimeError, match="does not say which weights made which token"):
+    with pytest.raises(RuntimeError, match="does not report the version of each token"):
         decode(old, versions=(2, 3))
 
 
@@ -195,38 +196,13 @@ def test_aborted_answers():
     assert decode(queued, shape=shape).output_ids.numel() == 0
 
 
-def murmur3_x86_32(data: bytes) -> int:
-    """Appleby's reference algorithm for whole blocks, seed 0, one number at a time."""
-    state = 0
-    for start in range(0, len(data), 4):
-        block = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 % 2**32
-        block = (block << 15 | block >> 17) % 2**32 * 0x1B873593 % 2**32
-        state = state ^ block
-        state = ((state << 13 | state >> 19) % 2**32 * 5 + 0xE6546B64) % 2**32
-    state ^= len(data)
-    state = (state ^ state >> 16) * 0x85EBCA6B % 2**32
-    state = (state ^ state >> 13) * 0xC2B2AE35 % 2**32
-    return state ^ state >> 16
-
-
 @pytest.fixture(scope="module")
 def cpu_plugin():
-    path = Path(mrl.rollout.__file__).parent / "sglang/plugins/cpu" / "mrl_sglang_cpu.py"
+    path = Path(mrl.engines.__file__).parent / "sglang/plugins/cpu" / "mrl_sglang_cpu.py"
     spec = importlib.util.spec_from_file_location("mrl_sglang_cpu", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_hash_equals_murmur3(cpu_plugin):
-    assert murmur3_x86_32(b"test") == 0xBA6BD213  # A published vector.
-    seeds = torch.tensor([0, 42, 2**32 + 5, 2**63 - 1])
-    positions = torch.tensor([0, 1, 511, 2**31 - 1], dtype=torch.int32)
-    got = cpu_plugin.murmur_hash32(seeds, positions, torch.arange(200))
-    for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        prefix = seed.to_bytes(8, "little") + position.to_bytes(4, "little")
-        expected = [murmur3_x86_32(prefix + column.to_bytes(4, "little")) for column in range(200)]
-        assert got[row].tolist() == expected
 
 
 def test_seeded_sampler_follows_the_distribution(cpu_plugin):
@@ -267,18 +243,23 @@ def test_engines_are_found_by_name(tmp_path, monkeypatch):
     assert load_engine("sglang") is Engine
     with pytest.raises(InputError, match=r"'sglan'.*did you mean 'sglang'"):
         load_engine("sglan")
-    for hidden in ("base", "engine_group"):
+    for hidden in ("base", "handles"):
         with pytest.raises(InputError, match="expected one of sglang"):
             load_engine(hidden)
     (tmp_path / "outside_engines").mkdir()
-    (tmp_path / "outside_engines" / "mine.py").write_text("def build_engine(**_): return 'mine'\n")
+    (tmp_path / "outside_engines" / "mine.py").write_text(
+        "def build_engine(config): return 'mine'\n"
+    )
     (tmp_path / "outside_engines" / "none.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert load_engine("outside_engines.mine")() == "mine"
+    config = EngineConfig(
+        ModelConfig(path="m"), RolloutConfig(max_response_len=8), tmp_path / "log"
+    )
+    assert load_engine("outside_engines.mine")(config) == "mine"
     with pytest.raises(InputError, match="no class or function 'Engine' or 'build_engine' in it"):
         load_engine("outside_engines.none")
     for absent in ("outside_engines.absent", "absent_package.mine"):
-        with pytest.raises(InputError, match="is not in mrl/rollout/: expected one of sglang"):
+        with pytest.raises(InputError, match="is not in mrl/engines/: expected one of sglang"):
             load_engine(absent)
 
 
@@ -298,10 +279,12 @@ def test_models_that_the_engine_refuses(toy_folder, tmp_path):
         make_engine(tmp_path / "cut", tmp_path / "log")
     with pytest.raises(InputError, match=r"tensor_parallel_size=1.* 2 GPUs"):
         Engine(
-            model=ModelConfig(path=str(toy_folder)),
-            config=RolloutConfig(max_response_len=8),
-            log_path=tmp_path / "log",
-            gpu_ids=(0, 1),
+            EngineConfig(
+                model=ModelConfig(path=str(toy_folder)),
+                rollout=RolloutConfig(max_response_len=8),
+                log_path=tmp_path / "log",
+                gpu_ids=(0, 1),
+            )
         )
 
 

@@ -13,8 +13,8 @@ from transformers import Qwen3MoeForCausalLM
 from mrl.collect.backlog import Backlog, StepPrompts
 from mrl.collect.single_turn import SingleTurnRollout, is_finished
 from mrl.config import RolloutConfig
-from mrl.rollout.base import SamplingParams
-from mrl.rollout.sglang.engine import Engine
+from mrl.engines.base import SamplingParams
+from mrl.engines.sglang.engine import Engine
 from mrl.types import SampleGroup, VersionSpan
 
 # The toy model hardly ever stops by itself: with these it does about every 60 tokens.
@@ -30,7 +30,7 @@ def rolled_out(
 ) -> tuple[list[SampleGroup], list[SampleGroup]]:
     groups, seeds = zip(*((one.group, one.seed) for one in plan.started), strict=True)
     rollout = SingleTurnRollout(groups, SAMPLING, seeds, num_wanted)
-    done = list(rollout.finished(engine))
+    done = list(rollout.finished(engine.endpoint))
     assert rollout.is_over
     return done, rollout.partial
 
@@ -64,7 +64,7 @@ def test_samples_go_on_under_newer_weights(engine: Engine, oracle, moved) -> Non
     assert metrics["rollout/off_policy_tokens"] == 0.0
     saved = backlog.records([one.group for one in backlog.waiting])
 
-    engine.update_weights(make_buckets(named_weights(model, folder), 1), 1)
+    engine.endpoint.update_weights(make_buckets(named_weights(model, folder), 1), 1)
     backlog = Backlog(CONFIG)
     backlog.take_up(saved)
     before = {one.group.prompt.prompt_id: one.group.samples for one in backlog.waiting}

@@ -26,10 +26,10 @@ from rollout_helpers import (
     score,
 )
 
+from mrl.engines.base import EngineLost, SamplingParams
+from mrl.engines.sglang.http import HttpClient
+from mrl.engines.sglang.leftovers import shared_memory_files
 from mrl.errors import RunFailed
-from mrl.rollout.base import EngineLost, SamplingParams
-from mrl.rollout.sglang.http import HttpClient
-from mrl.rollout.sglang.leftovers import shared_memory_files
 from mrl.run.rollouts import decode_groups, encode_groups
 from tests.engine_starts import REAL
 from tests.waiting import wait_until
@@ -97,9 +97,9 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
             seed=seed,
         )
     noise = [(name, tensor + 0.1) for name, tensor in toy_weights]
-    engine.update_weights(make_buckets(noise, 8), 8)
+    engine.endpoint.update_weights(make_buckets(noise, 8), 8)
     rollout(engine)
-    engine.update_weights(make_buckets(toy_weights, 0), 0)
+    engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
     assert len(first) == 16
     assert bits(rollout(engine)) == first
     assert bits(rollout(engine)) == first
@@ -108,7 +108,7 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
 
 def test_every_endpoint_wants_the_key(fresh):
     """Also those that SGLang leaves open: its probes, and OPTIONS."""
-    client, port = fresh.server.client, fresh.server.process.port
+    client, port = fresh.connection.client, fresh.connection.process.port
     status, text = client.get("/openapi.json", timeout_s=10)
     assert status == 200
     paths = json.loads(text)["paths"]
@@ -124,7 +124,7 @@ def test_every_endpoint_wants_the_key(fresh):
 
 
 def test_key_is_nowhere_to_be_read(fresh):
-    server = fresh.server
+    server = fresh.connection
     key = server._api_key.encode()
     assert len(key) >= 32
     tree = server.process.tree()
@@ -143,11 +143,11 @@ def test_key_is_nowhere_to_be_read(fresh):
 def test_all_sockets_are_loopback(fresh):
     listening = [
         connection.laddr
-        for process in fresh.server.process.tree()
+        for process in fresh.connection.process.tree()
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert fresh.server.process.port in {address.port for address in listening}
+    assert fresh.connection.process.port in {address.port for address in listening}
     assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
@@ -195,7 +195,7 @@ class RelayHandler(socketserver.BaseRequestHandler):
 @contextlib.contextmanager
 def relayed(engine, **trouble):
     """The engine behind a relay."""
-    server = engine.server
+    server = engine.connection
     direct = server.client
     with Relay(server.process.port, **trouble) as relay:
         threading.Thread(target=relay.serve_forever, daemon=True).start()
@@ -217,14 +217,14 @@ def test_refused_and_broken_requests_are_sent_again(engine, trouble):
 
 def test_requests_that_fail_again_and_again(fresh):
     """Runs last on this server: it is given up."""
-    tree = fresh.server.process.tree()
+    tree = fresh.connection.process.tree()
     with relayed(fresh, refuse=100), pytest.raises(EngineLost, match=r"3 times: .*status 500"):
         rollout(fresh)
     assert not running(tree)
 
 
 def detokenizer_of(engine):
-    tree = engine.server.process.tree()
+    tree = engine.connection.process.tree()
     return next(p for p in tree if p.name().startswith("sglang::detok"))
 
 
@@ -234,16 +234,16 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()
     detokenizer = detokenizer_of(engine)
-    completions = engine.generate(make_requests(8, SamplingParams(480, 480)))
+    completions = engine.endpoint.generate(make_requests(8, SamplingParams(480, 480)))
     detokenizer.suspend()  # no answer comes before it is killed
     threading.Timer(0.3, detokenizer.kill).start()
     with pytest.raises(EngineLost, match=f"process {detokenizer.pid} died"):
         list(completions)
     engine.start()
-    tree = engine.server.process.tree()
+    tree = engine.connection.process.tree()
     requests = make_requests(8, SamplingParams(480, 480))
     requests.append(make_requests(1, SamplingParams(2, 2), seed=1)[0])
-    completions = engine.generate(requests)
+    completions = engine.endpoint.generate(requests)
     assert next(completions).request_id == "1-0"
     detokenizer_of(engine).suspend()
     lost = r"\(sglang::detok.*is stopped .* rollout\.stall_timeout_s=4 s"
@@ -253,28 +253,29 @@ def test_hung_and_maimed_server(toy_folder, tmp_path):
 
 
 def test_time_limit_of_all_requests(engine, monkeypatch):
-    hurried = engine.config.model_copy(update={"request_timeout_s": 0.3})
+    hurried = engine.core.config.model_copy(update={"request_timeout_s": 0.3})
     long = make_requests(8, SamplingParams(480, 480))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.served.flights, "_config", hurried)
+        patch.setattr(engine.endpoint.in_flight, "_config", hurried)
         with pytest.raises(RunFailed, match=r"=0\.3 s for 8 of 8 samples, and the engine"):
-            list(engine.generate(long))
-    assert list(engine.generate(make_requests(1, SamplingParams(2, 2))))
+            list(engine.endpoint.generate(long))
+    assert list(engine.endpoint.generate(make_requests(1, SamplingParams(2, 2))))
 
 
 def test_updates_leak_no_shared_memory(engine, toy_weights):
     """torch names its files torch_<pid>_...; other processes of this machine have some too."""
-    pids = [os.getpid(), *(process.pid for process in engine.server.process.tree())]
+    pids = [os.getpid(), *(process.pid for process in engine.connection.process.tree())]
     ours = tuple(f"torch_{pid}_" for pid in pids)
     for version in range(20):
-        engine.update_weights(make_buckets(toy_weights, version), version)
+        engine.endpoint.update_weights(make_buckets(toy_weights, version), version)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(ours)]
 
 
 def test_stale_weights_are_refused(engine):
-    engine.server.post("/update_weight_version", {"new_version": "99", "abort_all_requests": True})
+    body = {"new_version": "99", "abort_all_requests": True}
+    engine.connection.post("/update_weight_version", body)
     with pytest.raises(RuntimeError, match="weight version 99, expected 0"):
-        list(engine.generate(make_requests(1, SamplingParams(2, 2))))
+        list(engine.endpoint.generate(make_requests(1, SamplingParams(2, 2))))
 
 
 def test_rollouts_survive_encoding(engine):
@@ -290,13 +291,13 @@ def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     engine.stop()
     engine.start()
-    tree = engine.server.process.tree()
+    tree = engine.connection.process.tree()
     shared_memory = shared_memory_files(tree)
     assert shared_memory
-    scratch = engine.server.process._scratch.path
+    scratch = engine.connection.process._scratch.path
     engine.sleep(2)
     engine.wake()
-    engine.update_weights(make_buckets(toy_weights, 1), 1)
+    engine.endpoint.update_weights(make_buckets(toy_weights, 1), 1)
     oracle = load_oracle(toy_folder)
     for group in generate(
         engine, make_prompts(2), samples_per_prompt=2, sampling=SamplingParams(16), seed=1
@@ -321,7 +322,7 @@ sys.path.insert(0, sys.argv[1])
 from rollout_helpers import make_engine
 engine = make_engine(Path(sys.argv[2]), Path(sys.argv[3]))
 engine.start()
-print(engine.server.process.pid, flush=True)
+print(engine.connection.process.pid, flush=True)
 sys.stdin.read()
 """
 

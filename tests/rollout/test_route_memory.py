@@ -13,8 +13,8 @@ import pytest
 import torch
 from rollout_helpers import generate, make_prompts, make_requests
 
-from mrl.rollout.base import SamplingParams
-from mrl.rollout.sglang.route_memory import (
+from mrl.engines.base import SamplingParams
+from mrl.engines.sglang.route_memory import (
     PAGE,
     VARIABLE,
     Reference,
@@ -116,27 +116,27 @@ def test_who_cannot_read_the_trainer_writes_nothing(reader, monkeypatch) -> None
 
 def test_routes_of_a_server_are_the_same_on_both_ways(engine, monkeypatch) -> None:
     """And all of them take the way through memory, aborted ones too."""
-    shape = engine.shape
+    shape = engine.core.launch.shape
     per_row = shape.num_hidden_layers * shape.topk
 
     def run() -> tuple[list[torch.Tensor], int]:
-        before = engine.routes.num_bytes
+        before = engine.core.routes.num_bytes
         groups = generate(engine, make_prompts(4), samples_per_prompt=2, sampling=LONG, seed=3)
         ids = [sample.routing.expert_ids for group in groups for sample in group.samples]
-        return ids, engine.routes.num_bytes - before
+        return ids, engine.core.routes.num_bytes - before
 
     ids, num_bytes = run()
     assert num_bytes == per_row * sum(map(len, ids)) > 0
     aborted = []
-    for completion in engine.generate(make_requests(6, SamplingParams(400, 400))):
+    for completion in engine.endpoint.generate(make_requests(6, SamplingParams(400, 400))):
         aborted.append(completion)
-        engine.abort()
+        engine.endpoint.abort()
     assert {c.finish_reason for c in aborted} <= {"abort", "length"}
-    for _ in engine.generate(make_requests(4, LONG)):
+    for _ in engine.endpoint.generate(make_requests(4, LONG)):
         break  # the others' answers are never read
     again, _ = run()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.routes, "is_open", False)
+        patch.setattr(engine.core.routes, "is_open", False)
         base64_ids, num_bytes = run()
     assert num_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(ids, again, strict=True))
@@ -146,7 +146,7 @@ def test_routes_of_a_server_are_the_same_on_both_ways(engine, monkeypatch) -> No
 def test_the_memory_goes_with_the_server(engine) -> None:
     generate(engine, make_prompts(1), samples_per_prompt=1, sampling=LONG, seed=3)
     held = []
-    for process in engine.server.process.tree():
+    for process in engine.connection.process.tree():
         for file in Path(f"/proc/{process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
                 held += [name for name in [os.readlink(file)] if "mrl-route-memory" in name]

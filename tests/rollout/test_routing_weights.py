@@ -10,9 +10,9 @@ from rollout_helpers import load_oracle, make_engine, make_requests
 from torch import Tensor
 
 from moe.trace import decode_routes, join_traces
+from mrl.engines.base import Completion, SamplingParams
+from mrl.engines.sglang.decode import refuse_weights, without_last_token
 from mrl.errors import InputError
-from mrl.rollout.base import Completion, SamplingParams
-from mrl.rollout.sglang.decode import refuse_weights, without_last_token
 from mrl.types import RoutingTrace, VersionSpan
 
 ROWS, LAYERS, TOPK = 3, 2, 2
@@ -98,7 +98,7 @@ def test_a_real_server_returns_the_routers_softmax(toy_folder: Path, tmp_path: P
     engine.start()
     try:
         requests = make_requests(5, SamplingParams(12, 12))
-        done = {c.request_id: c for c in engine.generate(requests)}
+        done = {c.request_id: c for c in engine.endpoint.generate(requests)}
     finally:
         engine.stop()
     oracle = load_oracle(toy_folder)

@@ -9,24 +9,23 @@ from pathlib import Path
 import pytest
 
 from mrl.config import ModelConfig, RolloutConfig
+from mrl.engines.base import EngineConfig
+from mrl.engines.sglang import arguments
+from mrl.engines.sglang.settings import server_settings
 from mrl.errors import InputError
-from mrl.rollout.sglang import arguments
-from mrl.rollout.sglang.settings import server_settings
 
 
 def settings(
     *, on_gpu: bool = True, trainer: str = "auto", engine: str = "auto", **server_args: object
 ) -> dict[str, object]:
     rollout = {"max_response_len": 8, "dtype": engine, "server_args": dict(server_args)}
-    return server_settings(
+    config = EngineConfig(
         ModelConfig.model_validate({"path": "somewhere", "dtype": trainer}),
         RolloutConfig.model_validate(rollout),
-        on_gpu=on_gpu,
-        context_len=64,
-        return_routes=True,
-        first_version=0,
-        keep_weights_on_host=False,
+        Path("engine.log"),
+        gpu_ids=(0,) * on_gpu,
     )
+    return server_settings(config, context_len=64)
 
 
 def test_a_field_of_the_recipe_is_set_and_wins() -> None:
@@ -52,7 +51,7 @@ def test_the_engine_computes_in_the_trainers_dtype_unless_told() -> None:
         ("host", "0.0.0.0", "child process on loopback"),
         ("log_level", "info", "would print the key"),
         ("attention_backnd", "triton", "did you mean 'attention_backend'?"),
-        ("watchdog_timeout", {1}, "what JSON can say"),
+        ("watchdog_timeout", {1}, "expected a JSON value"),
         ("moe_runner_backend", "tritn", "SGLang expects one of auto, deep_gemm, triton"),
         ("moe_a2a_backend", "deep_ep", "SGLang expects one of none, deepep"),
         ("chunked_prefill_size", "4096", "SGLang expects int or null"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrl.rollout.sglang import process
+from mrl.engines.sglang import process
 
 
 def test_a_server_that_is_stopped_by_another_thread_meanwhile_is_killed_once(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -21,14 +23,23 @@ def test_failed_start_shows_the_log(tmp_path):
     ):
         engine.start()
     assert engine.state == "stopped"
-    assert not engine.server.process.tree()
+    assert not engine.connection.process.tree()
 
 
-def test_start_has_a_time_limit(toy_folder, tmp_path):
+def test_start_has_a_time_limit(toy_folder, tmp_path, monkeypatch):
+    """The server is stopped, because on a busy machine it can be ready before the limit is checked."""
     engine = make_engine(toy_folder, tmp_path / "engine.log", start_timeout_s=0.2)
+    process = engine.connection.process
+    start = process.start
+
+    def start_stopped():
+        start()
+        os.kill(process.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(process, "start", start_stopped)
     with pytest.raises(RuntimeError, match=r"not ready after rollout\.start_timeout_s=0\.2 s"):
         engine.start()
-    assert not engine.server.process.tree()
+    assert not process.tree()
 
 
 @pytest.mark.release
@@ -38,7 +49,7 @@ def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
     killed = []
 
     def kill_detokenizer():
-        for process in engine.server.process.tree():
+        for process in engine.connection.process.tree():
             if process.name().startswith("sglang::detok") and not killed:
                 process.kill()
                 killed.append(time.monotonic())
@@ -46,4 +57,4 @@ def test_a_start_ends_when_the_detokenizer_dies(toy_folder, tmp_path):
     with pytest.raises(RuntimeError, match="died"):
         engine.start(meanwhile=kill_detokenizer)
     assert time.monotonic() - killed[0] < 60  # SGLang's own limit is 70 s
-    assert not engine.server.process.tree()
+    assert not engine.connection.process.tree()

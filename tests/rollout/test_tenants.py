@@ -13,10 +13,10 @@ from test_adapter import filled
 from test_adapter_plugins import experts_info, plugin_of
 
 from mrl.config.adapter import Adapter, AdapterLimits
+from mrl.engines.sglang.adapter.layout import AdapterLayout
+from mrl.engines.sglang.settings import adapter_settings, server_environment
 from mrl.errors import InputError
 from mrl.kernels import invariant
-from mrl.rollout.sglang.adapter.form import AdapterForm
-from mrl.rollout.sglang.settings import adapter_settings, server_environment
 
 
 def test_limits_hold_every_adapter():
@@ -42,30 +42,30 @@ def test_limits_hold_every_adapter():
 
 def test_tenants_have_names_and_only_the_whole_engine_stops(toy_folder, tmp_path):
     engine = make_tenants(toy_folder, tmp_path / "engine.log")
-    view = engine.tenant("ada", TENANTS["ada"])
-    assert engine.tenants == ["ada"]
+    endpoint = engine.add_endpoint("ada", TENANTS["ada"])
+    assert engine.endpoints == [endpoint]
     for name in ("ada", "", "../ada", "Ada", "a" * 64, "ada@7", "-a"):
-        with pytest.raises(ValueError, match="tenant: "):
-            engine.tenant(name, TENANTS["ada"])
-    for call in (view.start, view.sleep, view.stop, view.pause, view.resume):
-        with pytest.raises(RuntimeError, match="'ada' shares its engine with others"):
-            call()
+        with pytest.raises(ValueError, match="endpoint: "):
+            engine.add_endpoint(name, TENANTS["ada"])
+    for name in ("start", "sleep", "stop", "pause", "resume"):
+        assert hasattr(engine, name)
+        assert not hasattr(endpoint, name)
     with pytest.raises(RuntimeError, match="the engine is stopped"):
-        view.wake()
-    assert view.weight_version is None
-    with pytest.raises(ValueError, match="no tenant 'bob', expected one of ada"):
-        engine.drop("bob")
-    engine.drop("ada")
-    assert engine.tenants == []
+        engine.wake()
+    assert endpoint.weight_version is None
+    with pytest.raises(ValueError, match="'bob' does not exist, expected one of ada"):
+        engine.remove_endpoint("bob")
+    engine.remove_endpoint("ada")
+    assert engine.endpoints == []
     with pytest.raises(ValueError, match="expected one of none"):
-        engine.drop("ada")
+        engine.remove_endpoint("ada")
 
 
 def test_what_experts_share_goes_to_each_where_others_share_nothing(toy_folder):
     """One copy in memory under the names of all experts, so the digests are PEFT's."""
     adapter = KINDS["shared_outer"]
     matrices = matrices_of(toy_folder, adapter, 1)
-    form = AdapterForm(manifest_of(toy_folder, adapter).required, adapter, stacks=False)
+    form = AdapterLayout(manifest_of(toy_folder, adapter).required, adapter, stacks=False)
     laid_out, sent = filled(form, matrices)
     assert laid_out.num_bytes == sum(m.nbytes for m in matrices.values())
     assert not any(m.dim() == 3 for m in sent.values())
@@ -77,7 +77,7 @@ def test_what_experts_share_goes_to_each_where_others_share_nothing(toy_folder):
         for wire in wires:
             assert torch.equal(sent[wire], matrix)
     with pytest.raises(ValueError, match="got stacks=True for per_expert"):
-        AdapterForm({}, KINDS["per_expert"], stacks=True)
+        AdapterLayout({}, KINDS["per_expert"], stacks=True)
 
 
 @pytest.fixture

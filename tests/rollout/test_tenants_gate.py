@@ -8,8 +8,8 @@ import pytest
 from rollout_helpers import make_requests
 from tenant_helpers import Tenant, make_tenants
 
-from mrl.rollout.base import SamplingParams
-from mrl.tenants.schedule import Admission
+from mrl.engines.base import SamplingParams
+from mrl.service.schedule import Admission
 
 pytestmark = pytest.mark.release
 ROOM = 600
@@ -32,7 +32,7 @@ def test_a_thousand_requests_of_one_tenant_starve_no_other(toy_folder, tmp_path)
 
         def run(tenant, requests):
             found = []
-            for completion in tenant.view.generate(requests):
+            for completion in tenant.endpoint.generate(requests):
                 order.append(tenant.name)
                 found.append(completion)
             return found
@@ -47,17 +47,17 @@ def test_a_thousand_requests_of_one_tenant_starve_no_other(toy_folder, tmp_path)
         last_of_bob = max(place for place, name in enumerate(order) if name == "bob")
         assert last_of_bob < len(order) * 2 / 3, order
         # What waits at the gate is aborted, dropped and left without a trace in the engine.
-        running = ada.view.generate(many)
+        running = ada.endpoint.generate(many)
         next(running)
-        ada.view.abort()
+        ada.endpoint.abort()
         done = list(running)
         assert len(done) == len(many) - 1
         assert sum(c.finish_reason == "abort" for c in done) > 40
-        running = ada.view.generate(many)
+        running = ada.endpoint.generate(many)
         next(running)
-        engine.drop("ada")
-        with pytest.raises(RuntimeError, match="was dropped"):
+        engine.remove_endpoint("ada")
+        with pytest.raises(RuntimeError, match="was removed"):
             list(running)
-        assert bob.worst(1, few, list(bob.view.generate(few))) < 1e-4
+        assert bob.worst(1, few, list(bob.endpoint.generate(few))) < 1e-4
     finally:
         engine.stop()

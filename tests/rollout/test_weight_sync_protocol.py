@@ -7,34 +7,26 @@ real one, in test_weight_sync.py.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from recording_server import Client, Recorder
 from rollout_helpers import make_buckets
 from safetensors.torch import load_file, save_file
 
+from mrl.engines.sglang.digests import check_held
+from mrl.engines.sglang.manifest import Manifest
+from mrl.engines.sglang.settings import server_environment
+from mrl.engines.sglang.weights.disk import DiskPush
+from mrl.engines.sglang.weights.update import WeightUpdater
 from mrl.kernels.digest import weight_digest
-from mrl.rollout.base import EngineLost
-from mrl.rollout.sglang import weights_distributed
-from mrl.rollout.sglang.held import check_held
-from mrl.rollout.sglang.manifest import Manifest
-from mrl.rollout.sglang.settings import server_environment
-from mrl.rollout.sglang.weight_sync import WeightSync
-from mrl.rollout.sglang.weights_distributed import in_thread
 from mrl.types import WeightBucket
-from tests.waiting import wait_until
 
 SESSION = ("/begin_weight_update", "/end_weight_update")
 
@@ -58,7 +50,7 @@ def manifest(tmp_path) -> Manifest:
 
 def held(weights=WEIGHTS, ranks: int = 1) -> dict[str, str]:
     return {
-        f"{rank} {name}": f"float32 {tensor.numel()} ? {weight_digest(tensor)[0]:x}"
+        f"{rank} {name}": f"float32 ? {weight_digest(tensor)[0]:x}"
         for name, tensor in weights
         for rank in range(ranks)
     }
@@ -71,7 +63,7 @@ def paths(recorder: Recorder) -> list[str]:
 @pytest.mark.parametrize("offered", [(), SESSION])
 def test_order_in_both_generations(recorder, manifest, offered):
     recorder.offered, recorder.held = offered, held()
-    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    sync = WeightUpdater(Client(recorder.server_port), manifest, num_ranks=1)
     report = sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
     pushes = ["/update_weights_from_tensor"] * 3
     begin, end = ([path] if path in offered else [] for path in SESSION)
@@ -87,7 +79,7 @@ def test_order_in_both_generations(recorder, manifest, offered):
 @pytest.mark.parametrize("failing", ["/update_weights_from_tensor", "/weights_checker"])
 def test_failures_close_the_session_and_leave_the_buckets(recorder, manifest, failing):
     recorder.offered, recorder.held, recorder.failing = SESSION, held(), failing
-    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    sync = WeightUpdater(Client(recorder.server_port), manifest, num_ranks=1)
     buckets = make_buckets(WEIGHTS, 7, size=2)
     with pytest.raises(RuntimeError, match="not today"):
         sync.update(buckets, 7)
@@ -103,7 +95,7 @@ def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_pat
     seen, present = {}, []
 
     class Reader(Client):
-        def post(self, path, body):
+        def post(self, path, body, *, timeout_s=10):
             if path == "/weights_checker":
                 present.append(len(list(tmp_path.glob("mrl-weights-*/*.safetensors"))))
             if path == "/update_weights_from_disk":
@@ -113,8 +105,8 @@ def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_pat
                     seen.update(load_file(file))
             return super().post(path, body)
 
-    sync = WeightSync(
-        Reader(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path
+    sync = WeightUpdater(
+        Reader(recorder.server_port), manifest, num_ranks=1, push=DiskPush, folder=tmp_path
     )
     sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
     assert paths(recorder) == ["/update_weights_from_disk", "/weights_checker"]
@@ -131,81 +123,10 @@ def test_disk_writes_whole_files_and_takes_them_away(recorder, manifest, tmp_pat
     assert not list(tmp_path.glob("mrl-weights-*"))
 
 
-def test_a_group_that_fails_is_given_up(recorder, manifest):
-    """Our side would wait for the engine's ranks for minutes."""
-    recorder.held, recorder.failing = held(), "/init_weights_update_group"
-    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1, method="distributed")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="not today"):
-            sync.update(make_buckets(WEIGHTS, 7, size=2), 7)
-    bodies = [body for path, body in recorder.calls if path == recorder.failing]
-    assert [body["master_address"] for body in bodies] == ["127.0.0.1"] * 2
-    assert bodies[0]["group_name"] != bodies[1]["group_name"]
-
-
-class Rank(Client):
-    """Takes one bucket as the engine's only rank does, and leaves before the next one comes."""
-
-    last_answer: Exception | None = None
-    group: Any = None
-
-    def __init__(self, port: int, parts: list[Future[Any]]) -> None:
-        super().__init__(port)
-        self.parts = parts
-        """What was begun beside each other: a request, our part, the next request, ..."""
-
-    def post(self, path, body):
-        if path == "/init_weights_update_group":
-            store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False)
-            for prefix in (body["group_name"], f"{body['group_name']}/", "cpu/"):
-                store = dist.PrefixStore(prefix, store)
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = timedelta(seconds=120)
-            self.group = dist.ProcessGroupGloo(store, 1, 2, options)
-        elif path == "/update_weights_from_distributed" and "weight_version" not in body:
-            num_bytes = sum(4 * math.prod(shape) for shape in body["shapes"])
-            self.group.broadcast(torch.empty(num_bytes, dtype=torch.uint8), 0).wait()
-            self.group = None
-        elif path == "/update_weights_from_distributed":
-            wait_until(lambda: len(self.parts) == 6)  # of the init, of a bucket and of this one
-            assert self.parts[-1].exception(timeout=60)
-            if self.last_answer is not None:
-                raise self.last_answer
-        return super().post(path, body)
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        (EngineLost("exit code -9"), EngineLost, "exit code -9"),
-        (RuntimeError("not today"), RuntimeError, "the group with the engine failed"),
-        (None, RuntimeError, "the group with the engine failed"),
-    ],
-)
-def test_a_lost_engine_is_told_from_a_lost_connection(
-    recorder, manifest, monkeypatch, answer, error, message
-):
-    """Our broadcast fails first, before the request knows of the engine's death."""
-    parts: list[Future[Any]] = []
-
-    def noted(function):
-        parts.append(in_thread(function))
-        return parts[-1]
-
-    monkeypatch.setattr(weights_distributed, "in_thread", noted)
-    client = Rank(recorder.server_port, parts)
-    client.last_answer = answer
-    sync = WeightSync(client, manifest, num_ranks=1, method="distributed")
-    with pytest.raises(RuntimeError, match=message) as caught:
-        sync.update(make_buckets(WEIGHTS, 7, size=3), 7)
-    assert type(caught.value) is error
-
-
 def test_a_disk_that_cannot_be_written(recorder, manifest, tmp_path):
     (tmp_path / "no").write_text("a file where the folder should be")
-    sync = WeightSync(
-        Client(recorder.server_port), manifest, num_ranks=1, method="disk", folder=tmp_path / "no"
+    sync = WeightUpdater(
+        Client(recorder.server_port), manifest, num_ranks=1, push=DiskPush, folder=tmp_path / "no"
     )
     with pytest.raises(RuntimeError, match=r"/no cannot be written: .*weight_sync=tensor"):
         sync.update(make_buckets(WEIGHTS, 7), 7)
@@ -213,7 +134,7 @@ def test_a_disk_that_cannot_be_written(recorder, manifest, tmp_path):
 
 def test_time_of_the_exporters_digests_is_reported(recorder, manifest):
     recorder.held = held()
-    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    sync = WeightUpdater(Client(recorder.server_port), manifest, num_ranks=1)
     plain = list(make_buckets(WEIGHTS, 7, size=2))
     timed = [replace(bucket, digest_s=100.0) for bucket in plain]
     assert sync.update(plain, 7).digest_s < 100
@@ -222,7 +143,7 @@ def test_time_of_the_exporters_digests_is_reported(recorder, manifest):
 
 def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manifest):
     recorder.held = held()
-    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    sync = WeightUpdater(Client(recorder.server_port), manifest, num_ranks=1)
     digest = {name.removesuffix(".a.weight"): weight_digest(t)[0] for name, t in WEIGHTS}
     spoiled = [(name, tensor + 1) for name, tensor in WEIGHTS]
     sync.update([WeightBucket(spoiled, 7, is_last=True, digest=digest)], 7)
@@ -235,7 +156,7 @@ def test_a_digest_of_the_exporter_is_believed_and_not_the_buffer(recorder, manif
 def test_every_server_gets_the_plugin(gpu_ids):
     """That SGLang loads it from there is what the tests with a real one show."""
     folders = server_environment(gpu_ids, 2)["PYTHONPATH"].split(os.pathsep)
-    assert [f for f in folders if list(Path(f).glob("mrl_weight_digest-*.dist-info"))]
+    assert [f for f in folders if list(Path(f).glob("mrl_server-*.dist-info"))]
 
 
 def test_comparison_of_places():
@@ -271,10 +192,10 @@ def test_tied_output_must_equal_the_embedding(tmp_path):
 def test_another_dtype_is_named(recorder, manifest):
     coarse = [(name, (tensor + 0.001)) for name, tensor in WEIGHTS]
     recorder.held = {
-        f"0 {name}": f"bfloat16 3 ? {weight_digest(tensor.bfloat16())[0]:x}"
+        f"0 {name}": f"bfloat16 ? {weight_digest(tensor.bfloat16())[0]:x}"
         for name, tensor in coarse
     }
-    sync = WeightSync(Client(recorder.server_port), manifest, num_ranks=1)
+    sync = WeightUpdater(Client(recorder.server_port), manifest, num_ranks=1)
     with pytest.raises(RuntimeError, match=r"sent as float32, held as bfloat16: .*rollout\.dtype"):
         sync.update(make_buckets(coarse, 1), 1)
     exact = [(name, tensor.bfloat16()) for name, tensor in WEIGHTS]

@@ -109,7 +109,7 @@ def test_a_newer_snapshot_is_named(tmp_path: Path) -> None:
         print_failure(failure, stream)
         return next(line for line in stream.getvalue().splitlines() if " saved " in line)
 
-    assert saved() == "  saved     no checkpoint; the next start begins anew"
+    assert saved() == "  saved     no checkpoint; the next start begins with step 0"
     write_note(checkpoints, Note(5, "0" * 64, None, [{"host": "a", "folder": "b"}]))
     assert saved() == "  saved     no checkpoint, and a snapshot on the nodes with 5 steps done"
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mrl.commands.train import train
 from mrl.config.load import load_recipe
 from mrl.errors import InputError
+from mrl.jobs.train import train
 from mrl.run.folder import RunFolder, rollout_lines
-from mrl.tenants.sessions.run import SessionRun
-from mrl.tenants.tenant_run import TenantRun
+from mrl.service.sessions.run import SessionRun
+from mrl.service.tenant_run import TenantRun
 from mrl.types import VersionSpan
 from tests.sample_groups import PROMPT_LEN, group, sample
 
@@ -44,17 +44,19 @@ def test_a_start_looks_for_a_checkpoint_under_the_lock(
         raise InputError("looked")
 
     monkeypatch.setattr("mrl.preflight.check", check)
-    monkeypatch.setattr("mrl.tenants.tenant_run.check", check)
-    monkeypatch.setattr("mrl.tenants.sessions.run.check_adapter", check)
-    monkeypatch.setattr("mrl.tenants.sessions.run.check_session", lambda recipe: None)
-    monkeypatch.setattr("mrl.tenants.sessions.run.check_lora", lambda *_: "an adapter")
-    monkeypatch.setattr("mrl.tenants.sessions.run.HfModel.read", lambda *_: None)
+    monkeypatch.setattr("mrl.service.tenant_run.check", check)
+    monkeypatch.setattr("mrl.service.sessions.run.check_adapter", check)
+    monkeypatch.setattr("mrl.service.sessions.run.check_session", lambda recipe: None)
+    monkeypatch.setattr("mrl.service.sessions.run.check_lora", lambda *_: "an adapter")
+    monkeypatch.setattr("mrl.service.sessions.run.HfModel.read", lambda *_: None)
     house: Any = SimpleNamespace(
-        mesh=SimpleNamespace(rank=0), limits=SimpleNamespace(reward_user=None)
+        config=SimpleNamespace(tenants=SimpleNamespace(reward_user=None)),
+        mesh=SimpleNamespace(rank=0),
+        engines=SimpleNamespace(world=1),
     )
     starts = {
         "train": lambda: train(recipe, 1),
-        "tenant": lambda: TenantRun("a", 1.0, recipe, 1, house, "1-0-a"),
+        "tenant": lambda: TenantRun("1-0-a", 1.0, recipe, house),
         "session": lambda: SessionRun("1-0-a", 1.0, recipe, house, None, str),
     }
     for start in starts.values():  # nobody has it

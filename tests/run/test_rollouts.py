@@ -220,6 +220,28 @@ def test_foreign_and_damaged_files(tmp_path):
         load_groups(tmp_path / "absent")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'\\"prompt_id\\"', b'\\"other_id\\"'),  # a missing key
+        (b'\\"layer_numbers\\": [', b'\\"layer_numbers\\": 5, \\"x\\": ['),  # of another type
+        (b'\\"prompt_len\\": 3', b'\\"prompt_len\\": []'),
+        (b'\\"weight_versions\\": [[', b'\\"weight_versions\\": [[7, 7, 7, '),
+        (b'\\"groups\\": [', b'\\"groups\\": [3, '),
+        (b'"record"', b'"absent"'),
+    ],
+)
+def test_a_damaged_record_is_refused(tmp_path, old, new):
+    data = encode_groups(make_groups(wide=False))
+    damaged = longer(data, old, new)
+    assert damaged != data
+    with pytest.raises(ValueError, match="not what save_groups writes"):
+        decode_groups(damaged)
+    (tmp_path / "x").write_bytes(damaged)
+    with pytest.raises(InputError, match="x: not what save_groups writes"):
+        load_groups(tmp_path / "x")
+
+
 def test_mixed_models_are_refused():
     groups = make_groups(wide=False)
     groups[1] = make_groups(wide=True)[1]

@@ -144,7 +144,7 @@ def test_the_components_of_a_job_have_the_roles_in_their_order(toy: Toy, tmp_pat
         (worker,) = [
             process
             for process in psutil.process_iter(["cmdline", "environ"])
-            if (process.info["cmdline"] or [])[-2:] == ["-m", "mrl.disaggregated"]
+            if (process.info["cmdline"] or [])[-2:] == ["-m", "mrl.engine_pool.remote"]
             and (process.info["environ"] or {}).get("TMPDIR") == str(bench.folder)
         ]
         assert worker.info["environ"]["SLURMD_NODENAME"] == bench.nodes[0]

@@ -18,8 +18,8 @@ from tests.ranks import start_fork
 @pytest.mark.parametrize(
     ("number", "words", "do"),
     [
-        (errno.ENOSPC, "the disk is full", "make room there"),
-        (errno.EDQUOT, "the disk quota is used up", "make room there"),
+        (errno.ENOSPC, "the disk is full", "free some space there"),
+        (errno.EDQUOT, "the disk quota is used up", "free some space there"),
         (errno.EROFS, "the file system is read-only", "mount it writable"),
     ],
 )

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mrl.algorithms import list_algorithms, load_algorithm
+from mrl.engines import engine_names, load_engine
 from mrl.environments import environment_names, resolve_environment
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward, reward_names
-from mrl.rollout import engine_names, load_engine
 from parallel.architectures import architectures, load_architecture
 
 REWARD = "def {}(prompts, completions, **columns): return [1.0] * len(prompts)\n"
@@ -95,19 +95,19 @@ def test_one_from_outside_in_every_form(noun, package: Path) -> None:
         ("outside_plugins.gone", "is not in mrl/{folder}/: expected one of {first}"),
         (
             "outside_plugins.needs",
-            "does not import: ModuleNotFoundError: No module named 'no_s",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_s",
         ),
-        ("outside_plugins.raises", "does not import: ZeroDivisionError: division by zero"),
+        ("outside_plugins.raises", "cannot be imported: ZeroDivisionError: division by zero"),
         ("outside_plugins.empty:Median", "'Median' in it"),
         ("{package}/gone.py", "no file {package}/gone.py"),
-        ("{package}/raises.py", "does not import: ZeroDivisionError"),
+        ("{package}/raises.py", "cannot be imported: ZeroDivisionError"),
         ("{package}/empty.py:", "expected NAME, path/file.py:"),
     ],
 )
 def test_what_is_not_there_is_one_clear_line(noun, spec, reason, package: Path) -> None:
     load, names, _ = KINDS[noun]
     first = names()[0]
-    folder = {"rollout.engine": "rollout", "algorithm.name": "algorithms"}.get(noun, f"{noun}s")
+    folder = {"rollout.engine": "engines", "algorithm.name": "algorithms"}.get(noun, f"{noun}s")
     given = {"first": first, "near": first[:-1], "package": package, "folder": folder}
     for _ in range(2):  # a file that failed is not taken for one that has run
         with pytest.raises(InputError) as caught:

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mrl.engines.sglang.process import ServerProcess
 from mrl.errors import InputError
-from mrl.rollout.sglang.process import ServerProcess
 from mrl.system.json_worker import MARK, JsonWorker, WorkerLost
 from mrl.system.process_search import find_by_variable
 from tests.waiting import LIMIT_S
@@ -28,8 +28,8 @@ def test_a_worker_never_gets_sigusr1() -> None:
 @pytest.mark.parametrize(
     ("says", "text"),
     [
-        ('"x" * 3_000_000', "more than 1 MiB came"),
-        ('"not json\\n"', "b'not json' came, expected a JSON object"),
+        ('"x" * 3_000_000', "the answer has more than 1 MiB"),
+        ('"not json\\n"', "b'not json', expected a JSON object"),
         ('"[1]\\n"', "expected a JSON object"),
         ('"[" * 100_000 + "\\n"', "expected a JSON object"),
     ],
@@ -53,7 +53,7 @@ def test_what_is_no_answer_ends_the_worker(
         assert worker.pid is None
     with closing(JsonWorker("odd_worker", "a worker", "spec")) as worker:
         (tmp_path / "odd_worker.py").write_text(f"print({says}, flush=True)\n")
-        with pytest.raises(InputError, match="a worker: at its start "):
+        with pytest.raises(InputError, match="a worker: during its start "):
             worker.start()
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.disaggregated.staging import Staging
 from mrl.system import mapped_file, registered_memory
 from mrl.system.mapped_file import map_file, map_registered_file
 from mrl.system.shared_memory import SharedBuffer, SharedMemory
+from mrl.weight_sync.staging import Staging
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 SIZE = 3 * 4096 + 100

@@ -22,7 +22,7 @@ def mute() -> Iterator[int]:
 
 def test_a_mute_program_is_refused(mute: int) -> None:
     with pytest.raises(
-        InputError, match=f"127.0.0.1:{mute}: another program listens there .it is mute for 0.3 s"
+        InputError, match=f"127.0.0.1:{mute}: another program listens there .no answer for 0.3 s"
     ):
         check_rendezvous("127.0.0.1", mute, 0.3)
 

@@ -32,12 +32,12 @@ def test_a_signal_that_came_before_the_run_counts_once() -> None:
     with remembering_signals():
         os.kill(os.getpid(), signal.SIGUSR1)
         first = StopRequest()
-        with first.heeding_signals():
-            assert first.asked == SIGNAL
+        with first.handling_signals():
+            assert first.source == SIGNAL
     assert signal.getsignal(signal.SIGUSR1) == before
     second = StopRequest()
-    with remembering_signals(), second.heeding_signals():
-        assert second.asked == NOBODY  # another run of this process
+    with remembering_signals(), second.handling_signals():
+        assert second.source == NOBODY  # another run of this process
 
 
 def test_the_command_survives_the_signal_from_its_first_import_on() -> None:
@@ -59,9 +59,9 @@ def test_sigterm_and_sighup_ask_the_run_to_stop_and_handlers_return(
     before = signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
     try:
         request = StopRequest(limit_s=3600.0)
-        with request.heeding_signals():
+        with request.handling_signals():
             os.kill(os.getpid(), number)
-            wait_until(lambda: request.asked == who)  # another thread may get it first
+            wait_until(lambda: request.source == who)  # another thread may get it first
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)
@@ -71,26 +71,26 @@ def test_a_hangup_is_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         request = StopRequest()
-        with request.heeding_signals():  # under nohup
+        with request.handling_signals():  # under nohup
             os.kill(os.getpid(), signal.SIGHUP)
-            assert request.asked == NOBODY
+            assert request.source == NOBODY
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-HEEDS = """
+STOPPABLE = """
 import os, signal, threading
 from mrl.system.stop import StopRequest
 request = StopRequest(LIMIT, lambda: 4)
-with request.heeding_signals():
+with request.handling_signals():
     CODE
     while True:
         signal.pause()
 """
 
 
-def heeding(code: str, limit_s: float, **env: str) -> subprocess.CompletedProcess[str]:
-    text = HEEDS.replace("CODE", code).replace("LIMIT", str(limit_s))
+def run_stoppable(code: str, limit_s: float, **env: str) -> subprocess.CompletedProcess[str]:
+    text = STOPPABLE.replace("CODE", code).replace("LIMIT", str(limit_s))
     return subprocess.run(
         [sys.executable, "-c", text], env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True, text=True, check=False, timeout=60,
@@ -98,17 +98,17 @@ def heeding(code: str, limit_s: float, **env: str) -> subprocess.CompletedProces
 
 
 def test_a_step_that_does_not_end_in_time_says_what_is_lost() -> None:
-    done = heeding("os.kill(os.getpid(), signal.SIGTERM)", 0.1)
+    done = run_stoppable("os.kill(os.getpid(), signal.SIGTERM)", 0.1)
     assert done.returncode == 143
     assert done.stderr == (
-        "mrl: SIGTERM: the step was not over and saved after checkpoint.stop_limit_s=0.1 s; 4 steps "
-        "are saved, what was trained since is lost; start again to continue\n"
+        "mrl: SIGTERM: the step was not finished and saved within checkpoint.stop_limit_s=0.1 s; 4 "
+        "steps are saved, later training is lost; start again to continue\n"
     )
 
 
 def test_a_rank_whose_sibling_is_gone_ends_at_once() -> None:
     env = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "500"}
-    done = heeding("os.kill(os.getpid(), signal.SIGTERM)", 3600.0, **env)
+    done = run_stoppable("os.kill(os.getpid(), signal.SIGTERM)", 3600.0, **env)
     assert (done.returncode, done.stderr) == (143, "")
 
 
@@ -116,6 +116,6 @@ def test_a_fork_of_the_run_dies_of_sigterm_and_tells_nobody() -> None:
     code = (
         "pid = os.fork()\n    pid or os.kill(os.getpid(), signal.SIGTERM)\n"
         "    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
-        "    os._exit(9 if status == -15 and not request.asked else 1)"
+        "    os._exit(9 if status == -15 and not request.source else 1)"
     )
-    assert heeding(code, 0.0).returncode == 9
+    assert run_stoppable(code, 0.0).returncode == 9

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.tenants.control import Control
-from mrl.tenants.registry import Registry
+from mrl.service.control import Control
+from mrl.service.registry import Registry
 from tests.tenants.parts import make_model, service
 
 

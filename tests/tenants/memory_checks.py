@@ -1,4 +1,4 @@
-"""What must hold of `Admission` and `Phase` in `mrl.tenants.schedule`; schedule_checks.py says how."""
+"""What must hold of `Admission` and `Phase` in `mrl.service.schedule`; schedule_checks.py says how."""
 
 from __future__ import annotations
 

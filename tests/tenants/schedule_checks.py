@@ -1,4 +1,4 @@
-"""A service of 20 tenants on a simulated clock, and what must hold of `mrl.tenants.schedule` in it.
+"""A service of 20 tenants on a simulated clock, and what must hold of `mrl.service.schedule` in it.
 
 Every check takes the module as an argument, so that test_schedule.py can run it on planted bugs.
 """
@@ -61,7 +61,6 @@ class Service:
 
     def join(self, tenant: str) -> None:
         self.queue.join(tenant, self.weights.get(tenant, 1.0))
-        self.expected.pop(tenant, None)
         self.roll_out(tenant)
 
     def roll_out(self, tenant: str) -> None:
@@ -86,6 +85,7 @@ class Service:
         else:
             self.queue.leave(tenant)
             self.line.pop(tenant, None)
+            self.expected.pop(tenant, None)  # new tenants' costs are guessed from those still here
             self.rolling = [entry for entry in self.rolling if entry[2] != tenant]
             heapq.heapify(self.rolling)
             if self.random.random() < 0.5:
@@ -229,6 +229,7 @@ def check_order(schedule: ModuleType, seed: int) -> None:
         queue.join(tenant)
     for tenant in reversed(names):
         queue.ready(tenant, 0.0)
+    assert list(queue.ages_s(0.0)) == names[::-1], "in the order of their calls of ready()"
     taken = []
     for _ in names:
         taken.append(queue.take(0.0))

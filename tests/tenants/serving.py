@@ -16,10 +16,10 @@ import torch
 import yaml
 
 from mrl.config.load import load_service
+from mrl.service.client import ControlClient
+from mrl.service.record import read_tenants
+from mrl.service.registry import Registry
 from mrl.system.files import write_whole
-from mrl.tenants.client import ControlClient
-from mrl.tenants.record import read_tenants
-from mrl.tenants.registry import Registry
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.engine_starts import REAL
 from tests.loop.forked import Command

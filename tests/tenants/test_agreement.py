@@ -12,7 +12,7 @@ import pytest
 from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
-from mrl.tenants.agreement import resolve_tenant
+from mrl.service.agreement import resolve_tenant
 from tests.tenants.parts import service, tenant
 
 

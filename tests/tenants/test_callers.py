@@ -11,9 +11,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from mrl.tenants.client import ControlClient
-from mrl.tenants.http import JsonServer, Limits, Request
-from mrl.tenants.sockets import connect_unix, open_tcp, open_unix, read_token
+from mrl.service.client import ControlClient
+from mrl.service.http import JsonServer, Limits, Request
+from mrl.service.sockets import connect_unix, open_tcp, open_unix, read_token
 from tests.tenants.test_control import exchange
 from tests.waiting import LIMIT_S
 

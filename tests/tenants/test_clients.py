@@ -13,13 +13,13 @@ import pytest
 from mrl.cli import main
 from mrl.client import OperationLost, ServiceClient, Session
 from mrl.errors import InputError, RunFailed
-from mrl.tenants import client as client_module
-from mrl.tenants import http, start
-from mrl.tenants.client import Busy, ControlClient, NobodyListens
-from mrl.tenants.control import Control
-from mrl.tenants.registry import Registry
-from mrl.tenants.start import is_alive, note_start
-from mrl.tenants.tokenizer import ServiceTokenizer
+from mrl.service import client as client_module
+from mrl.service import http, start
+from mrl.service.client import Busy, ControlClient, NobodyListens
+from mrl.service.control import Control
+from mrl.service.registry import Registry
+from mrl.service.start import is_alive, note_start
+from mrl.service.tokenizer import ServiceTokenizer
 from parallel.hf_config import HfModel
 from tests.tenants.parts import service, session, tenant
 

@@ -13,8 +13,8 @@ from mrl.cli import main
 from mrl.config import dump_recipe
 from mrl.run.folder import RunFolder
 from mrl.run.json_lines import add_line
-from mrl.tenants.control import Control
-from mrl.tenants.registry import Registry
+from mrl.service.control import Control
+from mrl.service.registry import Registry
 from tests.tenants.parts import service, tenant
 
 
@@ -108,7 +108,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "the name of a tenant is 'A'" in refusal(capsys, "add", "r.yaml", "--name", "A")
     assert "unknown key 'lora.rnk'" in refusal(capsys, "add", "r.yaml", "lora.rnk=3")
     assert "expected key=value" in refusal(capsys, "add", "r.yaml", "lora")
-    assert "has a value that no key takes" in refusal(capsys, "add", "r.yaml", "seed=2026-01-01")
+    assert "has a value that no key accepts" in refusal(capsys, "add", "r.yaml", "seed=2026-01-01")
     assert "there is no tenant 'x'; there are: none" in refusal(capsys, "status", "x")
     assert "the name of a tenant is '../x'" in refusal(capsys, "remove", "../x")
     assert "is not the folder of a service" in refusal(capsys, "list", "--service", str(tmp_path))
@@ -167,7 +167,7 @@ def test_without_a_service_the_folder_is_read(
         assert "stopped" in out
         assert "no service listens in" in out
         assert "start it again: mrl serve" in out
-        assert out.endswith("shown is what is on disk\n")
+        assert out.endswith("the tenants shown are those on disk\n")
     assert "has no tenant 'x'" in refusal(capsys, "status", "x")
     for words in (
         ["add", "r.yaml", "--name", "s"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,12 @@ import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
 from mrl.errors import InputError
-from mrl.tenants.crashes import Crashes
-from mrl.tenants.record import Loop, engine_name, name_of
-from mrl.tenants.registry import Registry, WrongState
-from mrl.tenants.service import Service
-from mrl.tenants.sessions.bodies import Bounds, read_body
-from mrl.tenants.sessions.operations import Operations, OtherLife
+from mrl.service.crashes import Crashes
+from mrl.service.record import Loop, engine_name, name_of
+from mrl.service.registry import Registry, WrongState
+from mrl.service.service import Service
+from mrl.service.sessions.bodies import Bounds, read_body
+from mrl.service.sessions.operations import Operations, OtherLife
 from tests.ranks import run_ranks
 from tests.tenants.parts import make_model, service, session, tenant
 
@@ -42,7 +43,7 @@ class FakeRun:
         if operations is not None:
             operations.begin(incarnation, 7)
 
-    def heed(self, waiting_tokens: int) -> None:
+    def note_waiting(self, waiting_tokens: int) -> None:
         self.waiting_tokens = waiting_tokens
 
     def leave(self) -> None:
@@ -54,32 +55,30 @@ class FakeRun:
         self.end = self.end or "closed"
 
 
-class FakeHouse:
-    """What a service of such runs shares: nothing."""
+class FakeEngines:
+    """Engines that such runs do not use."""
 
-    def start(self) -> None: ...
+    def start(self, base: object) -> None: ...
 
     def close(self) -> None: ...
-
-    def bytes_held(self) -> str:
-        return ""
 
 
 class FakeService(Service[Any]):
     """The loop of a service over such runs."""
 
     def __init__(self, config: ServiceConfig, registry: Registry) -> None:
-        super().__init__(config, cast(Any, FakeHouse()), registry)
+        shared = SimpleNamespace(config=config, engines=FakeEngines(), base=None, bytes_held=str)
+        super().__init__(cast(Any, shared), registry, lambda row: None)
         self.all: list[FakeRun] = []
 
     def run_turn(self) -> None: ...
 
-    def _new_run(self, name: str, weight: float, recipe: Recipe) -> FakeRun:
-        return self._made(FakeRun(self._opened[name], recipe, None))
+    def _new_run(self, incarnation: str, weight: float, recipe: Recipe) -> FakeRun:
+        return self._made(FakeRun(incarnation, recipe, None))
 
-    def _new_session(self, name: str, weight: float, recipe: Recipe) -> FakeRun:
+    def _new_session(self, incarnation: str, weight: float, recipe: Recipe) -> FakeRun:
         assert self._registry is not None
-        return self._made(FakeRun(self._opened[name], recipe, self._registry.operations))
+        return self._made(FakeRun(incarnation, recipe, self._registry.operations))
 
     def _made(self, run: FakeRun) -> FakeRun:
         self.all.append(run)
@@ -96,7 +95,7 @@ class World:
         self.numbers = itertools.count()
         self.start()
         self.add()
-        self.service.heed_users()
+        self.service.follow_registry()
 
     def start(self) -> None:
         self.registry = Registry(self.config)
@@ -139,7 +138,7 @@ def after_each(
             except InputError as error:
                 if not isinstance(error, WrongState) and "there is a tenant a" not in str(error):
                     raise
-        world.service.heed_users()
+        world.service.follow_registry()
         wrong += [f"{turn}: {each}" for each in problems(world)]
         now = world.registry.get("a")
         if operation:
@@ -190,7 +189,7 @@ def fails_late(folder: Path, model: Path) -> dict[str, Any]:
     world.do("add")
     world.service._pause(run, "it failed")
     failed = world.registry.get("a").state
-    world.service.heed_users()
+    world.service.follow_registry()
     run = world.service._runs["a"]
     world.do("pause")
     world.do("resume")

@@ -19,10 +19,10 @@ import yaml
 
 from mrl.config import ServiceConfig, load_recipe
 from mrl.errors import InputError
-from mrl.tenants import agreement
-from mrl.tenants.crashes import MAX_ENDS, REASON
-from mrl.tenants.record import describe, newest_row, read_past, read_tenants
-from mrl.tenants.registry import NoTenant, Registry, WrongState
+from mrl.service import agreement
+from mrl.service.crashes import MAX_ENDS, REASON
+from mrl.service.record import describe, newest_row, read_past, read_tenants
+from mrl.service.registry import NoTenant, Registry, WrongState
 from tests.tenants.parts import service, tenant
 
 
@@ -189,20 +189,6 @@ def test_tenants_that_no_longer_agree_are_paused(tmp_path: Path, model: Path) ->
             registry.move("b", "queued")
         stored = yaml.safe_load((registry.root / "tenants/a/recipe.yaml").read_text())
         assert stored["rollout"]["max_total_tokens"] == 99
-
-
-def test_the_recipe_that_is_admitted_is_stored(tmp_path: Path, model: Path) -> None:
-    def admit(recipe):
-        if recipe.seed:
-            raise InputError("the data is empty")
-        return recipe.model_copy(update={"train": recipe.train.model_copy(update={"num_steps": 9})})
-
-    with Registry(service(tmp_path, model), admit) as registry:
-        assert registry.add("a", tenant(tmp_path / "a")).num_steps == 9
-        assert registry.recipe("a").train.num_steps == 9
-        with pytest.raises(InputError, match="the data is empty"):
-            registry.add("b", tenant(tmp_path / "b", seed=1))
-        assert len(registry.tenants()) == 1
 
 
 class Ended(BaseException):

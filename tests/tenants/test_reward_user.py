@@ -22,8 +22,8 @@ from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.environments.runner import EnvironmentRunner
 from mrl.errors import InputError
 from mrl.rewards.worker_calls import call_worker, reward_worker
+from mrl.service.reward_user import prepare_reward_user
 from mrl.system.worker_user import worker_user
-from mrl.tenants.reward_user import prepare_reward_user
 from mrl.toy_model import write_toy_model
 from mrl.types import Prompt
 from tests.tenants import hostile
@@ -130,7 +130,7 @@ def test_a_hostile_reward_manages_nothing(python: str, public: Path) -> None:
     }
     try:
         assert call_worker(worker, request, LIMIT_S) == {"rewards": [3.0]}
-        assert left_behind()
+        wait_until(left_behind, "a process of the hostile reward")
     finally:
         worker.close()
     wait_until_none_is_left()

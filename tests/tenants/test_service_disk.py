@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mrl.errors import DiskFailed, ExitCode, RunFailed
-from mrl.tenants.record import read_tenants
-from mrl.tenants.registry import Registry
+from mrl.service.record import read_tenants
+from mrl.service.registry import Registry
 from mrl.toy_model import write_toy_model
 from tests.disks import can_mount, mount_disk
 from tests.ranks import run_ranks

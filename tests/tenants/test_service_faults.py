@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.load import load_service
 from mrl.errors import InputError
-from mrl.tenants.registry import Registry
+from mrl.service.registry import Registry
 from mrl.toy_model import write_toy_model
 from tests.tenants.serving import ROOT, Service, require_same_bits, rows_of
 

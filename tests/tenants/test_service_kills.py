@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.rollout.sglang.leftovers import shared_memory_files
+from mrl.engines.sglang.leftovers import shared_memory_files
 from mrl.toy_model import write_toy_model
 from tests.loop.test_run import processes_of
 from tests.tenants.serving import LIMIT_S, Service, require_same_bits, rows_of, wait_for

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.commands.out_of_memory import memory_advice_of_service
-from mrl.commands.report import reporting
 from mrl.config import ServiceConfig
 from mrl.errors import OutOfMemory
+from mrl.jobs.out_of_memory import memory_advice_of_service
+from mrl.jobs.report import reporting
 from mrl.run.failure import lines_of, read_failure
 from mrl.system.heartbeat import working_for
 from mrl.system.memory_error import noting_bytes

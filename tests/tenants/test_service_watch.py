@@ -76,7 +76,7 @@ def test_a_tenant_that_fails_on_one_rank_is_paused_at_the_fourth_start(
     code = tmp_path / "apart.py"
     code.write_text(
         "import os\nfrom mrl.algorithms import grpo\nfrom mrl.algorithms.grpo import *\n"
-        "from mrl.tenants import accord\naccord.ALONE_S = 3.0\n\n"
+        "from mrl.service import consensus\nconsensus.ALONE_S = 3.0\n\n"
         "def loss(logprobs, batch, config):\n"
         "    if os.environ['RANK'] == '1':\n        raise ValueError('no loss on this rank')\n"
         "    return grpo.loss(logprobs, batch, config)\n"

@@ -65,7 +65,9 @@ def test_hostile_requests_change_nobodys_bits(
             refused(eve, "expected 1e-06 to 1e[+]06", temperature=3.4e38)
             refused(eve, "expected 0 to 127", min_tokens=1, stop_token_ids=[200000])
             refused(eve, "at most half", min_tokens=1, stop_token_ids=list(range(VOCAB_SIZE)))
-            refused(eve, "a text ends a completion wherever it comes", min_tokens=2, stop=["x"])
+            refused(
+                eve, "a stop text ends a completion wherever it occurs", min_tokens=2, stop=["x"]
+            )
             refused(eve, "more than the context of 64", prompts=[[5] * 60], max_tokens=5)
             (answers,) = eve.sample([[5] * 60], max_tokens=4, min_tokens=4).result()
             assert [len(answer.tokens) for answer in answers] == [4]
@@ -107,7 +109,7 @@ def test_who_ends_too_many_engines_is_paused(
             with pytest.raises(RunFailed, match=r"third time|no other is tried|session was left"):
                 each.result()
         wait_for(lambda: client.control.tenant("eve")["state"] == "paused", process)
-        assert "ended the engine twice" in client.control.tenant("eve")["reason"]
+        assert "killed the engine twice" in client.control.tenant("eve")["reason"]
         assert log_of(service).count(ANOTHER) <= 7
         assert numbers(drawn(ann).result()) == whole
         eve.resume()

@@ -10,10 +10,10 @@ import pytest
 
 from mrl.cli import main
 from mrl.run.folder import RunFolder
-from mrl.tenants.sessions import records
-from mrl.tenants.sessions.bodies import Bounds, read_body
-from mrl.tenants.sessions.records import SampleRecords
-from mrl.tenants.tokenizer import ServiceTokenizer
+from mrl.service.sessions import records
+from mrl.service.sessions.bodies import Bounds, read_body
+from mrl.service.sessions.records import SampleRecords
+from mrl.service.tokenizer import ServiceTokenizer
 from mrl.view.collect import collect
 from parallel.hf_config import HfModel
 from tests.tenants.parts import make_model

@@ -185,7 +185,7 @@ def test_a_session_survives_kill_9(model: Path, tmp_path: Path) -> None:
     with served(service) as (client, _):
         with pytest.raises(OperationLost):
             waiting[-1].result(timeout_s=60)
-        with pytest.raises(OperationLost, match="was opened anew"):
+        with pytest.raises(OperationLost, match="was reopened"):
             session.optim_step()
         again = client.session("ann")
         assert again.wait_open() == 2

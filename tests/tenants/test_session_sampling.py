@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mrl.config import Recipe
+from mrl.engines.base import Completion, EndsEngine, EngineLost, Request, RequestFailed
 from mrl.errors import RunFailed, WrongWeights
-from mrl.rollout.base import Completion, EndsEngine, EngineLost, Request, RequestFailed
-from mrl.tenants.sessions import sampling
-from mrl.tenants.sessions.bodies import SampleBody
-from mrl.tenants.sessions.recipe import session_tree
-from mrl.tenants.sessions.sampling import MAX_ENDED, SessionSampler
+from mrl.service.sessions import sampling
+from mrl.service.sessions.bodies import SampleBody
+from mrl.service.sessions.recipe import session_tree
+from mrl.service.sessions.sampling import MAX_ENDED, SessionSampler
 from mrl.types import VersionSpan
 
 REFUSED, LETHAL = 70, 77
@@ -45,11 +45,12 @@ class Engine:
             yield Completion(rid, torch.tensor([token]), torch.zeros(1), "stop", spans, None)
 
 
-class Slot:
-    """The place of an engine that is replaced as soon as it is lost."""
+class Part:
+    """The part of an engine that is replaced as soon as it is lost."""
 
     def __init__(self) -> None:
-        self.engine, self.is_active, self.is_needed, self.num_lost = Engine(), True, True, 0
+        self.endpoint = self.active_endpoint = Engine()
+        self.engine, self.is_needed, self.num_lost = self, True, 0
 
     @contextmanager
     def noting_loss(self) -> Iterator[None]:
@@ -61,24 +62,24 @@ class Slot:
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> SessionSampler:
-    monkeypatch.setattr(sampling, "WeightSync", lambda *given, **options: None)
     monkeypatch.setattr(sampling, "share_bytes", lambda data: [data])
     monkeypatch.setattr(sampling, "sum_over_ranks", int)
     tree = {"model": {"path": "x"}, "output_dir": "y", **session_tree({})}
     mesh: Any = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
-    place: Any = (Slot(), None)
-    return SessionSampler(Recipe.model_validate(tree), mesh, place, 128, keeps_routes=False)
+    part: Any = Part()
+    policy: Any = None  # which no test sends
+    return SessionSampler(Recipe.model_validate(tree), mesh, part, policy)
 
 
 def turn(sampler: SessionSampler, *tokens: int) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Ask for an answer to each token by an operation of its own; return the answers and the errors."""
     body = {n: SampleBody(kind="sample", prompts=[[t]], max_tokens=4) for n, t in enumerate(tokens)}
-    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()})
-    slot: Any = sampler.slot
+    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()}, 0)
+    part: Any = sampler.part
     while True:
-        before = slot.num_lost
+        before = part.num_lost
         sampler.generate()
-        sampler.end_generation(was_lost=slot.num_lost > before)
+        sampler.end_generation(was_lost=part.num_lost > before)
         if (found := sampler.finish()) is not None:
             results, failures = found
             return {k: v["samples"][0][0]["tokens"] for k, v in results.items()}, failures
@@ -89,7 +90,7 @@ def test_a_refused_sample_fails_alone(sampler: SessionSampler) -> None:
     assert results == {"1-0": [5], "1-2": [6]}
     assert list(failures) == ["1-1"]
     assert "the engine refused" in failures["1-1"]
-    engine: Any = sampler.slot.engine
+    engine: Any = sampler.part.endpoint
     assert engine.calls == [[5, REFUSED, 6], [REFUSED], [6]]  # what was whole is not drawn again
     assert turn(sampler, 8) == ({"1-0": [8]}, {})
 
@@ -98,8 +99,8 @@ def test_a_sample_that_ends_engines_fails_alone_after_two(sampler: SessionSample
     results, failures = turn(sampler, 5, LETHAL, 6)
     assert results == {"1-0": [5], "1-2": [6]}
     assert list(failures) == ["1-1"]
-    slot: Any = sampler.slot
-    assert slot.num_lost == 2
+    part: Any = sampler.part
+    assert part.num_lost == 2
     sampler.check_behaviour()
 
 

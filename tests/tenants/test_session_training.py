@@ -15,9 +15,9 @@ from mrl.data import SftExample
 from mrl.errors import InputError, NotFinite
 from mrl.learn.sft import run_sft
 from mrl.run.folder import RunFolder
-from mrl.tenants.sessions.bodies import Bounds, read_body
-from mrl.tenants.sessions.sampling import Samples
-from mrl.tenants.sessions.trainer import SessionTrainer
+from mrl.service.sessions.bodies import Bounds, read_body
+from mrl.service.sessions.sampling import Samples
+from mrl.service.sessions.trainer import SessionTrainer
 from mrl.types import Sample
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -61,7 +61,7 @@ def of_sft(path: Path, mesh: Mesh, recipe: Recipe, examples: list[SftExample]) -
 def operation(trainer: SessionTrainer, kind: str, **keys: Any) -> dict[str, Any]:
     body = read_body({"kind": kind, **keys}, BOUNDS)
     try:
-        return trainer.run(kind, body)
+        return trainer.run(body)
     except Exception:
         trainer.note_failure(kind, body)
         raise

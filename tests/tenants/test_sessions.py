@@ -14,11 +14,11 @@ import pytest
 from mrl.cli import main
 from mrl.client import Datum, OperationFailed, OperationLost, Sample, ServiceClient, Session
 from mrl.errors import InputError
-from mrl.tenants.control import Control
-from mrl.tenants.registry import Registry
-from mrl.tenants.sessions import operations
-from mrl.tenants.sessions.bodies import Bounds, read_body
-from mrl.tenants.sessions.operations import Operations
+from mrl.service.control import Control
+from mrl.service.registry import Registry
+from mrl.service.sessions import operations
+from mrl.service.sessions.bodies import Bounds, read_body
+from mrl.service.sessions.operations import Operations
 from tests.tenants.parts import service, tenant
 from tests.tenants.serving import ROOT
 
@@ -99,7 +99,7 @@ def test_what_waits_is_lost_with_its_life(
     assert done.result().version == 1
     with pytest.raises(OperationLost, match="newest checkpoint"):
         lost.result()
-    with pytest.raises(OperationLost, match="was opened anew"):
+    with pytest.raises(OperationLost, match="was reopened"):
         session.save()
     again = client.session("ann")
     assert again.life != session.life

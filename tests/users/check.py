@@ -96,8 +96,8 @@ def edited_config(user: User) -> str:
 def odd_rows(user: User) -> str:
     rows = [json.dumps(row | {"answer": "a"}) for row in first_char_rows(16, 0)]
     cases = {
-        '{"prompt": "a\\ud800b", "answer": "a"}': ":17: a string holds \\ud800",
-        '{"prompt": "a", "prompt": "b"}': ":17: the key `prompt` is there twice",
+        '{"prompt": "a\\ud800b", "answer": "a"}': ":17: a string contains \\ud800",
+        '{"prompt": "a", "prompt": "b"}': ":17: the key `prompt` occurs twice",
         '{"prompt": "a b", "answer": NaN}': ":17: the column `answer`, which the reward",
     }
     for row, words in cases.items():

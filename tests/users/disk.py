@@ -103,5 +103,5 @@ def read_only(user: User) -> str:
     done = Command(["train", *recipe], environment(), out, user.folder, entry).finish(240)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 2, said
-    assert "no folder can be made in" in said
+    assert "no folder can be created in" in said
     return said

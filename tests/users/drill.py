@@ -36,7 +36,7 @@ def refused(user: User) -> str:
     assert "expected some of kill-rank-start" in line
     user.write("mine_drill/notes.txt", "mine")
     taken, _ = drilled(user, code=2)
-    assert "is there already; remove it, or choose another with --folder" in taken
+    assert "is not empty; remove it, or choose another folder with --folder" in taken
     assert (user.folder / "mine_drill/notes.txt").read_text() == "mine"
     return line.strip()
 

@@ -71,5 +71,5 @@ def failing_reward(user: User) -> str:
 @thing("I name a reward twice in a list.", is_long=True)
 def named_twice(user: User) -> str:
     printed = user.mrl("check", *user.recipe("run"), "reward=[first_char, first_char]", code=2)
-    assert "the name first_char stands twice" in printed
+    assert "the name first_char occurs twice" in printed
     return printed.strip()

@@ -181,7 +181,7 @@ def what_others_reach(user: User) -> str:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         tree = psutil.Process(command.pid).children(recursive=True)
-        (server, *_) = [each for each in tree if "mrl.rollout.sglang.child" in words_of(each)]
+        (server, *_) = [each for each in tree if "mrl.engines.sglang.child" in words_of(each)]
         folder = Path(server.environ()["TMPDIR"])
         assert folder.name.startswith("mrl-sglang-")
         assert (stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid) == (0o700, os.getuid())

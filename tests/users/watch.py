@@ -86,7 +86,7 @@ def engine_stopped_in_a_sync(user: User) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     tree = psutil.Process(rank.pid).children(recursive=True)
-    engine = [each for each in tree if "mrl.rollout.sglang.child" in each.cmdline()]
+    engine = [each for each in tree if "mrl.engines.sglang.child" in each.cmdline()]
     assert engine
     begun = time.monotonic()
     for each in (*engine, *engine[0].children(recursive=True)):

@@ -12,8 +12,8 @@ import pytest
 
 from mrl.cli import main
 from mrl.run.json_lines import add_line
-from mrl.tenants.control import Control
-from mrl.tenants.registry import Registry
+from mrl.service.control import Control
+from mrl.service.registry import Registry
 from mrl.view.service import NOTHING, collect_service
 from tests.tenants.parts import make_model, service, tenant
 from tests.view.browser import Page, open_browser
@@ -164,7 +164,7 @@ def test_options_of_samples_are_refused(
     with pytest.raises(SystemExit) as stopped:
         main(["view", str(registry.root), option, "3"])
     assert stopped.value.code == 2
-    assert f"{option} is about samples" in capsys.readouterr().err
+    assert f"{option} selects samples" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_neither(

@@ -21,7 +21,7 @@ from mrl.system import heartbeat
 from mrl.system.heartbeat import Pulse
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.watch import monitor, restarted
-from mrl.watch.line import Head, Node
+from mrl.watch.connection import MonitorServer, Node
 from mrl.watch.monitor import DONE
 from mrl.watch.verdict import Verdict
 
@@ -47,7 +47,7 @@ def test_only_a_rank_that_is_done_says_bye(page: str, tmp_path: Path, last: byte
     (tmp_path / "stacks").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = Node("there", [1])
-        head = Head(server, "secret", [node])
+        head = MonitorServer(server, "secret", [node])
         other_port = socket.create_server(("127.0.0.1", 0))
         addresses = [["127.0.0.1", each.getsockname()[1]] for each in (other_port, server)]
         other_port.close()  # nobody listens at the first of the addresses
@@ -167,7 +167,7 @@ def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path:
     _, printed = process.communicate(timeout=30)
     assert process.returncode == 0, printed
     assert b"rank 1 is stopped (SIGSTOP)" in printed
-    assert b"the run is done, so it is killed" in printed
+    assert b"the run is done, so the rank is killed" in printed
     assert sleeper.wait(10) == -signal.SIGKILL
     assert (tmp_path / OVER_FILE).exists()
 

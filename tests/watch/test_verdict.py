@@ -15,18 +15,18 @@ from mrl.config.watch import Phase
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Collective, Pulse
 from mrl.watch.process import BEAT_BYTES, Process, innermost
-from mrl.watch.verdict import Limits, Seen, Verdict, Watch
+from mrl.watch.verdict import Limits, Observation, Verdict, Watch
 
 
-def seen(phase: str, position: int, beats: int, state: str = "R", step: int = 3) -> Seen:
-    return Seen(Pulse(phase, step, position, beats), state)
+def seen(phase: str, position: int, beats: int, state: str = "R", step: int = 3) -> Observation:
+    return Observation(Pulse(phase, step, position, beats), state)
 
 
 def watch(given: dict[str, float] | None = None, **least: float) -> Watch:
     return Watch(Limits(given or {}, least, 1800.0))
 
 
-def run(watch: Watch, seconds: float, *ranks: Seen) -> Verdict | None:
+def run(watch: Watch, seconds: float, *ranks: Observation) -> Verdict | None:
     for _ in range(round(2 * seconds)):
         if found := watch.tick(0.5, ranks):
             return found
@@ -115,9 +115,9 @@ def test_a_limit_is_learned_once_all_ranks_were_through_the_phase() -> None:
 def test_what_one_tenant_needs_says_nothing_of_another() -> None:
     follower, quick = watch(), Pulse("train", 3, 9, 9, "quick")
     for beats in range(9, 20):
-        follower.tick(0.5, [Seen(quick._replace(beats=beats, position=beats), "R")])
-    assert run(follower, 61, Seen(quick._replace(position=20), "R")) is not None
-    slow = Seen(Pulse("train", 0, 30, 30, "slow"), "R")
+        follower.tick(0.5, [Observation(quick._replace(beats=beats, position=beats), "R")])
+    assert run(follower, 61, Observation(quick._replace(position=20), "R")) is not None
+    slow = Observation(Pulse("train", 0, 30, 30, "slow"), "R")
     assert run(follower, 1799, slow) is None  # its first step
     found = run(follower, 2, slow)
     assert found is not None
@@ -144,9 +144,9 @@ def test_a_tenant_that_loads_is_learned_anew() -> None:
     for position, phase in enumerate(("load", "train", "log", "load", "train", "log")):
         pulse = Pulse(phase, 0, position, position, "ann")
         if position < 4:
-            follower.tick(0.5, [Seen(pulse, "R")])
+            follower.tick(0.5, [Observation(pulse, "R")])
         elif phase == "train":
-            assert run(follower, 1799, Seen(pulse, "R")) is None
+            assert run(follower, 1799, Observation(pulse, "R")) is None
 
 
 def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
@@ -163,7 +163,7 @@ def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
     assert (found.rank, found.how) == (0, "stuck")
     for state, how in (("T", "stopped"), ("S", "stuck"), ("Z", "gone")):
         follower = watch()
-        moving = (Seen(Pulse("train", 3, 9, n), "R") for n in range(200))
+        moving = (Observation(Pulse("train", 3, 9, n), "R") for n in range(200))
         verdicts = [follower.tick(0.5, [s, leads._replace(state=state)]) for s in moving]
         found = next(each for each in verdicts if each)
         assert (found.rank, found.how, found.limit_s) == (1, how, 60.0)
@@ -172,7 +172,7 @@ def test_a_rank_that_leads_engines_is_seen_and_holds_up_nobody() -> None:
     verdicts = [
         follower.tick(0.5, [s, leads._replace(state=state)])
         for s, state in zip(
-            (Seen(Pulse("train", 3, 9, n), "R") for n in range(204)), states, strict=True
+            (Observation(Pulse("train", 3, 9, n), "R") for n in range(204)), states, strict=True
         )
     ]
     found = next(each for each in verdicts if each)
@@ -273,7 +273,7 @@ def test_a_rank_that_has_closed_its_page_is_not_known(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_never_known_does_not_keep_limits_from_being_learned() -> None:
-    follower, unknown = watch(), Seen(Pulse("", 0, 0, 0), "")
+    follower, unknown = watch(), Observation(Pulse("", 0, 0, 0), "")
     follower.tick(0.5, [seen("train", 1, 0), unknown])
     follower.tick(0.5, [seen("log", 2, 1), unknown])
     follower.tick(0.5, [seen("train", 3, 2), unknown])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mrl.system.heartbeat import Collective
-from mrl.watch.verdict import Seen
+from mrl.watch.verdict import Observation
 from tests.watch.test_verdict import run, seen, watch
 
 GPU_RUN = [("all_reduce", "tp", 90), ("all_to_all", "ep", 91), ("all_gather", "dp", 90)]
 """What three ranks show that hang in one phase: their last collectives."""
 
 
-def hanging(collectives: list[Collective]) -> list[Seen]:
+def hanging(collectives: list[Collective]) -> list[Observation]:
     return [seen("train", 9, 5 + n)._replace(collective=c) for n, c in enumerate(collectives)]
 
 

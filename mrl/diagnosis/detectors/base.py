@@ -1,7 +1,7 @@
-"""This module defines what detectors read (`LossTokens`) and what they return (`Finding`).
+"""Define the input of the detectors (`LossTokens`) and their result (`Finding`).
 
-M loss tokens of a record, N all its tokens, L MoE layers, K experts a token, E experts of a layer.
-d = old - rollout log-prob: trainer before the update less engine.
+M loss tokens of a record, N tokens of a record, L MoE layers, K experts per token, E experts of a
+layer. `d = old - rollout` is the trainer's log-prob before the update minus the engine's log-prob.
 """
 
 from __future__ import annotations
@@ -16,76 +16,82 @@ from torch import Tensor
 from mrl.diagnosis.tokens import TokenRecord
 
 HALF_PRECISION_GAP = 0.01
-"""Mean |d| that bfloat16 alone leaves between two engines, about."""
+"""The approximate mean `|d|` that bfloat16 alone causes between two implementations."""
 MIN_TOKENS = 30
-"""Fewer say nothing about a distribution."""
+"""The smallest number of loss tokens whose distribution a detector judges."""
 MAX_LISTED = 10
-"""Samples or tokens that a finding lists."""
+"""The largest number of samples or tokens that a finding lists."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding is one explanation of the mismatch of a step, or one fact about it."""
+    """An explanation of the mismatch of a step, or a fact that describes it."""
 
     name: str
     severity: float
-    """A number in [0, 1]: the share of the squared mismatch that this explains, weighted by how
-    large the mismatch is (0.5 where it is as large as half precision makes it)."""
+    """A number in [0, 1], usually from `LossTokens.severity`. It grows with the mismatch, and
+    with the share of the mismatch that the finding explains."""
     text: str
-    """One sentence with the numbers."""
+    """The finding as an English phrase, with its numbers."""
     where: dict[str, Any] = field(default_factory=dict)
-    """JSON-able: samples, tokens, layers, experts, or what the fault is about."""
+    """The samples, tokens, layers, experts or versions that the finding concerns, and its
+    numbers, as JSON-able values."""
     is_cause: bool = False
-    """Whether it names a fault; the others describe."""
+    """Whether the finding is a fault that causes the mismatch. If not, the finding only
+    describes the mismatch."""
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The loss tokens of a record whose log-probs are finite on both sides."""
+    """The loss tokens of a record for which trainer and engine both have finite log-probs."""
 
     record: TokenRecord
 
     @cached_property
     def index(self) -> Tensor:
-        """i64[M]: the place of each in the record."""
+        """i64[M]: the index of each loss token among the N tokens of the record."""
         record = self.record
         finite = record.old_logprobs.isfinite() & record.rollout_logprobs.isfinite()
         chosen = record.loss_mask & finite
-        # The first token of a sample has no log-prob, and row t-1 would be another sample's.
+        # The first token of a sample has no log-prob, and row t - 1 belongs to another sample.
         chosen[record.cu_seqlens[:-1]] = False
         return chosen.nonzero().squeeze(1)
 
     @cached_property
     def old(self) -> Tensor:
-        """f64[M]."""
+        """f64[M]: the trainer's log-probs before the update."""
         return self.record.old_logprobs[self.index].double()
 
     @cached_property
     def d(self) -> Tensor:
-        """f64[M]: old - rollout log-prob."""
+        """f64[M]: the trainer's log-prob minus the engine's log-prob."""
         return self.old - self.record.rollout_logprobs[self.index].double()
 
     @cached_property
     def entropy(self) -> Tensor:
-        """f64[M]: of the distribution that the token was drawn from."""
+        """f64[M]: the entropy of the trainer's distribution at the position of each token."""
         return self.record.entropy[self.index].double()
 
     @cached_property
     def sample(self) -> Tensor:
-        """i64[M]: the sample of each, as a place in the record's `sample_ids`."""
+        """i64[M]: the sample of each token, as an index into the record's `sample_ids`."""
         return self.sample_of(self.index)
 
     def sample_of(self, places: Tensor) -> Tensor:
-        """Return the sample number i64[n] of tokens i64[n] of the record."""
+        """Return the sample of each token in `places`, as an index into the record's `sample_ids`.
+
+        places: i64[n], indices of tokens in the record. The result is i64[n].
+        """
         ends = self.record.cu_seqlens[1:].contiguous()
         return torch.searchsorted(ends, places, right=True)
 
     @cached_property
     def routes(self) -> Tensor | None:
-        """i64[M, L, K]: the experts that made each token's log-prob, the captured ones where there
-        are any; None without routes.
+        """i64[M, L, K]: the experts that computed each token's log-prob; None without routes.
 
-        Row t routes token t, and the log-prob of token t comes out of row t - 1.
+        The log-prob of token t is computed in row t - 1, so these are the experts of token t - 1.
+        They are the captured experts if that row has captured experts, and otherwise the choice of
+        the trainer's routers.
         """
         record = self.record
         if record.expert_ids is None or record.native_ids is None:
@@ -96,21 +102,39 @@ class LossTokens:
 
     @cached_property
     def mean_abs(self) -> float:
-        """Mean |d|."""
+        """The mean of `|d|` over the loss tokens; 0 without loss tokens."""
         return float(self.d.abs().mean()) if len(self.d) else 0.0
 
     @cached_property
     def square_sum(self) -> float:
-        """Sum of d^2."""
+        """The sum of `d^2` over the loss tokens, which the detectors call the squared mismatch."""
         return float(self.d.square().sum())
 
     def severity(self, share: float) -> float:
-        """Return the severity of what explains `share` of the mismatch; see `Finding.severity`."""
+        """Return the severity of a finding that explains `share` of the squared mismatch.
+
+        It is `share`, clipped to [0, 1], times `mean_abs / (mean_abs + HALF_PRECISION_GAP)`. The
+        second factor is 0.5 if the mismatch is as large as half precision alone causes.
+        """
         return min(1.0, max(0.0, share)) * self.mean_abs / (self.mean_abs + HALF_PRECISION_GAP)
 
 
+def layer_experts(routes: Tensor, num_experts: int) -> Tensor:
+    """Number the experts consecutively over all layers: return `layer * E + expert` for each expert id.
+
+    `routes` and the result are i64[M, L, K]; `layer` is the index among the L layers.
+    """
+    return routes + torch.arange(routes.shape[1]).view(1, -1, 1) * num_experts
+
+
 def excess_share(square: Tensor, inside: Tensor) -> float:
-    """The share of sum(square) that would be gone if tokens `inside` (bool[M]) were like the others."""
+    """Return the share of `square.sum()` that is due to larger values of the tokens in `inside`.
+
+    This share would vanish if the mean over the tokens in `inside` fell to the mean over the other
+    tokens. The result is 0 if the first mean is not larger, or if one of the two sets is empty.
+
+    square: f64[M], one value per loss token. inside: bool[M].
+    """
     total = float(square.sum())
     if not inside.any() or inside.all() or total == 0:
         return 0.0

@@ -1,6 +1,4 @@
-"""Mismatch is often held by few: these detectors name the tokens and samples that hold most of
-the mismatch.
-"""
+"""Find the tokens and samples that account for most of the mismatch."""
 
 from __future__ import annotations
 
@@ -12,11 +10,17 @@ import torch
 from mrl.diagnosis.detectors.base import MAX_LISTED, MIN_TOKENS, Finding, LossTokens
 
 CONCENTRATED = 0.5
-"""The share of the squared mismatch in the worst sample or the worst 1% of the tokens."""
+"""The mismatch is concentrated if the worst sample, or the worst 1% of the tokens, has at least this
+share of the squared mismatch."""
 
 
 def detect_tokens(tokens: LossTokens) -> Finding | None:
-    """Find ratios outside [0.5, 2], or half of the squared mismatch in 1% of the tokens."""
+    """Find tokens with an extreme ratio, or few tokens that have most of the squared mismatch.
+
+    The ratio `exp(d)` is extreme if it is outside [0.5, 2]. The few tokens are the 1% with the
+    largest `|d|`; they are reported if their share of the squared mismatch is at least
+    CONCENTRATED. Returns None for fewer than MIN_TOKENS loss tokens.
+    """
     num, d = len(tokens.d), tokens.d.abs()
     if num < MIN_TOKENS or not tokens.square_sum:
         return None
@@ -37,22 +41,26 @@ def detect_tokens(tokens: LossTokens) -> Finding | None:
 
 
 def detect_samples(tokens: LossTokens) -> Finding | None:
-    """Find one sample with most of the squared mismatch, and far more of it than of the tokens."""
+    """Find a sample that has most of the squared mismatch.
+
+    The sample's share of the squared mismatch must be at least CONCENTRATED, and at least three
+    times the sample's share of the loss tokens.
+    """
     if not tokens.square_sum:
         return None
     by_sample = torch.bincount(tokens.sample, tokens.d.square())
     counts = torch.bincount(tokens.sample)
     worst = int(by_sample.argmax())
     share = float(by_sample[worst]) / tokens.square_sum
-    of_tokens = int(counts[worst]) / len(tokens.d)
-    if share < CONCENTRATED or share < 3 * of_tokens:
+    token_share = int(counts[worst]) / len(tokens.d)
+    if share < CONCENTRATED or share < 3 * token_share:
         return None
     number = int(tokens.record.sample_ids[worst])
     return Finding(
         name="extreme_sample",
         severity=tokens.severity(share),
         text=(
-            f"sample {number} holds {share:.0%} of the squared mismatch with {of_tokens:.0%} of the "
+            f"sample {number} holds {share:.0%} of the squared mismatch with {token_share:.0%} of the "
             "loss tokens"
         ),
         where={"samples": [number]},
@@ -60,7 +68,7 @@ def detect_samples(tokens: LossTokens) -> Finding | None:
 
 
 def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return the loss tokens with the largest |d|, largest first."""
+    """Return JSON-able entries of the `limit` loss tokens with the largest `|d|`, largest first."""
     record, rows = tokens.record, []
     for i in tokens.d.abs().topk(min(limit, len(tokens.d))).indices.tolist():
         place, sample = int(tokens.index[i]), int(tokens.sample[i])
@@ -84,7 +92,10 @@ def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, 
 
 
 def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Samples by their share of the squared mismatch, largest first."""
+    """Return JSON-able entries of the `limit` samples with the largest sum of `d^2`, largest first.
+
+    Samples without loss tokens are left out.
+    """
     if not len(tokens.d):
         return []
     record, num = tokens.record, tokens.record.num_samples
@@ -111,4 +122,8 @@ def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str,
 
 
 def text_of(token_ids: torch.Tensor, pieces: Any) -> str:
+    """Return the text of token ids i64[n].
+
+    pieces: the text of each token id; an id without an entry adds no text.
+    """
     return "".join(pieces.get(token, "") for token in token_ids.tolist())

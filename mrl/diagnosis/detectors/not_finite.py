@@ -1,4 +1,7 @@
-"""Log-probs that are NaN or infinite, on either side: no other detector sees these tokens."""
+"""Find loss tokens for which trainer or engine has a log-prob that is NaN or infinite.
+
+The other detectors skip these tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from mrl.diagnosis.detectors.base import MAX_LISTED, Finding, LossTokens
 
 
 def detect(tokens: LossTokens) -> Finding | None:
+    """Find loss tokens for which trainer or engine has a log-prob that is not finite."""
     record = tokens.record
     old, rollout = (
         ~values.isfinite() & record.loss_mask

@@ -1,9 +1,9 @@
-"""This detector finds captured routes that belong to a neighbouring token.
+"""Find captured routes that belong to a neighbouring token.
 
-Row t of the captured routes is compared with row t - s of the trainer's own choices, for shifts s from
--2 to 2. Where routes are replayed, wrong ones change what deeper routers see; the first MoE layer has
-no replayed layer before it, so that its choices are the trainer's in any case. The layer that gains
-most is taken.
+Row t of the captured routes is compared with row t - s of the trainer's own choices, for shifts s
+from -2 to 2. Only the layer whose agreement gains most from a shift is judged. The reason is that
+replayed wrong routes also change the inputs of the routers in deeper layers. The router of the
+first MoE layer always has the right inputs, because no layer before it replays routes.
 """
 
 from __future__ import annotations
@@ -19,26 +19,31 @@ from mrl.diagnosis.tokens import TokenRecord
 
 SHIFTS = (-2, -1, 1, 2)
 MIN_GAIN = 0.1
-"""The gain in agreement, as a share of the K choices."""
+"""The smallest gain in agreement that is reported, as a share of the K expert choices of a row."""
 MIN_Z = 8.0
 MAX_ROWS = 16384
-"""The number of evenly spaced tokens taken of a larger record: enough to tell, and much faster."""
+"""If a record has at least twice this many rows, only every k-th row is compared, with k chosen
+so that at least this many rows are left."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit says how much better the routes of one layer agree when they are moved."""
+    """How well one layer's captured routes agree with the trainer's, with and without a shift."""
 
     shift: int
     layer: int
-    """Place among the L layers."""
+    """The index of the layer among the L layers."""
     here: float
-    """Share of the K choices that agree where they are, and when moved by `shift`."""
+    """The share of the captured expert choices in rows t that the trainer's row t also has."""
     moved: float
+    """The share of the captured expert choices in rows t that the trainer's row t - shift also
+    has."""
     z: float
+    """The gain `moved - here` in standard errors."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
+    """Find a shift with which the captured routes agree much better with the trainer's routes."""
     record = tokens.record
     if record.expert_ids is None or record.native_ids is None:
         return None
@@ -54,8 +59,8 @@ def detect(tokens: LossTokens) -> Finding | None:
         severity=tokens.severity(best.moved - best.here),
         text=(
             f"captured routes are off by {abs(best.shift)} token(s): in layer {number}, "
-            f"{best.here:.0%} of row t agree with the trainer at t, {best.moved:.0%} at {token}; "
-            f"so in {len(also)} of {len(record.layer_numbers)} MoE layers"
+            f"{best.here:.0%} of row t agree with the trainer at t, {best.moved:.0%} at {token}; the "
+            f"same holds in {len(also)} of {len(record.layer_numbers)} MoE layers"
         ),
         where={
             "shift": best.shift,
@@ -68,7 +73,10 @@ def detect(tokens: LossTokens) -> Finding | None:
 
 
 def _fits(record: TokenRecord, shift: int) -> list[Fit]:
-    """One a layer, over the rows that have a neighbour at `shift` within their sample."""
+    """Return one `Fit` per layer, over the rows t for which row t - shift is in the same sample.
+
+    The list is empty if fewer than MIN_TOKENS rows can be compared.
+    """
     captured, native = record.expert_ids, record.native_ids
     assert captured is not None
     assert native is not None
@@ -93,5 +101,5 @@ def _fits(record: TokenRecord, shift: int) -> list[Fit]:
 
 
 def _agreement(a: Tensor, b: Tensor) -> Tensor:
-    """f64[n, L]: the share of the K choices of `a` [n, L, K] that are among those of `b`."""
+    """Return f64[n, L]: the share of the K experts in `a` [n, L, K] that are also in `b` [n, L, K]."""
     return (a.unsqueeze(-1) == b.unsqueeze(-2)).any(-1).double().mean(-1)

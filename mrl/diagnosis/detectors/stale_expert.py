@@ -1,10 +1,11 @@
-"""One expert whose weights are not the trainer's.
+"""Find an expert whose weights in the engine are not the trainer's.
 
-Its tokens have a larger |d| than comparable ones. Comparable: of about the same log-prob, as a likely
-token moves less than an unlikely one. |d| is ranked among them, so that a few wild tokens decide
-nothing, and the ranks become normal scores. A layer's experts and those that often come together share
-in the blame of the guilty one; so the most suspect are regressed on together, and one is named only
-where it stands out from the runner-up.
+The tokens of such an expert have a larger `|d|` than comparable tokens. Tokens are comparable if
+they have about the same log-prob, because `|d|` is smaller for likely tokens. Among comparable
+tokens, `|d|` is replaced by its rank, so that a few extreme tokens cannot decide the result, and
+the ranks are converted to normal scores. Experts that are often chosen together with the faulty
+expert also get high scores. Therefore the scores are regressed on the most suspect experts jointly,
+and an expert is reported only if it is far ahead of the next expert.
 
 M loss tokens, L MoE layers, E experts of a layer, C candidates.
 """
@@ -17,45 +18,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens, excess_share
+from mrl.diagnosis.detectors.base import (
+    MIN_TOKENS,
+    Finding,
+    LossTokens,
+    excess_share,
+    layer_experts,
+)
 
 MIN_SHARE = 0.2
-"""A share of the squared mismatch. Where the whole model is stale, the experts of the tokens
-that move most stand out too, but little would be gained by mending one."""
+"""The smallest share of the squared mismatch that a faulty expert must explain. If the whole model is
+stale, some experts stand out too, but each of them explains little."""
 NUM_STRATA = 10
+"""The number of groups of comparable tokens."""
 NUM_CANDIDATES = 32
+"""The number C of suspect experts in the joint regression."""
 MIN_T = 6.0
-"""Tokens of a sample are not independent, and there are L * E experts to be wrong about."""
+"""An expert counts as faulty only if its t value is at least this. The threshold is high because the
+tokens of a sample are not independent, and because one of L * E experts may have a large t value by
+chance."""
 LEAD = 1.5
-"""Times the runner-up."""
+"""An expert counts as faulty only if its t value is at least this many times the next largest t
+value."""
 MIN_COUNT = 10
-"""Tokens of an expert, to say anything of it."""
+"""An expert with fewer tokens than this is not judged."""
 MIN_RATIO = 1.5
-"""The ratio of the median |d| of its tokens to that of the others."""
+"""An expert counts as faulty only if the median `|d|` of its tokens is at least this many times the
+median `|d|` of the other tokens."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A suspect is the expert whose tokens differ most."""
+    """The expert whose tokens differ most from comparable tokens."""
 
     layer: int
-    """Place among the L layers."""
+    """The index of the layer among the L layers."""
     expert: int
     t: float
+    """The t value of the expert in the joint regression."""
     runner_up: float
-    """t of the next one."""
+    """The t value of the next most suspect expert; 0 without another candidate."""
     inside: Tensor
-    """bool[M]: tokens that went through it."""
+    """bool[M]: the tokens that went through the expert."""
     ratio: float
-    """Median |d| of its tokens over that of the others."""
+    """The median `|d|` of the tokens in `inside`, divided by the median `|d|` of the other
+    tokens."""
 
     @property
     def stands_out(self) -> bool:
+        """Whether the t value and the ratio are large enough to call the expert faulty."""
         leads = self.t >= MIN_T and self.t >= LEAD * self.runner_up
         return leads and self.ratio >= MIN_RATIO
 
 
 def detect(tokens: LossTokens) -> Finding | None:
+    """Find an expert that stands out and explains at least MIN_SHARE of the squared mismatch."""
     found = suspect(tokens)
     if found is None or not found.stands_out:
         return None
@@ -85,49 +102,51 @@ def detect(tokens: LossTokens) -> Finding | None:
 
 
 def expert_z(tokens: LossTokens) -> Tensor | None:
-    """f64[L, E]: how much larger |d| is on the tokens that went through each expert than on comparable
-    ones, in standard errors; -inf where too few did. None without routes or with too few tokens."""
+    """Return f64[L, E]: how much larger `|d|` is for each expert's tokens than for comparable tokens.
+
+    An entry is the sum of the normal scores of the expert's tokens, divided by the standard error
+    of the sum. It is -inf for an expert with fewer than MIN_COUNT tokens. Returns None without
+    routes, or with fewer than MIN_TOKENS loss tokens.
+    """
     if tokens.routes is None or len(tokens.d) < MIN_TOKENS:
         return None
-    places, scores = _places(tokens.routes, tokens.record.num_experts), _scores(tokens)
-    num_tokens, num_layers, _ = places.shape
+    chosen, scores = layer_experts(tokens.routes, tokens.record.num_experts), _scores(tokens)
+    num_tokens, num_layers, _ = chosen.shape
     size = num_layers * tokens.record.num_experts
-    counts = torch.bincount(places.flatten(), minlength=size).double()
-    each = scores.view(-1, 1, 1).expand_as(places).flatten()
-    sums = torch.bincount(places.flatten(), each, minlength=size)
-    # A sum of n scores of M, drawn without putting back.
+    counts = torch.bincount(chosen.flatten(), minlength=size).double()
+    each = scores.view(-1, 1, 1).expand_as(chosen).flatten()
+    sums = torch.bincount(chosen.flatten(), each, minlength=size)
+    # n (1 - n / M) is the variance of the sum of n of M scores, sampled without replacement.
     z = sums / (counts * (1 - counts / num_tokens)).clamp(min=1).sqrt()
     z[counts < MIN_COUNT] = -math.inf
     return z.view(num_layers, -1)
 
 
 def suspect(tokens: LossTokens) -> Suspect | None:
-    """Return the most suspect expert, guilty or not; None without routes or with too few tokens."""
+    """Return the most suspect expert, faulty or not.
+
+    Returns None without routes, with fewer than MIN_TOKENS loss tokens, or if either all loss
+    tokens or none went through the most suspect expert.
+    """
     table = expert_z(tokens)
     if table is None or tokens.routes is None:
         return None
     z, num_experts = table.flatten(), tokens.record.num_experts
-    places = _places(tokens.routes, num_experts)
+    chosen = layer_experts(tokens.routes, num_experts)
     candidates = z.topk(min(NUM_CANDIDATES, len(z))).indices
-    # One at a time: of a large record, M x L K x C truth values are a gigabyte.
-    inside = torch.stack([(places == each).flatten(1).any(1) for each in candidates], 1)
+    # One candidate at a time, as M x L x K x C booleans of a large record would take a gigabyte.
+    inside = torch.stack([(chosen == each).flatten(1).any(1) for each in candidates], 1)
     t = _t_values(inside.double(), _scores(tokens))
     t[z[candidates].isinf()] = -math.inf
     order = t.argsort(descending=True)
     best = int(order[0])
-    its, d = inside[:, best], tokens.d.abs()
-    if its.all() or not its.any():
+    routed, d = inside[:, best], tokens.d.abs()
+    if routed.all() or not routed.any():
         return None
-    ratio = float(d[its].median()) / max(float(d[~its].median()), 1e-12)
-    place = int(candidates[best])
+    ratio = float(d[routed].median()) / max(float(d[~routed].median()), 1e-12)
     runner_up = float(t[order[1]]) if len(order) > 1 else 0.0
-    layer, expert = divmod(place, num_experts)
-    return Suspect(layer, expert, float(t[best]), runner_up, its, ratio)
-
-
-def _places(routes: Tensor, num_experts: int) -> Tensor:
-    """i64[M, L, K]: each choice as layer * E + expert."""
-    return routes + torch.arange(routes.shape[1]).view(1, -1, 1) * num_experts
+    layer, expert = divmod(int(candidates[best]), num_experts)
+    return Suspect(layer, expert, float(t[best]), runner_up, routed, ratio)
 
 
 def _scores(tokens: LossTokens) -> Tensor:
@@ -135,12 +154,14 @@ def _scores(tokens: LossTokens) -> Tensor:
 
 
 def normal_scores(values: Tensor, covariate: Tensor) -> Tensor:
-    """Return f64[M], the ranks of `values` among the tokens of about the same `covariate`, as
-    normal quantiles."""
+    """Return f64[M]: the rank of each value among tokens with a similar covariate, as a normal score.
+
+    `values` and `covariate` are f64[M].
+    """
     num = len(values)
     num_strata = max(1, min(NUM_STRATA, num // 50))
     stratum = covariate.argsort().argsort() * num_strata // num
-    # Equal values (d = 0) must not be ranked by their place in the record.
+    # The shuffle keeps equal values (d = 0) from being ranked by their order in the record.
     shuffled = torch.randperm(num, generator=torch.Generator().manual_seed(0))
     by_value = shuffled[values[shuffled].argsort(stable=True)]
     order = by_value[stratum[by_value].argsort(stable=True)]
@@ -153,13 +174,13 @@ def normal_scores(values: Tensor, covariate: Tensor) -> Tensor:
 
 
 def _t_values(inside: Tensor, scores: Tensor) -> Tensor:
-    """f64[C]: of the coefficients of `scores` on all columns of `inside` [M, C] together."""
+    """Return f64[C]: the t values of the regression of `scores` on all columns of `inside` [M, C]."""
     x = inside - inside.mean(0)
     gram = x.T @ x
-    # The experts of a layer add up to K: a trifle of ridge makes that solvable, and what it invents in
-    # that direction has no variance.
-    trifle = gram.diagonal().mean().clamp(min=1e-9) * 1e-3
-    inverse = torch.linalg.inv(gram + trifle * torch.eye(len(gram), dtype=gram.dtype))
+    # The columns of a layer add up to K, so the matrix may be singular. A small ridge makes it
+    # invertible, and adds no variance in that direction.
+    ridge = gram.diagonal().mean().clamp(min=1e-9) * 1e-3
+    inverse = torch.linalg.inv(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
     coefficients = inverse @ (x.T @ scores)
     residual = scores - scores.mean() - x @ coefficients
     variance = residual.square().sum() / max(1, len(scores) - len(gram) - 1)

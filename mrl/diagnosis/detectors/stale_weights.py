@@ -1,4 +1,4 @@
-"""Tokens that other weights sampled than the trainer now holds, by what the engine says itself."""
+"""Find tokens that were sampled by older weights, according to the versions that the engine reports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from mrl.types import UNKNOWN_VERSION
 
 
 def detect(tokens: LossTokens) -> Finding | None:
+    """Find loss tokens whose weight version is known and is not the trainer's version.
+
+    The finding is a cause if these tokens explain at least half of the squared mismatch.
+    """
     record = tokens.record
     versions = record.weight_versions[tokens.index]
     stale = (versions != record.version) & (versions != UNKNOWN_VERSION)
@@ -17,7 +21,7 @@ def detect(tokens: LossTokens) -> Finding | None:
     d = tokens.d.abs()
     seen, counts = torch.unique(versions[stale], return_counts=True)
     common = int(seen[counts.argmax()])
-    # Where every token is stale there is nothing to compare with, and nothing else to blame.
+    # If every token is stale, there are none to compare with, and all of the mismatch counts.
     share = 1.0 if stale.all() else excess_share(tokens.d.square(), stale)
     rest = "" if stale.all() else f", the others {float(d[~stale].mean()):.2g}"
     return Finding(

@@ -1,17 +1,18 @@
-"""This detector finds log-probs of the engine that look like those of another temperature.
+"""Detect that the engine's log-probs were computed at another temperature than the trainer's.
 
-With logits z at the trainer's temperature T and b = T/T', the engine's log-prob of token y is
-b z_y - lse(b z). As E_p[z] = lse(z) - H, it differs from the trainer's by
+Let z be the logits at the trainer's temperature T, p their distribution, H the entropy of p, T' the
+engine's temperature and b = T/T'. The engine's log-prob of token y is b z_y - lse(b z). As
+E_p[z] = lse(z) - H, the trainer's log-prob minus the engine's is
 
     d = old - rollout = (1 - b) (old + H) + c,     c = KL(p || p_T') >= 0,
 
-where c depends on the distribution at the position but not on the token drawn, and old + H has mean 0
-over the draws. So a regression of d on old + H has slope 1 - T/T', to all orders in T' - T, where the
-tokens were drawn from p; drawn at T', the error is of third order.
+where c depends on the distribution at the position but not on the sampled token, and old + H has mean 0
+over the sampled tokens. So a regression of d on old + H has slope 1 - T/T'. This is exact if the tokens
+were sampled from p; if they were sampled at T', the error is of third order in T' - T.
 
-Tokens that the engine drew from a wrong distribution are unlikely to the trainer: both d and old + H
-are far below 0 there, and a few of them make such a slope by themselves. A temperature makes it in the
-others too.
+Tokens that the engine sampled from a wrong distribution are unlikely under p. Both d and old + H are
+then far below 0, and a few such tokens alone produce a slope. A wrong temperature produces the slope in
+all other tokens as well.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ from torch import Tensor
 from mrl.diagnosis.detectors.base import MIN_TOKENS, Finding, LossTokens
 
 MIN_R2 = 0.5
-"""Less, and something else is behind most of the mismatch. An old policy is often a flatter one, and so
-looks a little like a higher temperature: that stays below."""
+"""A temperature is reported only if it explains at least this share of the variance of d. An older
+policy is often flatter, which resembles a higher temperature but explains a smaller share."""
 MIN_Z = 8.0
+"""The smallest slope that is reported, in standard errors."""
 BULK = 0.9
-"""Share of the tokens, those with the smallest |old + H|, that must show the slope too."""
+"""The share of the tokens that belong to the bulk, namely those with the smallest `|old + H|`
+after the mean of `old + H` is subtracted."""
 MIN_BULK_SLOPE = 1 / 3
-"""A share of the slope of all tokens: wild tokens leave less than 0.1, a temperature 0.6 or more."""
+"""A temperature is reported only if the slope over the bulk, divided by the slope over all tokens, is
+at least this. The quotient is below 0.1 if a few extreme tokens cause the slope, and 0.6 or more if a
+temperature causes it."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
+    """Find a temperature other than the trainer's that explains most of the variance of d."""
     if len(tokens.d) < MIN_TOKENS:
         return None
     x = tokens.old + tokens.entropy
@@ -42,10 +48,10 @@ def detect(tokens: LossTokens) -> Finding | None:
     if xx == 0 or yy == 0:
         return None
     slope = float(x @ y) / xx
-    if not math.isfinite(slope):  # the entropy is not known, as for a session's samples
+    if not math.isfinite(slope):  # the entropy is unknown, as for the samples of a session
         return None
     residual = y - slope * x
-    # Errors that may differ from token to token (White 1980).
+    # The standard error under heteroscedasticity (White 1980).
     error = math.sqrt(float((x * residual).square().sum())) / xx
     r2 = 1 - float(residual.square().sum()) / yy
     if r2 < MIN_R2 or abs(slope) < MIN_Z * error or slope >= 1:
@@ -68,13 +74,21 @@ def detect(tokens: LossTokens) -> Finding | None:
 
 
 def _bulk_slope(x: Tensor, y: Tensor) -> float:
-    """Return the slope of y on x, f64[M] each, without the tokens that are farthest out."""
+    """Return the slope of the regression of y on x over the bulk of the tokens (see BULK).
+
+    x, y: f64[M], each with its mean subtracted.
+    """
     bulk = x.abs() <= x.abs().sort().values[int(BULK * (len(x) - 1))]
     x, y = x[bulk] - x[bulk].mean(), y[bulk] - y[bulk].mean()
     return float(x @ y) / max(float(x.square().sum()), 1e-300)
 
 
 def _hint(seen: float, asked: float) -> str:
+    """Return a likely reason for the temperature `seen` in the log-probs, to append to the finding.
+
+    A reason is known only if `seen` is near 1 and the recipe's temperature `asked` is not.
+    Otherwise the result is an empty string.
+    """
     close = torch.isclose(torch.tensor([seen]), torch.tensor([1.0]), rtol=0.03)
     return "; as if they were taken before the temperature was applied" if close and (
         abs(asked - 1) > 0.05

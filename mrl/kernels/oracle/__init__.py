@@ -1,12 +1,13 @@
-"""These fp64 references of the ops in `mrl.kernels` are slow, plain and differentiable by autograd.
+"""fp64 references of the ops in `mrl.kernels`: slow, plain, and differentiable by autograd.
 
-Tests and benchmarks compare against these. They share no code with the ops.
+Tests and benchmarks compare the ops with the references, which share no code with the ops.
 """
 
 from mrl.kernels.oracle.moe_permute import moe_permute, moe_sort, moe_unpermute
 from mrl.kernels.oracle.packed_gae import packed_gae
+from mrl.kernels.oracle.paged_attention import paged_attention
 from mrl.kernels.oracle.policy_loss import policy_loss, seq_logratio
-from mrl.kernels.oracle.routes import pack_routes, unpack_routes
+from mrl.kernels.oracle.seeded_sample import seeded_sample
 from mrl.kernels.oracle.truncated_logprob import truncated_logprob
 from mrl.kernels.oracle.vp_logprob import vp_logprob
 
@@ -14,11 +15,11 @@ __all__ = [
     "moe_permute",
     "moe_sort",
     "moe_unpermute",
-    "pack_routes",
     "packed_gae",
+    "paged_attention",
     "policy_loss",
+    "seeded_sample",
     "seq_logratio",
     "truncated_logprob",
-    "unpack_routes",
     "vp_logprob",
 ]

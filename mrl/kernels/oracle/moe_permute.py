@@ -1,6 +1,6 @@
-"""This module takes one choice at a time: the references of `moe_sort`, `moe_permute`, `moe_unpermute`.
+"""References of `moe_sort`, `moe_permute` and `moe_unpermute`, which handle one choice at a time.
 
-They take the choices themselves, ids [n, K] with -1 for none, and gradients come from autograd.
+They take ids [n, K] with -1 for an empty slot; gradients come from autograd.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def choices(ids: Tensor) -> list[tuple[int, int, int]]:
-    """Return (expert, token, place) of each choice, by expert, then by token: one a copy."""
+    """Return (expert, token, slot) of each choice, sorted by expert, then by token.
+
+    The i-th entry is copy i.
+    """
     found = [
         (expert, token, place)
         for token, row in enumerate(ids.tolist())
@@ -21,7 +24,7 @@ def choices(ids: Tensor) -> list[tuple[int, int, int]]:
 
 
 def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens i64[m], cells i64[m], copies i64[n, K] and counts i64[E] of ids [n, K]."""
+    """Return tokens i64[m], cells i64[m], copies i64[n, K] and counts i64[E] for ids [n, K]."""
     tokens, cells = [], []
     copies = torch.full(ids.shape, -1)
     counts = torch.zeros(num_experts, dtype=torch.int64)
@@ -34,7 +37,10 @@ def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def moe_permute(rows: Tensor, ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the copies f64[m, H] of rows [n, H], and the values f64[m] of table [n, E]."""
+    """Return copies of rows [n, H], as f64[m, H], and the table's value for each copy, f64[m].
+
+    table: [n, E].
+    """
     rows, table = rows.double(), table.double()
     copied = [rows[token] for _, token, _ in choices(ids)]
     values = [table[token, expert] for expert, token, _ in choices(ids)]
@@ -44,7 +50,10 @@ def moe_permute(rows: Tensor, ids: Tensor, table: Tensor) -> tuple[Tensor, Tenso
 
 
 def moe_unpermute(rows: Tensor, ids: Tensor, gates: Tensor | None = None) -> Tensor:
-    """Return the sums f64[n, H] of rows [m, H], multiplied by gates [m], over each token's copies."""
+    """Return f64[n, H]: the sum of the rows [m, H] of each token's copies.
+
+    If `gates` [m] are given, each row is first multiplied by its gate.
+    """
     rows = rows.double() if gates is None else rows.double() * gates.double().unsqueeze(1)
     sums = [torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(len(ids))]
     for copy, (_, token, _) in enumerate(choices(ids)):

@@ -1,4 +1,4 @@
-"""The fp64 reference of `mrl::packed_gae` is the textbook loop, one loss token at a time."""
+"""Reference of `mrl::packed_gae` in fp64: the textbook loop over loss tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def packed_gae(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns f64[N], arXiv 1506.02438 eq. 16. Shapes as `mrl.kernels.packed_gae`.
+    """Return advantages and returns, f64[N] each (arXiv 1506.02438 eq. 16).
 
-    Only loss tokens are ever read.
+    The arguments have the shapes that `mrl.kernels.packed_gae` expects. Only loss tokens are read.
     """
     advantages = torch.zeros(rewards.numel(), dtype=torch.float64)
     returns = torch.zeros_like(advantages)

@@ -1,4 +1,4 @@
-"""This policy loss is written from the papers, in fp64, as if one token came after the other."""
+"""Reference of `mrl::policy_loss` in fp64, written from the papers, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ Range = tuple[float, float]
 
 
 class OracleLoss(NamedTuple):
-    """The result has the fields of `mrl.kernels.PolicyLoss`; only `loss` has a gradient."""
+    """The result of the reference, with the fields of `mrl.kernels.PolicyLoss`.
+
+    The statistics are plain numbers by name, and only `loss` has a gradient.
+    """
 
     loss: Tensor
     stats: dict[str, float]
@@ -37,10 +40,11 @@ def policy_loss(
     kl=None,
     frozen: Tensor | None = None,
 ) -> OracleLoss:
-    """Compute what `mrl.kernels.policy_loss` does, in fp64, from the same arguments of any float dtype.
+    """Compute in fp64 what `mrl.kernels.policy_loss` computes.
 
-    `frozen`: the log-probs at which detached factors are taken, `logprobs` itself by default. Finite
-    differences hold it fixed while they move `logprobs`.
+    The arguments are the same, in any float dtype, except `frozen`. `frozen` are the log-probs at
+    which detached factors are evaluated, by default `logprobs` itself. A finite-difference test
+    keeps `frozen` fixed while it varies `logprobs`.
     """
     logp = logprobs.double()
     held = logp.detach() if frozen is None else frozen.double()
@@ -67,7 +71,7 @@ def policy_loss(
 
 
 class _Taker:
-    """x[at] in fp64, or None for None: only loss tokens are ever read."""
+    """Returns `x[at]` in fp64, or None for None, so that only loss tokens are read."""
 
     def __init__(self, at: Tensor) -> None:
         self.at = at
@@ -77,7 +81,7 @@ class _Taker:
 
 
 def _sequence(logp, held, old, advantage, rollout, importance, ref, kl, ratio, clip):
-    """One sequence's undivided loss and statistics from its loss tokens."""
+    """Return the loss sum and the statistics of one sequence, from its loss tokens."""
     n = len(logp)
     gap = held - old
     row = {"num_tokens": n, "k1_sum": float(-gap.sum()), "k3_sum": float((gap.expm1() - gap).sum())}
@@ -105,7 +109,7 @@ def _sequence(logp, held, old, advantage, rollout, importance, ref, kl, ratio, c
     if kl is not None:
         d = ref - logp
         terms = _kl_terms(kl.kind.rstrip("+"), d)
-        if kl.kind.endswith("+"):  # the value of the one, the gradient of k2
+        if kl.kind.endswith("+"):  # the value of k1 or k3 with the gradient of k2
             fixed = ref - held
             terms = _kl_terms(kl.kind[:2], fixed) + _kl_terms("k2", d) - _kl_terms("k2", fixed)
         row |= {"ref_kl_sum": float(terms.detach().sum())}
@@ -120,7 +124,10 @@ def _kl_terms(kind, d):
 
 
 def _objective(r, seen, a, logp, clip):
-    """f(r, A) per token, and where r is above or below its bound; `seen` is r held fixed."""
+    """Return f(r, A) per token, and two masks of the tokens that are clipped: from above, from below.
+
+    `seen` is r without its gradient.
+    """
     never = torch.zeros_like(a, dtype=torch.bool)
     low, high = 1 - clip.low, 1 + clip.high
     if clip.kind == "none":
@@ -165,7 +172,7 @@ def _over_sequences(rows: list[dict[str, float]]) -> dict[str, float]:
 def seq_logratio(
     logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """Return f64[B, 2]: (sum of logp - old over loss tokens, their number)."""
+    """Return f64[B, 2]: the sum of `logp - old` over each sequence's loss tokens, and their number."""
     rows = []
     for start, end in pairwise(cu_seqlens.tolist()):
         mask = loss_mask[start:end].bool()

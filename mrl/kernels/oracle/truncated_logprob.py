@@ -1,4 +1,4 @@
-"""Log-probs over each row's kept tokens alone: fp64."""
+"""Reference log-probs over each row's kept tokens, in fp64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def truncated_logprob(
     logits: Tensor, labels: Tensor, kept: Sequence[Sequence[int]], *, temperature: float = 1.0
 ) -> Tensor:
-    """Return logprobs f64[T] of logits [T, V] of any float dtype: log p(label) - log p(kept tokens)."""
+    """Return f64[T]: `log p(label) - log p(kept tokens)` for logits [T, V] of any float dtype."""
     log_p = (logits.double() / temperature).log_softmax(-1)
     found = [
         row[label] - row[torch.tensor(list(tokens))].logsumexp(0)

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of whole rows: fp64."""
+"""Reference log-probs and entropies over the full vocabulary, in fp64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 def vp_logprob(
     logits: Tensor, labels: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs f64[T], entropy f64[T]) of logits [T, V] of any float dtype; 0 where masked."""
+    """Return (logprobs f64[T], entropy f64[T]) for logits [T, V] of any float dtype.
+
+    Both are 0 at masked rows.
+    """
     keep = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
     log_p = (logits[keep].double() / temperature).log_softmax(-1)
     chosen = log_p.gather(1, labels[keep].unsqueeze(1)).squeeze(1)

@@ -1,16 +1,16 @@
-// What all parts use: the data, elements, numbers, the step under the cursor.
+// What all scripts of a page use: the data, functions that make elements and format numbers, and the cursor.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STEPS = DATA.metrics.steps;
 const SERIES = DATA.metrics.series;
 const STEP = DATA.metrics.step; // what the numbers of STEPS count: step, or round
 
-/** An element. Children are elements or text; text never becomes markup. `on*` attributes are listeners. */
+/** Make an HTML element. Children are elements or strings; a string never becomes markup. `on*` attributes are listeners. */
 function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same in SVG. */
+/** Make an SVG element, like `h`. */
 function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -25,7 +25,7 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Four digits, as short as they go; an en dash where there is no number. */
+/** Format a number with up to four significant digits; null becomes an en dash. */
 function number(value) {
   if (value === null || value === undefined) return "\u2013";
   const size = Math.abs(value);
@@ -42,20 +42,20 @@ function bytes(value) {
   return `${Number((value / 1000 ** power).toPrecision(3))} ${units[power]}`;
 }
 
-/** Keys of the metrics that match any of the patterns, in the patterns' order. */
+/** Return the metric keys that match any of the patterns, in the order of the patterns. */
 function keysLike(...patterns) {
   const keys = Object.keys(SERIES);
   return [...new Set(patterns.flatMap((pattern) =>
     pattern instanceof RegExp ? keys.filter((key) => pattern.test(key)) : keys.filter((key) => key === pattern)))];
 }
 
-/** Step numbers of a curve, beside its values. */
+/** Return the step number of each value of a curve. */
 function stepsOf(series) {
   if (!series.steps) series.steps = series.at ? series.at.map((i) => STEPS[i]) : STEPS;
   return series.steps;
 }
 
-/** Index of the entry of `sorted` that is nearest to `value`; -1 of an empty list. */
+/** Return the index of the entry of `sorted` that is nearest to `value`; -1 for an empty list. */
 function nearest(sorted, value) {
   let low = 0;
   let high = sorted.length - 1;
@@ -68,7 +68,7 @@ function nearest(sorted, value) {
   return low > 0 && value - sorted[low - 1] <= sorted[low] - value ? low - 1 : low;
 }
 
-/** Round numbers from `low` to `high`, about `count` of them. */
+/** Return about `count` round numbers from `low` to `high`, for the marks of an axis; only integers if `whole`. */
 function ticks(low, high, count, whole = false) {
   const rough = (high - low) / Math.max(1, count) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -79,7 +79,7 @@ function ticks(low, high, count, whole = false) {
   return found;
 }
 
-/** The step that all charts point at; listeners are called with it, or with null. */
+/** The step that all charts point at; null if there is none. Listeners are called with the new step. */
 const cursor = {
   step: null,
   listeners: new Set(),
@@ -90,7 +90,7 @@ const cursor = {
   },
 };
 
-/** Call `draw` when the element gets a width, and when that changes, or the colours do. */
+/** Call `draw` when the width of the element changes, or when the colour scheme changes. */
 function whenSized(element, draw) {
   let width = 0;
   new ResizeObserver(() => {

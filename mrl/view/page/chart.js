@@ -1,4 +1,4 @@
-// Curves as SVG: a line for each key, a readout of the step under the cursor, linear or log.
+// Charts as SVG: a curve for each metric key, the values at the cursor's step, and a linear or log axis.
 
 const HEIGHT = 171;
 const EDGE = { left: 52, right: 10, top: 19, bottom: 30 };
@@ -6,9 +6,10 @@ const MAX_DOTS = 40;
 let chartNumber = 0;
 
 /**
- * A figure with curves. `spec`: title, keys, labels (of the keys), label (makes one of a key), log (to begin with), stacked (areas on
- * top of each other), rest (keys that are one curve, their sum), format (of values), spread ({key, by}: a
- * band of value +- another key's).
+ * Make a figure with curves. Fields of `spec`: title, keys, labels (one per key), label (function from a key
+ * to its label), log (whether the axis is log at first), stacked (draw areas on top of each other), rest (keys
+ * that are drawn as one curve, their sum), format (function from a value to a string), note, spread ({key, by}: a
+ * band of the value of `key` plus and minus the value of `by`).
  */
 function chart(spec) {
   const parts = partsOf(spec);
@@ -69,7 +70,7 @@ function chart(spec) {
   return figure;
 }
 
-/** The curves of a chart. */
+/** Return the key, the label and the series of each curve of a chart. */
 function partsOf(spec) {
   const keys = spec.keys.filter((key) => SERIES[key]);
   const labels = spec.labels || (spec.label ? keys.map(spec.label) : shortLabels(keys));
@@ -83,13 +84,13 @@ function curveOf(series) {
   return { steps: stepsOf(series), values: series.v };
 }
 
-/** What the values of a chart are counted in; several units where its curves differ. */
+/** Return the unit of a chart's values. If its curves have several units, return all of them. */
 function unitOf(parts) {
   const units = parts.flatMap(({ key }) => key.split(" ")).map((key) => DATA.metrics.units[key] || "value");
   return [...new Set(units)].join(", ");
 }
 
-/** Keys without the folders that all of them share. */
+/** Return the keys without the leading parts (up to a slash) that all of them have in common. */
 function shortLabels(keys) {
   const parts = keys.map((key) => key.split("/"));
   let shared = 0;
@@ -97,7 +98,7 @@ function shortLabels(keys) {
   return parts.map((part) => part.slice(shared).join("/"));
 }
 
-/** The SVG, the scales behind it and a sentence about what it cannot show. */
+/** Draw the curves. Return the SVG element, its scales, and a note about values that it cannot show. */
 function drawPlot(spec, parts, log, width, show) {
   const curvesOf = parts.map(({ series }) => curveOf(series));
   const lines = spec.stacked ? stack(curvesOf) : curvesOf;
@@ -111,7 +112,7 @@ function drawPlot(spec, parts, log, width, show) {
   const x = (step) => EDGE.left + (last === first ? inner / 2 : ((step - first) / (last - first)) * inner);
   const stepAt = (at) => (last === first ? first : first + ((at - EDGE.left) / inner) * (last - first));
   const line = svg("line", { class: "cursor", y1: EDGE.top, y2: HEIGHT - EDGE.bottom, visibility: "hidden" });
-  // A curve without any value is one that does not apply, such as margins where no route differs.
+  // A curve without any finite value does not apply to this run, such as margins if no route differs.
   const empty = parts.filter((_, i) => curvesOf[i].values.every((v) => v === null));
   const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(parts[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
   const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, parts, show) },
@@ -136,7 +137,7 @@ function describe(spec, parts, show) {
   return `${spec.title}. ${said.join("; ")}`;
 }
 
-/** {at(value) -> pixel, marks: values with a grid line}. */
+/** Return the scale of the vertical axis: `at` maps a value to a pixel, `marks` are the values with a grid line. */
 function scaleOf(values, log, fromZero, bottom, top) {
   let [low, high] = [Infinity, -Infinity];
   for (const v of values) [low, high] = [Math.min(low, v), Math.max(high, v)];
@@ -169,7 +170,7 @@ function axes(x, y, first, last, width, show, unit) {
     svg("text", { class: "mark", x: x(step), y: below + 15, "text-anchor": "middle" }, String(step)))].flat(2);
 }
 
-/** A path with a gap wherever there is no value; points that stand alone get a dot. */
+/** Draw a curve as a path with a gap wherever a value is missing. A point without neighbours gets a dot. */
 function drawLine(curve, x, y, log, colour) {
   const points = curve.steps.map((step, i) => [step, curve.values[i]]);
   const fits = ([, v]) => v !== null && (!log || v > 0);
@@ -192,7 +193,7 @@ function area(low, high, x, y) {
   return `M${there.map((i) => point(high, i)).join("L")}L${there.reverse().map((i) => point(low, i)).join("L")}Z`;
 }
 
-/** Curves on top of each other, at the steps of all of them; a missing value counts nothing. */
+/** Add each curve to the sum of the curves before it, at the steps of all curves. A missing value counts as 0. */
 function stack(curvesOf) {
   const steps = [...new Set(curvesOf.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
   const sums = steps.map(() => 0);

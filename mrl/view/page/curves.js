@@ -1,9 +1,9 @@
-// The curves of a run: the usual ones first, and every key under "All metrics".
+// The curves of a run: first the most important ones, then every metric under "All metrics".
 
 const MAX_FOUND = 60;
-const MAX_KEYS = 8; // of one chart: there are as many colours
+const MAX_KEYS = 8; // the largest number of curves of a chart, which is the number of colours
 
-/** `by`: key -> what its chart is about, where a spec makes several charts. */
+/** Specs of the charts that are shown first. `by` maps a key to the name of its chart, if a spec makes several charts. */
 const USUAL = [
   { title: "Reward", match: ["reward/mean"], spread: { key: "reward/mean", by: "reward/std" }, note: "band: one standard deviation" },
   { title: "Response length", match: ["response_len/mean", "response_len/max"] },
@@ -40,7 +40,7 @@ function usualCurves() {
   return chartGrid(USUAL);
 }
 
-/** The charts of the specs. Of more than three keys those that are always 0 (memory off GPUs) are left out. */
+/** Make the charts of the specs. If a spec has more than three keys, keys whose values are all 0 are left out. */
 function chartGrid(specs) {
   const zeros = [];
   const charts = specs.flatMap((spec) => {
@@ -53,7 +53,7 @@ function chartGrid(specs) {
   return h("div", {}, h("div", { class: "grid" }, charts), note);
 }
 
-/** Specs of charts with at most MAX_KEYS curves each, which hold all `keys`. A stack stays one: its smallest are summed. */
+/** Split a spec into specs with at most MAX_KEYS curves each. A stacked chart is not split; its smallest curves are summed. */
 function split(spec, keys) {
   if (spec.stacked && keys.length > MAX_KEYS) {
     const total = (key) => SERIES[key].v.reduce((sum, v) => sum + v, 0);
@@ -77,7 +77,7 @@ function formatOf(key) {
   return key.endsWith("_bytes") ? bytes : number;
 }
 
-/** Every key, in folds by what comes before the slash; drawn when a fold opens or a search finds it. */
+/** Make a fold for each first part of the keys (up to a slash). A chart is drawn when its fold opens or a search finds it. */
 function allMetrics() {
   const keys = Object.keys(SERIES);
   const groups = new Map();

@@ -1,4 +1,4 @@
-// A grid of cells on a canvas, with a readout of the cell under the pointer or the arrow keys.
+// Heatmaps: a grid of cells on a canvas. The cell under the pointer, or chosen by arrow keys, is described below it.
 
 const PALETTE = {
   light: [[244, 246, 249], [171, 205, 231], [66, 133, 191], [20, 54, 112]],
@@ -6,8 +6,9 @@ const PALETTE = {
 };
 
 /**
- * A figure. `spec`: title, rows and columns (labels), value(row, column) -> number or null, rowName,
- * columnName, remark(row, column) -> what the readout says beside the value, onPick(row, column).
+ * Make a figure with a heatmap. Fields of `spec`: title, rows and columns (their labels), rowName, columnName,
+ * value(row, column) -> number or null, remark(row, column) -> a string to show after the value,
+ * onPick(row, column), fromZero (whether the colour scale begins at 0).
  */
 function heatmap(spec) {
   const canvas = h("canvas", { tabindex: "0", role: "img" });

@@ -1,4 +1,4 @@
-// Put the parts into the page.
+// Put the sections of a run into the page.
 
 document.getElementById("curves").append(STEPS.length ? usualCurves() : h("p", { class: "note" }, "No step is done yet."));
 document.getElementById("timeline").append(timelineSection());

@@ -1,4 +1,4 @@
-// The engine's log-probs and routes against the trainer's: over time, by layer, by what is replayed.
+// Compare the log-probs and routes of engine and trainer: over the steps, by layer, and by which routes are replayed.
 
 const MISMATCH = [
   { title: "KL of engine and trainer", match: ["mismatch/k1", "mismatch/k3", "mismatch/chi2"] },
@@ -29,7 +29,7 @@ function mismatchDashboard() {
     h("div", { class: "blocks" }, layerHeatmap(), expertLoad()), decomposition());
 }
 
-/** Families of keys that end in /layer_NN -> [{layer, series}, ...] by layer. */
+/** Return, for each metric with keys NAME/layer_NN, its [{layer, series}, ...] in the order of layers, by NAME. */
 function layerFamilies() {
   const families = new Map();
   for (const key of Object.keys(SERIES)) {
@@ -52,7 +52,7 @@ function layerHeatmap() {
     h("p", { class: "note" }, "A click on a cell, or Enter, opens the samples of its step where the page has them; of a column of several steps, those of the one with the largest value among these."));
 }
 
-/** Long runs: one column is the largest value of several steps. */
+/** Make the heatmap of a metric by layer and step. In a long run, a column has the largest values of several steps. */
 function familyMap(name, rows) {
   const size = Math.ceil(STEPS.length / MAX_COLUMNS);
   const columns = STEPS.filter((_, i) => i % size === 0);
@@ -79,7 +79,7 @@ function familyMap(name, rows) {
   });
 }
 
-/** Of the steps with samples in the page that `fits` takes, the one with the largest value; or null. */
+/** Return the step with the largest value, of those that have samples in the page and that `fits` accepts; null if there is none. */
 function stepToOpen(series, fits) {
   const steps = stepsOf(series);
   const valueAt = (step) => {
@@ -118,7 +118,7 @@ function decomposed(found) {
     h("p", { class: "note" }, first === null || first === undefined ? "No layer where activations diverge." : `Activations diverge first in layer ${first}.`));
 }
 
-/** Bars of each layer; the longest of each kind fills its column. */
+/** Make a table with one bar per layer and measure. The longest bar of a measure fills its column. */
 function layerBars(layers, first) {
   const kinds = [["gap_without", "gap, all replayed but this"], ["gap_first", "gap, replayed up to this"], ["hidden_rel_diff", "difference of hidden states, relative"]];
   const largest = kinds.map(([name]) => Math.max(0, ...layers.map((layer) => Math.abs(layer[name] ?? 0))));
@@ -135,7 +135,7 @@ function layerBars(layers, first) {
       kinds.map(([name], i) => bar(layer[name], largest[i], i)))))));
 }
 
-/** Of steps with a token record: tokens that each expert got, as a multiple of an even share. */
+/** Show how many tokens each expert got, as a multiple of an even share, for the steps with a token record. */
 function expertLoad() {
   const steps = DATA.steps.filter((step) => step.load.length);
   if (!steps.length) return h("p", { class: "note" }, "No token records with routes in this page, so no load by expert.");

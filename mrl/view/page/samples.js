@@ -1,4 +1,4 @@
-// Pick a step, pick a sample, read its tokens.
+// The sample browser: choose a step and a sample, and read the tokens of the sample.
 
 const ORDERS = [
   ["max_d", "largest |\u0394|", (sample) => -(sample.max_d ?? -1)],
@@ -84,7 +84,7 @@ function sampleTable(samples, pick) {
       columns.map(([, value]) => h("td", {}, String(value(sample))))))));
 }
 
-/** The text as coloured tokens, beside a panel about the one under the pointer or the arrow keys. */
+/** Show a sample as coloured tokens, beside a panel about the token under the pointer or chosen by the arrow keys. */
 function sampleDetail(sample, step) {
   const panel = h("div", { class: "token-panel", "aria-live": "polite" }, h("p", { class: "note" }, "Point at a token, or move with the arrow keys."));
   const spans = tokenSpans(sample, step);

@@ -1,4 +1,4 @@
-// Who did what and when, trainer and engines one below the other; who waited, the queue, staleness.
+// The timeline: what the trainer and each engine did when, in one lane each, and charts of waiting, queue and staleness.
 
 const WAITING = [
   { title: "Idle share of each role", match: ["async/rollout_idle_share", "async/trainer_idle_share"] },
@@ -17,7 +17,7 @@ function timelineSection() {
   return h("div", {}, drawn, keysLike(/^async\//).length ? chartGrid(WAITING) : null, stalenessBars(data.staleness));
 }
 
-/** A figure with a lane for each role; pointer and arrow keys read single spans. */
+/** Make a figure with a lane for the trainer and for each engine. The pointer and the arrow keys choose a span to describe. */
 function lanesFigure(data) {
   const plot = h("div", { class: "plot lanes", tabindex: "0", role: "group", onkeydown: moveSpan,
     "aria-label": "Timeline of trainer and engines. Left and right read the spans of a lane, up and down change the lane." });
@@ -60,7 +60,7 @@ function lanesFigure(data) {
   return figure;
 }
 
-/** The step that went on at a time: the last that had begun. */
+/** Return the step that was running at the time `at`, which is the last step that had begun. */
 function stepAt(steps, at) {
   let found = steps[0][0];
   for (const [step, begin] of steps) if (begin <= at) found = step;
@@ -92,7 +92,7 @@ function drawLanes(data, width) {
         x: x(begin), y: top(i), width: Math.max(0.6, x(end) - x(begin)), height: LANE.height }))]));
 }
 
-/** The kinds of a lane with their share of its time. */
+/** List the activities of a lane, each with its share of the lane's time. */
 function laneLegend(lane) {
   return h("ul", { class: "legend" }, h("li", {}, h("strong", {}, lane.name)), lane.kinds.map((kind) =>
     h("li", {}, h("span", { class: `swatch c${kind.colour % 8}`, "aria-hidden": "true" }),
@@ -103,7 +103,7 @@ function percent(share) {
   return `${Number((100 * share).toPrecision(share < 0.1 ? 1 : 3))}%`;
 }
 
-/** Groups by their staleness, over all steps. */
+/** Make a histogram of the groups of all steps by their staleness. */
 function stalenessBars(counts) {
   const total = counts.reduce((sum, [, count]) => sum + count, 0);
   if (!total) return null;

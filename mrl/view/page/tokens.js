@@ -1,8 +1,8 @@
-// A sample's tokens: what the packed data says of each, its colour, its text.
+// The tokens of a sample: their unpacked data, their colours and their text.
 
 const EXTREME = Math.LN2;
 
-/** Undo the packing of mrl/view/samples.py; once for each sample. */
+/** Undo the packing of mrl/view/samples.py. The result is kept, so each sample is unpacked once. */
 function unpack(sample, step) {
   if (sample.unpacked) return sample.unpacked;
   const repeated = (runs) => runs.flatMap(([value, count]) => new Array(count).fill(value));
@@ -23,13 +23,13 @@ function readIds(text, numExperts) {
   return numExperts <= 0xff ? raw : new Uint16Array(raw.buffer);
 }
 
-/** `count` ids from `start` on; null where there was no route. */
+/** Return `count` expert ids from `start` on; null if there was no route. */
 function idsAt(ids, start, count) {
   const found = Array.from(ids.subarray(start, start + count));
   return found.includes(ids.BYTES_PER_ELEMENT === 1 ? 0xff : 0xffff) ? null : found;
 }
 
-/** Routes of a token: [{layer, captured, native, margin, differs}, ...]; null without routes. */
+/** Return the routes of a token, [{layer, captured, native, margin, differs}, ...]; null if the sample has no routes. */
 function routesOf(sample, step, token) {
   const { routes } = unpack(sample, step);
   if (!routes) return null;
@@ -50,7 +50,7 @@ const COLOURINGS = [
   ["advantage", "advantage"],
 ];
 
-/** Numbers in [-1, 1] for the colour of each token, or null for none. */
+/** Return a number in [-1, 1] for the colour of each token; null for a token without colour. */
 function shades(kind, sample, step) {
   const { mask, differing, advantage } = unpack(sample, step);
   const off = (values) => values.map((value, i) => (mask[i] && value !== null ? value : null));
@@ -83,7 +83,7 @@ function tint(share) {
   return `rgba(${r},${g},${b},${(0.6 * Math.sqrt(Math.abs(share))).toFixed(3)})`;
 }
 
-/** Text that shows what is there: line breaks marked, control and direction characters by their number. */
+/** Make a token's text visible: line breaks and tabs get a mark, and other control characters become their code point. */
 function visible(piece) {
   if (piece === undefined) return "\u25a1";
   if (piece === "") return "\u2205";
@@ -95,7 +95,7 @@ function visible(piece) {
   }).join("");
 }
 
-/** Everything known about one token, as a list and a table of its routes. */
+/** Show everything that is known about a token: a list of its values and a table of its routes. */
 function tokenPanel(sample, step, token) {
   const { mask, versions, advantage } = unpack(sample, step);
   const learned = mask[token];

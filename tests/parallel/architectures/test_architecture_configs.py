@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from mrl.errors import InputError
 from parallel.architectures import architectures, load_architecture
 from parallel.expected_tensors import check_tensors, expected_shapes
-from parallel.finite_tensors import check_finite_tensors
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors, check_names
+from parallel.hf_tensors import HfTensors, check_finite_tensors, check_names
 from parallel.weights import canonical_name
 from tests.parallel.models import SETTINGS, YARN, write_tiny
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe.align import local_routes
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import ModelConfig, OptimizerConfig
-from mrl.kernels.routes import pack_routes, unpack_routes
 from mrl.learn.batching import make_train_batch
 from mrl.types import Sample, TrainBatch
 from parallel.hf_config import HfModel
@@ -184,19 +184,11 @@ def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
     batch = packed(samples)
     assert batch.routes is not None
     numbers, experts = batch.routes.layer_numbers, batch.routes.num_experts
-    ids = unpack_routes(
-        batch.routes.packed,
-        num_experts=experts,
-        topk=batch.routes.topk,
-        layers=range(len(numbers)),
-        start=0,
-        stop=batch.num_tokens,
-    )
-    captured = dict(zip(numbers, ids.clone(), strict=True))
-    changed = ids.transpose(0, 1).contiguous()  # [N, L, K]
+    captured = local_routes(batch.routes, numbers, 0, 1)
+    changed = batch.routes.expert_ids.clone()
     row = changed[1, 0]  # the second token of the first sample, in the first MoE layer
     row[0] = next(e for e in range(experts) if e not in row.tolist())
-    routes = dataclasses.replace(batch.routes, packed=pack_routes(changed, experts))
+    routes = dataclasses.replace(batch.routes, expert_ids=changed)
     native = policy.forward_only([batch], Replay.off)
     layers = [x for x in unwrap(policy.chunks[0]).decoder.layers if hasattr(x.mlp, "router")]
     gates: dict[str, Any] = {}

@@ -57,7 +57,7 @@ def test_it_is_megatrons_in_fp32(interleaved: bool, rank: int, size: int) -> Non
         cp_group=group(rank, size),
     )
     rotation = Rotation.at(angles(12), positions(bounds, rank, size), scale)
-    assert torch.equal(rotation.turn(x, interleaved), theirs)
+    assert torch.equal(rotation.rotate(x, interleaved), theirs)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -65,15 +65,15 @@ def test_gradient(interleaved: bool) -> None:
     rotation = Rotation.at(angles(5), torch.tensor([0, 1, 4, 2]))
     double = Rotation(rotation.cos.double(), rotation.sin.double())
     x = torch.randn(4, HEADS, SIZE, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: double.turn(x, interleaved), (x,))
+    assert torch.autograd.gradcheck(lambda x: double.rotate(x, interleaved), (x,))
 
 
 def test_dimensions_beyond_the_rotated_ones_stay() -> None:
     rotation = Rotation.at(angles(5), torch.tensor([4, 2]))
     x = torch.randn(2, HEADS, SIZE + 4, requires_grad=True)
-    out = rotation.turn(x)
+    out = rotation.rotate(x)
     assert torch.equal(out[..., SIZE:], x[..., SIZE:])
-    assert torch.equal(out[..., :SIZE], rotation.turn(x[..., :SIZE]))
+    assert torch.equal(out[..., :SIZE], rotation.rotate(x[..., :SIZE]))
     out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad[..., SIZE:], torch.ones(2, HEADS, 4))
@@ -83,10 +83,10 @@ def test_bf16_is_rounded_once() -> None:
     """Megatron's unfused form rounds cosines, sines and every product."""
     x = torch.randn(400, HEADS, SIZE).bfloat16()
     rotation = Rotation.at(angles(400), torch.arange(400))
-    exact = rotation.turn(x.double())
-    ours = rotation.turn(x)
+    exact = rotation.rotate(x.double())
+    ours = rotation.rotate(x)
     assert ours.dtype is torch.bfloat16
-    assert torch.equal(ours, rotation.turn(x.float()).bfloat16())
+    assert torch.equal(ours, rotation.rotate(x.float()).bfloat16())
     bounds = torch.tensor([0, 400], dtype=torch.int32)
     theirs = _apply_rotary_pos_emb_thd(x, bounds, angles(400), cp_group=group(0, 1))
     assert (ours - exact).abs().mean() < 0.7 * (theirs - exact).abs().mean()

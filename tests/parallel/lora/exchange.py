@@ -11,8 +11,7 @@ from mrl.config import LoraConfig
 from mrl.config.adapter import Adapter, Experts
 from parallel.hf_config import HfModel
 from parallel.lora.peft_folder import write_peft_folder
-from parallel.lora.rules import read_adapter
-from parallel.lora.shapes import adapter_shapes
+from parallel.lora.rules import adapter_shapes, read_adapter
 
 RANK, ALPHA = 3, 6.0
 """A rank that nothing divides by."""

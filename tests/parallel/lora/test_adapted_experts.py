@@ -16,8 +16,7 @@ from parallel import prepare
 prepare()
 
 from parallel.hf_config import HfModel  # noqa: E402
-from parallel.layers.experts import stacked  # noqa: E402
-from parallel.lora.layers import AdaptedExperts  # noqa: E402
+from parallel.layers.experts import GroupedExperts, stacked  # noqa: E402
 from parallel.lora.weights import LoraSetup  # noqa: E402
 from parallel.model import unwrap  # noqa: E402
 from tests.parallel.adapters import adapter_of, lora_folder, write_lora  # noqa: E402
@@ -39,7 +38,7 @@ def one_layer(model_path: Path, kind: Experts, distributed: bool) -> dict[str, A
     layer = next(
         m
         for m in unwrap(policy.chunks[0]).modules()
-        if isinstance(getattr(m, "experts", None), AdaptedExperts)
+        if isinstance(getattr(m, "experts", None), GroupedExperts)
     )
     experts: Any = layer.experts
     torch.manual_seed(0)
@@ -53,9 +52,9 @@ def one_layer(model_path: Path, kind: Experts, distributed: bool) -> dict[str, A
         inputs = [rows, probs, *trained.values()]
         return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
 
-    found["grouped"], found["loop"] = measure(AdaptedExperts), measure(SequentialMLP)
+    found["grouped"], found["loop"] = measure(GroupedExperts), measure(SequentialMLP)
     with policy.lora.off(), torch.no_grad():  # pyright: ignore[reportOptionalMemberAccess]
-        for name, cls in (("grouped off", AdaptedExperts), ("loop off", SequentialMLP)):
+        for name, cls in (("grouped off", GroupedExperts), ("loop off", SequentialMLP)):
             found[name] = cls.forward(experts, rows, torch.tensor(SIZES), probs)[0]
     found["viewed"] = [
         stacked(matrices).data_ptr() == matrices[0].data_ptr()

@@ -15,8 +15,7 @@ from mrl.config import ModelConfig, OptimizerConfig
 from mrl.types import MicroBatch, Sample
 from parallel.hf_config import HfModel
 from parallel.ledger import gradient_tensors
-from parallel.lora.rules import is_adapter
-from parallel.lora.shapes import adapter_shapes
+from parallel.lora.rules import adapter_shapes, is_adapter
 from parallel.lora.weights import LoraSetup
 from parallel.mesh import Mesh
 from parallel.policy import Policy

@@ -15,8 +15,7 @@ from mrl.config.adapter import PEFT_PREFIX, Adapter, Experts
 from mrl.errors import InputError
 from parallel.architectures import find_architecture
 from parallel.hf_config import HfModel
-from parallel.lora.rules import adapter_rules, is_adapter, read_adapter
-from parallel.lora.shapes import adapter_shapes
+from parallel.lora.rules import adapter_rules, adapter_shapes, is_adapter, read_adapter
 from tests.parallel.adapters import RANK, adapter_of
 from tests.parallel.models import COMMON, SETTINGS, write_tiny
 

@@ -12,14 +12,21 @@ import torch
 from mrl.errors import InputError
 from mrl.system.releases import numbers
 from parallel.dims import ParallelDims
-from parallel.options.fields import ALLOWED, ANYWHERE, NEEDS_CUDA, NEEDS_ENGINE, OWNED, REFUSED
+from parallel.options.fields import (
+    ALLOWED,
+    ANYWHERE,
+    NEEDS_CUDA,
+    NEEDS_TRANSFORMER_ENGINE,
+    OWNED,
+    REFUSED,
+)
 from parallel.options.read import installed_fields, read_options
 from parallel.options.rules import SWITCHES, Surroundings, check_rules
 
 TABLES = {
     "owned": list(OWNED),
     "refused": [name for names in REFUSED.values() for name in names],
-    "allowed": [*ANYWHERE, *NEEDS_CUDA, *NEEDS_ENGINE],
+    "allowed": [*ANYWHERE, *NEEDS_CUDA, *NEEDS_TRANSFORMER_ENGINE],
 }
 ONLY_IN_0_19 = {
     "activation_offload_fraction", "adaptive_muon_beta2", "adaptive_muon_eps",
@@ -83,7 +90,7 @@ def test_every_field_of_the_installed_version_is_in_one_table() -> None:
 def test_a_field_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {**installed_fields(), "warp_drive": {"transformer": bool}}
     monkeypatch.setattr("parallel.options.read.installed_fields", lambda: fields)
-    with pytest.raises(InputError, match=r"megatron.warp_drive: .* was not read beside it"):
+    with pytest.raises(InputError, match=r"megatron.warp_drive: .* no one has checked that replay"):
         read_options({"warp_drive": True})
 
 

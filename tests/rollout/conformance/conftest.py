@@ -1,4 +1,4 @@
-"""The engines under test. Any engine of mrl.rollout may be put here: see benchmarks/conformance.py."""
+"""The engines under test. Any engine of mrl.engines may be put here: see benchmarks/conformance.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rollout_helpers import make_buckets, make_engine
 
-from mrl.rollout.base import RolloutEngine
+from mrl.engines.base import RolloutEngine
 
 NUM_ENGINES = int(os.environ.get("MRL_CONFORMANCE_ENGINES", "1"))
 
@@ -31,5 +31,5 @@ def engines(engine, other_engines, toy_weights) -> list[RolloutEngine]:
     """All of them, with the checkpoint's weights as version 0."""
     for other in other_engines:
         other.wake()
-        other.update_weights(make_buckets(toy_weights, 0), 0)
+        other.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
     return [engine, *other_engines]

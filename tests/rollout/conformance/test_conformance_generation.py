@@ -20,7 +20,7 @@ from rollout_helpers import (
 )
 from transformers import AutoTokenizer
 
-from mrl.rollout.base import Request, SamplingParams
+from mrl.engines.base import Request, SamplingParams
 from mrl.types import VersionSpan
 
 EOS = 98
@@ -42,7 +42,7 @@ def check_completion(oracle, request, completion, temperature=1.0, least=0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_routes_equal_transformers(engine, oracle, temperature):
     requests = make_requests(8, SamplingParams(32, temperature=temperature))
-    completions = {c.request_id: c for c in engine.generate(requests)}
+    completions = {c.request_id: c for c in engine.endpoint.generate(requests)}
     assert completions.keys() == {r.request_id for r in requests}
     for request in requests:
         completion = completions[request.request_id]
@@ -55,25 +55,25 @@ def test_logprobs_and_routes_equal_transformers(engine, oracle, temperature):
 def test_routes_of_cached_prefixes(engine, oracle):
     """Rows that the prefix cache filled are counted, and are the model's (sglang 26975)."""
     first = make_requests(2, SamplingParams(8, 8))
-    done = {c.request_id: c for c in engine.generate(first)}
+    done = {c.request_id: c for c in engine.endpoint.generate(first)}
     longer = [
         Request(
             r.request_id, torch.cat([r.token_ids, done[r.request_id].output_ids]), 7, r.sampling
         )
         for r in first
     ]
-    for completion in engine.generate(longer, reuse_cache=True):
+    for completion in engine.endpoint.generate(longer, reuse_cache=True):
         request = next(r for r in longer if r.request_id == completion.request_id)
         assert completion.routing.num_cached_rows >= 20
         check_completion(oracle, request, completion)
-    for completion in engine.generate(longer[:1]):
+    for completion in engine.endpoint.generate(longer[:1]):
         assert completion.routing.num_cached_rows == 0
 
 
 def test_long_prompts(engine, oracle):
     """More prompt tokens at once than a prefill chunk usually holds (sglang 26860)."""
     requests = make_requests(8, SamplingParams(4, 4), num_tokens=500)
-    for completion in engine.generate(requests):
+    for completion in engine.endpoint.generate(requests):
         request = next(r for r in requests if r.request_id == completion.request_id)
         check_completion(oracle, request, completion)
 
@@ -82,7 +82,7 @@ def test_routes_after_want_of_memory(engine, oracle):
     """A request that the engine took back and computed anew says so (miles 3277)."""
     # Not of one exact length: SGLang would reserve all of it, and take none back.
     requests = make_requests(16, SamplingParams(400, 399))
-    completions = list(engine.generate(requests))
+    completions = list(engine.endpoint.generate(requests))
     assert len(completions) == 16
     retracted = [c for c in completions if c.num_retractions]
     assert retracted
@@ -98,11 +98,11 @@ def test_score_equals_transformers(engine, oracle):
     sequences = [p.token_ids for p in make_prompts(3, num_tokens=40)]
     last = oracle.config.vocab_size - 1  # an id that SGLang reports under another name
     sequences.append(torch.tensor([last, 5, last, 0, last, 7]))
-    for sequence, got in zip(sequences, engine.sequence_logprobs(sequences), strict=True):
+    for sequence, got in zip(sequences, engine.endpoint.sequence_logprobs(sequences), strict=True):
         expected, _ = score(oracle, sequence, 1, 1.0)
         assert got[0] == 0
         assert (got[1:] - expected).abs().max() < TOLERANCE
-    (completion,) = engine.generate(make_requests(1, SamplingParams(2, 2), num_tokens=40))
+    (completion,) = engine.endpoint.generate(make_requests(1, SamplingParams(2, 2), num_tokens=40))
     assert completion.routing.num_cached_rows == 0
 
 
@@ -126,11 +126,11 @@ def test_seeds(engine):
 def test_a_continued_request_goes_on_as_it_would_have(engine):
     """A token is a function of the weights, what is before it, and the seed."""
     (request,) = make_requests(1, SamplingParams(24, 24))
-    (whole,) = engine.generate([request])
+    (whole,) = engine.endpoint.generate([request])
     half = Request(
         "half", torch.cat([request.token_ids, whole.output_ids[:10]]), 0, SamplingParams(14, 14)
     )
-    (rest,) = engine.generate([half])
+    (rest,) = engine.endpoint.generate([half])
     assert torch.equal(rest.output_ids, whole.output_ids[10:])
 
 
@@ -164,7 +164,9 @@ def test_lengths_stop_tokens_and_top_p(engine):
     assert min(lengths(SamplingParams(16))) < 8
     assert 12 <= min(lengths(SamplingParams(16, min_new_tokens=12))) < 16
     stop = tuple(range(40))
-    completions = list(engine.generate(make_requests(16, SamplingParams(32, stop_token_ids=stop))))
+    completions = list(
+        engine.endpoint.generate(make_requests(16, SamplingParams(32, stop_token_ids=stop)))
+    )
     assert all(c.output_ids[-1] in (*stop, EOS) for c in completions if c.finish_reason == "stop")
     assert all(c.output_ids[:-1].min() >= 40 for c in completions if len(c.output_ids) > 1)
     # A nucleus of almost nothing is greedy, whatever the seed.
@@ -180,14 +182,14 @@ def test_lengths_stop_tokens_and_top_p(engine):
 def test_the_k_likeliest_and_log_probs_of_the_whole_distribution(engine, oracle):
     (request,) = make_requests(1, SamplingParams(12, 12, top_k=1))
     other = dataclasses.replace(request, request_id="other", seed=99)
-    first, second = engine.generate([request, other])
+    first, second = engine.endpoint.generate([request, other])
     assert torch.equal(first.output_ids, second.output_ids)
     check_completion(oracle, request, first)  # of the one token that is left it would be 0
     once = SamplingParams(1, 1, top_k=3)
     many = [
         dataclasses.replace(request, request_id=str(i), seed=i, sampling=once) for i in range(64)
     ]
-    drawn = {int(completion.output_ids[0]) for completion in engine.generate(many)}
+    drawn = {int(completion.output_ids[0]) for completion in engine.endpoint.generate(many)}
     logits = oracle(request.token_ids[None]).logits[0, -1]
     assert drawn == set(logits.topk(3).indices.tolist())
 
@@ -197,13 +199,13 @@ def test_a_stop_text_belongs_to_the_response(engine, oracle, toy_folder):
     """The tokens that it matches are kept, with log-probs and routes, and nothing follows them."""
     tokenizer = AutoTokenizer.from_pretrained(toy_folder)
     requests = make_requests(16, SamplingParams(24, 24))
-    free = {c.request_id: c.output_ids for c in engine.generate(requests)}
+    free = {c.request_id: c.output_ids for c in engine.endpoint.generate(requests)}
     text = tokenizer.decode(free[requests[0].request_id][9:11])
     stopping = {
         r.request_id: dataclasses.replace(r, sampling=SamplingParams(24, stop=(text,)))
         for r in requests
     }
-    found = list(engine.generate(list(stopping.values())))
+    found = list(engine.endpoint.generate(list(stopping.values())))
     for completion in found:
         ids = completion.output_ids
         assert torch.equal(ids, free[completion.request_id][: len(ids)])
@@ -219,13 +221,13 @@ def test_refused_requests(engine):
     (good,) = make_requests(1, SamplingParams(2, 2))
     long = make_requests(1, SamplingParams(32), num_tokens=500)
     with pytest.raises(ValueError, match=r"0-0: 500 prompt tokens \+ 32 new tokens .* of 512"):
-        engine.generate(long)
+        engine.endpoint.generate(long)
     with pytest.raises(ValueError, match="0-0: the prompt has no tokens"):
-        engine.generate(make_requests(1, SamplingParams(2), num_tokens=0))
+        engine.endpoint.generate(make_requests(1, SamplingParams(2), num_tokens=0))
     with pytest.raises(ValueError, match="0-0: two requests have this id"):
-        engine.generate([good, good])
-    assert len(list(engine.generate([good]))) == 1
-    assert list(engine.generate([])) == []
+        engine.endpoint.generate([good, good])
+    assert len(list(engine.endpoint.generate([good]))) == 1
+    assert list(engine.endpoint.generate([])) == []
 
 
 @follows_seeds
@@ -234,7 +236,7 @@ def test_engines_side_by_side(engines):
     requests = make_requests(8, SamplingParams(24, 24))
 
     def roll_out(engine):
-        return {c.request_id: c for c in engine.generate(requests)}
+        return {c.request_id: c for c in engine.endpoint.generate(requests)}
 
     with ThreadPoolExecutor(len(engines)) as pool:
         results = list(pool.map(roll_out, engines))

@@ -15,7 +15,7 @@ from rollout_helpers import (
     score,
 )
 
-from mrl.rollout.base import SamplingParams
+from mrl.engines.base import SamplingParams
 from mrl.types import UNKNOWN_VERSION
 
 LONG = 300
@@ -35,11 +35,11 @@ def new_weights(toy_weights):
 
 
 def test_abort(engine, requests, oracle):
-    running = engine.generate(requests)
+    running = engine.endpoint.generate(requests)
     assert next(running).request_id == "1-0"
     with pytest.raises(RuntimeError, match="sleep: the engine is awake, generating"):
         engine.sleep()
-    engine.abort(["2-0", "2-3"])
+    engine.endpoint.abort(["2-0", "2-3"])
     rest = {c.request_id: c for c in running}
     assert rest.keys() == {f"2-{i}" for i in range(5)}
     for i in range(5):
@@ -60,9 +60,9 @@ def test_abort_of_what_still_waits(engine):
         *make_requests(1, SamplingParams(8, 8), seed=1),
         *make_requests(40, SamplingParams(LONG, LONG), seed=3),
     ]
-    running = engine.generate(many)
+    running = engine.endpoint.generate(many)
     next(running)
-    engine.abort()
+    engine.endpoint.abort()
     lengths = [len(c.output_ids) for c in running if c.finish_reason == "abort"]
     assert len(lengths) == 40
     assert min(lengths) == 0 < max(lengths)
@@ -70,29 +70,29 @@ def test_abort_of_what_still_waits(engine):
 
 @follows_seeds
 def test_leaving_early_leaves_nothing_running(engine, requests):
-    (whole,) = engine.generate(requests[:1])
-    running = engine.generate(requests)
+    (whole,) = engine.endpoint.generate(requests[:1])
+    running = engine.endpoint.generate(requests)
     next(running)
     running.close()
-    (again,) = engine.generate(requests[:1])
+    (again,) = engine.endpoint.generate(requests[:1])
     assert torch.equal(again.output_ids, whole.output_ids)
-    running = engine.generate(requests)
+    running = engine.endpoint.generate(requests)
     next(running)
-    engine.abort()
+    engine.endpoint.abort()
     assert {c.finish_reason for c in running} == {"abort"}
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_update_in_mid_flight(engine, requests, oracle, new_weights, mode):
     """Each token says which weights made it, and each row of routes which weights chose it."""
-    running = engine.generate(requests)
+    running = engine.endpoint.generate(requests)
     next(running)
     with pytest.raises(
         RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
     ):
-        engine.update_weights(make_buckets(new_weights, 1), 1)
+        engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
     engine.pause(mode)
-    engine.update_weights(make_buckets(new_weights, 1), 1)
+    engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
     engine.resume()
     completions = list(running)
     assert len(completions) == 5
@@ -122,15 +122,15 @@ def test_update_in_mid_flight(engine, requests, oracle, new_weights, mode):
 
 def test_rows_of_an_old_cache_say_so(engine, requests, new_weights):
     """SGLang keeps its prefix cache through an update in mid-flight: later readers must be told."""
-    running = engine.generate(requests)
+    running = engine.endpoint.generate(requests)
     next(running)
     engine.pause("in_place")
-    engine.update_weights(make_buckets(new_weights, 1), 1)
+    engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
     engine.resume()
     list(running)
-    (stale,) = engine.generate(requests[:1], reuse_cache=True)
+    (stale,) = engine.endpoint.generate(requests[:1], reuse_cache=True)
     spans = [(s.version, s.start, s.end) for s in stale.routing.row_versions]
     assert stale.routing.num_cached_rows > 0
     assert spans == [(UNKNOWN_VERSION, 0, 19), (1, 19, 27)]  # of 0 or of 1
-    (fresh,) = engine.generate(requests[:1])
+    (fresh,) = engine.endpoint.generate(requests[:1])
     assert [s.version for s in fresh.routing.row_versions] == [1]

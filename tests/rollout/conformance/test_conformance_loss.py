@@ -13,7 +13,7 @@ from rollout_helpers import (
 )
 
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
-from mrl.rollout.base import EngineLost, SamplingParams
+from mrl.engines.base import EngineLost, SamplingParams
 
 SAMPLING = SamplingParams(200)
 """No minimum length is set, so groups finish one after the other."""
@@ -33,7 +33,7 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     before = [first, *first.children(recursive=True)]
     rollout = SingleTurnRollout(start_groups(prompts, 2), SAMPLING, 1)
     groups = []
-    finished = rollout.finished(engine)
+    finished = rollout.finished(engine.endpoint)
     groups.append(next(finished))
     for process in before:
         process.kill()
@@ -42,14 +42,14 @@ def test_no_sample_is_lost_or_doubled(engine, toy_weights):
     assert not running(before)
     assert groups
     assert len(groups) + len(rollout.partial) == 8
-    for ask in (engine.wake, engine.sleep, lambda: engine.generate([])):
+    for ask in (engine.wake, engine.sleep, lambda: engine.endpoint.generate([])):
         with pytest.raises(EngineLost, match=r"the engine is stopped; start\(\) it first"):
             ask()
-    assert engine.weight_version is None
+    assert engine.endpoint.weight_version is None
     engine.start()
-    assert engine.weight_version == 0
-    engine.update_weights(make_buckets(toy_weights, 0), 0)
-    groups += rollout.finished(engine)
+    assert engine.endpoint.weight_version == 0
+    engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
+    groups += rollout.finished(engine.endpoint)
     assert not rollout.partial
     groups.sort(key=lambda group: group.samples[0].group_id)
     for group, undisturbed in zip(groups, calm, strict=True):

@@ -13,7 +13,7 @@ from rollout_helpers import (
 )
 from transformers import Qwen3MoeForCausalLM
 
-from mrl.rollout.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
+from mrl.engines.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
 from mrl.types import VersionSpan, WeightBucket
 
 ONE = SamplingParams(2, 2)
@@ -26,10 +26,10 @@ def test_updated_weights_equal_transformers_with_those(engine, toy_folder, tmp_p
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     requests = make_requests(4, SamplingParams(16, 16, temperature=0.0))
-    before = {c.request_id: c for c in engine.generate(requests)}
-    engine.update_weights(make_buckets(named_weights(model, tmp_path / "new"), 3), 3)
-    assert engine.weight_version == 3
-    after = {c.request_id: c for c in engine.generate(requests)}
+    before = {c.request_id: c for c in engine.endpoint.generate(requests)}
+    engine.endpoint.update_weights(make_buckets(named_weights(model, tmp_path / "new"), 3), 3)
+    assert engine.endpoint.weight_version == 3
+    after = {c.request_id: c for c in engine.endpoint.generate(requests)}
     oracle = load_oracle(tmp_path / "new")
     for request in requests:
         expected = oracle.generate(
@@ -48,25 +48,25 @@ def test_broken_update_leaves_no_weights(engine, toy_weights):
     name, tensor = toy_weights[60]
     for tensors, message in (
         ([(name, tensor[:-1].clone())], r"got shape \[.*\], expected \[.*\]"),
-        ([("model.norm.wait", tensor)], "'model.norm.wait', which the checkpoint has not"),
+        ([("model.norm.wait", tensor)], "'model.norm.wait', which the checkpoint does not have"),
         (toy_weights[49:51], "twice"),
         (toy_weights[51:], r"expected 1 more: model\."),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.update_weights([WeightBucket(good, 4), WeightBucket(tensors, 4)], 4)
+            engine.endpoint.update_weights([WeightBucket(good, 4), WeightBucket(tensors, 4)], 4)
         with pytest.raises(RuntimeError, match="generate: the engine is awake, no weights"):
-            engine.generate(make_requests(1, ONE))
+            engine.endpoint.generate(make_requests(1, ONE))
     with pytest.raises(ValueError, match="version 1, expected 2"):
-        engine.update_weights(make_buckets(toy_weights, 1), 2)
+        engine.endpoint.update_weights(make_buckets(toy_weights, 1), 2)
     with pytest.raises(ValueError, match="got 0 weights"):
-        engine.update_weights([], 2)
-    engine.update_weights(make_buckets(toy_weights, 5), 5)
-    assert len(list(engine.generate(make_requests(1, ONE)))) == 1
+        engine.endpoint.update_weights([], 2)
+    engine.endpoint.update_weights(make_buckets(toy_weights, 5), 5)
+    assert len(list(engine.endpoint.generate(make_requests(1, ONE)))) == 1
 
 
 def test_states(engine, toy_weights):
     def one():
-        (completion,) = engine.generate(make_requests(1, ONE))
+        (completion,) = engine.endpoint.generate(make_requests(1, ONE))
         return completion
 
     with pytest.raises(RuntimeError, match="start\\(\\) while it runs"):
@@ -74,21 +74,21 @@ def test_states(engine, toy_weights):
     with pytest.raises(RuntimeError, match=r"resume: .* pause\(\) it first"):
         engine.resume()
     engine.sleep(1)
-    assert engine.weight_version == 0
-    for ask in (one, lambda: engine.sequence_logprobs([torch.arange(4)])):
+    assert engine.endpoint.weight_version == 0
+    for ask in (one, lambda: engine.endpoint.sequence_logprobs([torch.arange(4)])):
         with pytest.raises(RuntimeError, match="the engine is asleep"):
             ask()
     with pytest.raises(RuntimeError, match="update_weights: the engine is asleep"):
-        engine.update_weights(make_buckets(toy_weights, 1), 1)
+        engine.endpoint.update_weights(make_buckets(toy_weights, 1), 1)
     engine.wake()
     kept = one()
     engine.sleep(2)
     engine.sleep(2)
-    assert engine.weight_version is None
+    assert engine.endpoint.weight_version is None
     engine.wake([WEIGHTS])
     with pytest.raises(RuntimeError, match="asleep \\(kv_cache, cuda_graph\\), no weights"):
         one()
-    engine.update_weights(make_buckets(toy_weights, 0), 0)
+    engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
     engine.wake([KV_CACHE])
     with pytest.raises(RuntimeError, match="asleep \\(cuda_graph\\)"):
         one()
@@ -108,13 +108,13 @@ def test_many_cycles_give_the_same_bits(engine, toy_weights):
     requests = make_requests(4, SamplingParams(8, 8))
 
     def bits():
-        done = {c.request_id: c for c in engine.generate(requests)}
+        done = {c.request_id: c for c in engine.endpoint.generate(requests)}
         return [done[r.request_id].logprobs.tolist() for r in requests]
 
     first = bits()
     for _ in range(10):
         engine.sleep(2)
         engine.wake([WEIGHTS])
-        engine.update_weights(make_buckets(toy_weights, 0), 0)
+        engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
         engine.wake()
         assert bits() == first

@@ -1,1 +1,0 @@
-"""What benchmarks/on_policy.py measures with: the engine's side, the trainer's, causes, comparison."""

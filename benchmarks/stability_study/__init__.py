@@ -1,1 +1,0 @@
-"""This package holds the parts of `python -m benchmarks.stability`."""

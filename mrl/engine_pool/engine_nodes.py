@@ -1,0 +1,214 @@
+"""An engine may span nodes: its processes are started, lost and stopped together.
+
+Rank 0 of an engine's ranks leads the engine. On each further node, the first of the engine's ranks
+runs a process of the engine. These ranks exchange messages: before a start to agree on an address,
+and repeatedly during the start, so that no node waits for a node that has failed. An engine on one
+node exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mrl.config.adapter import Adapter
+from mrl.engines import load_engine, node_class
+from mrl.engines.base import (
+    PORT_CLASH,
+    START_ATTEMPTS,
+    EngineConfig,
+    EngineLost,
+    EngineServer,
+    PolicyEndpoint,
+    RolloutNode,
+    engine_seed,
+)
+from mrl.errors import EngineGone
+from mrl.preflight import Plan
+from mrl.run.folder import RunFolder
+from mrl.weight_sync.transports import push_of
+
+EXCHANGE_S = 0.1
+"""Seconds that a rank sleeps between two exchanges while the leader starts the engine."""
+
+
+class _Status(NamedTuple):
+    """The message that a rank sends to the engine's other ranks in an exchange."""
+
+    is_over: bool = False
+    """Whether the start has ended, with or without success; only the leader sets it."""
+    failure: str = ""
+    """Why this rank's process failed; empty if it did not fail."""
+
+
+@dataclass
+class EngineNodes:
+    """The processes of an engine that one rank runs. start() and share_loss() are collectives of
+    the engine's ranks."""
+
+    server: EngineServer | None
+    """The engine, on the leader."""
+    node: RolloutNode | None
+    """The engine's process on a node without the leader; set on the first of the engine's ranks
+    there."""
+    exchange: Callable[[Any], list[Any]] | None
+    """A collective that returns the objects of all ranks of the engine, in rank order. None for an
+    engine on one node; then only the leader acts."""
+    endpoint: PolicyEndpoint | None = None
+    """The endpoint of the engine's only policy, on the leader; None if it serves several."""
+
+    def start(self) -> None:
+        """Start the engine. If the start fails, every rank stops its process and raises
+        RuntimeError.
+
+        If another program has taken one of the engine's ports, all nodes try again with other
+        ports.
+        """
+        if self.exchange is None:
+            if self.server is not None:
+                self.server.start()
+            return
+        for attempt in range(1, START_ATTEMPTS + 1):
+            address = self.exchange(free_address() if self.server is not None else "")[0]
+            failure = self._lead(address) if self.server is not None else self._follow(address)
+            if not failure:
+                break
+            self.stop()
+            if PORT_CLASH not in failure or attempt == START_ATTEMPTS:
+                raise EngineGone(failure)
+        if self.node is not None:
+            self.node.note_ready()
+
+    def _lead(self, address: str) -> str:
+        assert self.server is not None
+        failure = ""
+        try:
+            self.server.start(address, self._watch_others)
+        except RuntimeError as error:
+            failure = str(error)
+        self._share(_Status(is_over=True, failure=failure))
+        return failure
+
+    def _watch_others(self) -> None:
+        failed = [each.failure for each in self._share(_Status()) if each.failure]
+        if failed:
+            raise RuntimeError(f"engine: {'; '.join(failed)}")
+
+    def _follow(self, address: str) -> str:
+        if self.node is not None:
+            self.node.start(address)
+        while True:
+            leader = self._share(_Status(failure=self._own_failure()))[0]
+            if leader.is_over:
+                return leader.failure
+            time.sleep(EXCHANGE_S)
+
+    def share_loss(self, lost: EngineLost | None) -> EngineLost | None:
+        """Return the engine's loss if `lost` is set on any of its ranks or a process has failed,
+        else None.
+
+        If the engine is lost, its remaining processes are stopped.
+        """
+        if self.exchange is None:
+            return lost
+        own = str(lost) if lost is not None else self._own_failure()
+        failed = [each.failure for each in self._share(_Status(failure=own)) if each.failure]
+        if not failed:
+            return None
+        self.stop()
+        return lost or EngineLost(failed[0])
+
+    def stop(self) -> None:
+        """Stop this rank's processes of the engine. Harmless when repeated."""
+        for part in (self.server, self.node):
+            if part is not None:
+                part.stop()
+
+    def _own_failure(self) -> str:
+        return self.node.failure() if self.node is not None else ""
+
+    def _share(self, own: _Status) -> list[_Status]:
+        assert self.exchange is not None
+        return self.exchange(own)
+
+
+def free_address() -> str:
+    """Return the host:port at which other nodes reach this machine. The port is free now.
+
+    The host is the local address of a connection to torchrun's MASTER_ADDR. On the master's own
+    node this may be a loopback address; then the host is this machine's name, which other nodes
+    must resolve.
+    """
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # a datagram socket sends nothing here
+        host = probe.getsockname()[0]
+    if host.startswith("127.") and not (master.startswith("127.") or master == "localhost"):
+        host = socket.gethostname()
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return f"{host}:{listener.getsockname()[1]}"
+
+
+def make_engine(
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    folder: RunFolder,
+    exchange: Callable[[Any], list[Any]],
+) -> EngineNodes:
+    """Return the engine's processes that a rank is to run. They are not started.
+
+    `rank` counts only the ranks that engines span. `device` is the rank's device, and `exchange` a
+    collective of the ranks of its engine (`EngineNodes.exchange`).
+    """
+    recipe, layout = plan.recipe, plan.engines
+    number = rank // layout.ranks
+    engine_class = load_engine(recipe.rollout.engine)
+    leads_node = layout.leads_node(rank)
+    config = EngineConfig(
+        model=recipe.model,
+        rollout=recipe.rollout,
+        log_path=folder.logs / f"engine_{number:02d}.log",
+        return_routes=recipe.captures_routes,
+        # Only a rank that leads a node starts a process, so only it needs the engine's GPUs.
+        gpu_ids=gpu_ids(device, layout.ranks_per_node) if leads_node else (),
+        # A resumed run does not repeat the random numbers of its start.
+        seed=engine_seed(recipe.seed, number, plan.resume_step or 0),
+        num_nodes=layout.num_nodes,
+        weight_push=push_of(recipe.rollout.weight_sync),
+        adapter=served_adapter(plan),
+    )
+    engine, node = None, None
+    if rank % layout.ranks == 0:
+        engine = engine_class(config)
+    elif leads_node:
+        node_rank = layout.node_of(rank)
+        log_path = folder.logs / f"engine_{number:02d}_node_{node_rank:02d}.log"
+        make_node = node_class(engine_class, recipe.rollout.engine)
+        node = make_node(replace(config, log_path=log_path), node_rank)
+    endpoint = None if engine is None else engine.endpoint
+    return EngineNodes(engine, node, exchange if layout.num_nodes > 1 else None, endpoint)
+
+
+def served_adapter(plan: Plan) -> Adapter | None:
+    """Return the adapter that engines serve; None if engines receive complete weights."""
+    lora = plan.recipe.lora
+    return plan.adapter if lora is not None and lora.rollout == "adapter" else None
+
+
+def gpu_ids(device: torch.device, num: int) -> list[str]:
+    """Return the ids of the `num` GPUs that begin with `device`, or an empty list on a CPU."""
+    if device.type != "cuda":
+        return []
+    assert device.index is not None
+    numbers = range(device.index, device.index + num)
+    # torch numbers the visible GPUs; the engine needs the numbers of the whole machine.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

@@ -1,0 +1,325 @@
+"""This module holds the trainer's connections to the workers of the rollout ranks.
+
+Each engine has a number and at most one worker at a time. A worker that dies or sends nothing for
+too long is lost. Its supervisor then starts another worker, which joins with the same engine
+number. One thread per worker reads the worker's messages; the trainer's thread waits for their
+effects.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from mrl.engine_pool.remote.messages import reported_error
+from mrl.engine_pool.remote.wire import WAITS, Wire, WireClosed, is_token
+from mrl.errors import RankLost, RunFailed
+from mrl.run import console
+from mrl.system.heartbeat import beat
+from mrl.system.rendezvous import listen_for
+
+POLL_S = 0.5
+ABSENT_S = 600.0
+"""Seconds that an engine may be without a worker before the run fails."""
+GOODBYE_S = 30.0
+"""Seconds that workers may take to stop their engines at the end of a run."""
+MOST_STRANGERS = 64
+"""Maximum number of open connections without the token. A further connection closes the oldest."""
+RETRY_S = 0.2
+
+
+class AuthenticatedListener:
+    """Accepts connections whose first message contains the run's token, and closes all others."""
+
+    def __init__(self, hosts: Sequence[str], serve: Callable[[Wire, dict[str, Any]], None]) -> None:
+        """Listen where `hosts`, the machines of the rollout ranks, can reach this one.
+
+        `serve(wire, hello)` is called for each worker in a separate thread. `hello` is the worker's
+        first message.
+        """
+        self._serve = serve
+        is_here = set(hosts) == {socket.gethostname()}
+        self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
+        self.token = secrets.token_hex(32)
+        self._lock = threading.Lock()
+        self._strangers: list[Wire] = []
+        """Connections whose first message has not arrived yet, the oldest first."""
+        self._waiting: list[Wire] = []
+        """Connections of rollout ranks without a worker. They stay open until this process ends, so
+        that these ranks notice the end."""
+        self._is_closed = False
+        host, port = self._listener.getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+
+    def open(self) -> None:
+        """Begin to accept connections."""
+        threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections. Accepted connections stay open."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake its thread
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                wire = Wire(connection, is_trusted=False)
+            except OSError:
+                if self._is_closed:
+                    return
+                # The other side has given up, or this process has too many open files.
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                self._strangers.append(wire)
+                surplus = self._strangers[:-MOST_STRANGERS]
+            for other in surplus:
+                other.close()
+            threading.Thread(target=self._admit, args=(wire,), daemon=True).start()
+
+    def _admit(self, wire: Wire) -> None:
+        try:
+            hello, _ = wire.receive()
+        except WireClosed:
+            hello = {}
+        with self._lock:
+            self._strangers.remove(wire)
+        if not is_token(hello.get("token"), self.token):
+            wire.close()
+            return
+        if hello.get("type") == WAITS:
+            self._waiting.append(wire)
+            return
+        wire.trust()
+        self._serve(wire, hello)
+
+
+class Pair(NamedTuple):
+    """Names one worker as a receiver of weights."""
+
+    engine: int
+    """The number of the worker's engine."""
+    name: str
+    """Unique to the worker. It prefixes the store's keys by which trainer and worker find each
+    other."""
+
+
+class Peer:
+    """What the trainer knows of a worker that has joined."""
+
+    def __init__(self, wire: Wire, pair: Pair) -> None:
+        self.wire, self.pair, self.engine = wire, pair, pair.engine
+        self.can_receive = False
+        """Whether the worker has room for another version of the weights."""
+        self.sent = -1
+        """The newest version of the weights that was sent to the worker; -1 for none."""
+        self.version: int | None = None
+        """The version that the worker's engine has loaded; None before its first version."""
+        self.progress = 0
+        """A number that grows while the worker makes progress."""
+        self.is_lost = False
+
+
+class WorkerConnections:
+    """Keeps the connection to the worker of each engine."""
+
+    def __init__(
+        self,
+        num_engines: int,
+        hosts: Sequence[str],
+        *,
+        on_join: Callable[[Peer], None],
+        on_message: Callable[[Peer, dict[str, Any], bytes], None],
+        on_loss: Callable[[Peer, str], None],
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Listen where `hosts`, the machines of the rollout ranks, can reach this one.
+
+        The callbacks are called with the lock `changed` held. If `on_message` raises RunFailed, the
+        run ends; after any other exception the worker is lost. The second argument of `on_loss` is
+        the reason. A worker that sends nothing for `timeout_s` seconds is lost.
+        """
+        self.num_engines, self._timeout_s = num_engines, timeout_s
+        self._on_join, self._on_message, self._on_loss = on_join, on_message, on_loss
+        self.changed = threading.Condition(threading.RLock())
+        self.peers: dict[int, Peer] = {}
+        """The worker of each engine that has one."""
+        self.failure: Exception | None = None
+        """The error that ends the run."""
+        self._missing = set(range(num_engines))
+        """Engines that have not started yet. Losses add engines only before `wait_until_started`
+        returns."""
+        self._has_begun = False
+        self._start_limit_s, self._start_deadline = math.inf, math.inf
+        self._absent_since: dict[int, float] = {}
+        """When each engine that has no worker now lost its worker, on the clock of
+        `time.monotonic`."""
+        self._num_joined = 0
+        self._is_closed = False
+        self._listener = AuthenticatedListener(hosts, self._serve)
+        self.address, self.token = self._listener.address, self._listener.token
+
+    def open(self) -> None:
+        """Begin to accept workers."""
+        self._listener.open()
+
+    def wait_until_started(self, limit_s: float, num_needed: int) -> None:
+        """Wait until `num_needed` engines have started.
+
+        All engines must start within `limit_s` seconds. If one does not, this call or a later
+        `check` raises RunFailed.
+        """
+        self._start_limit_s, self._start_deadline = limit_s, time.monotonic() + limit_s
+
+        def has_started() -> bool:
+            beat()  # `limit_s` limits this wait, not the watchdog
+            return self.num_engines - len(self._missing) >= num_needed
+
+        self.wait(has_started)
+        self._has_begun = True
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition()` is true. It is evaluated after each message of a worker, and
+        every POLL_S seconds. Raises as `check` does."""
+        progress = -1
+        with self.changed:
+            while True:
+                self.check()
+                if condition():
+                    return
+                if (now := sum(peer.progress for peer in self.peers.values())) != progress:
+                    progress = now
+                    beat()
+                self.changed.wait(POLL_S)
+
+    def check(self) -> None:
+        """Drop workers that have been silent for too long. Raises the error that ends the run, if
+        any."""
+        with self.changed:
+            self._lose_silent()
+            self._check_absent()
+            if self.failure is not None:
+                raise self.failure
+            if self._missing and time.monotonic() > self._start_deadline:
+                raise RunFailed(
+                    f"the engines {sorted(self._missing)} of the rollout ranks did not start within "
+                    f"{self._start_limit_s:g} s; see the messages of their ranks, and "
+                    "logs/engine_*.log in the run's folder"
+                )
+
+    def send(self, peer: Peer, message: Mapping[str, Any], body: bytes = b"") -> None:
+        """Send a message to a worker. If it cannot be sent, the worker is lost."""
+        try:
+            peer.wire.send(message, body)
+        except WireClosed as error:
+            self.lose(peer, str(error))
+
+    def lose(self, peer: Peer, why: str) -> None:
+        """Close the connection to a worker and forget the worker. Its supervisor may start another
+        one."""
+        if peer.is_lost or self._is_closed:
+            return
+        peer.is_lost = True
+        peer.wire.close()
+        console.warning(f"rollout engine {peer.engine}: its worker is lost: {why}")
+        del self.peers[peer.engine]
+        self._absent_since[peer.engine] = time.monotonic()
+        if not self._has_begun:
+            self._missing.add(peer.engine)
+        self._on_loss(peer, why)
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """Shut down the workers and wait until their engines have stopped. Harmless when
+        repeated."""
+        if self._is_closed:
+            return
+        with self.changed:
+            self._is_closed = True
+            peers = list(self.peers.values())
+            for peer in peers:
+                with suppress(WireClosed):
+                    peer.wire.send({"type": "stop"})
+        self._listener.close()
+        deadline = time.monotonic() + GOODBYE_S
+        for peer in peers:
+            while not peer.wire.is_closed and time.monotonic() < deadline:
+                time.sleep(0.05)
+            peer.wire.close()
+
+    def _lose_silent(self) -> None:
+        for peer in list(self.peers.values()):
+            silent_s = time.monotonic() - peer.wire.heard
+            # Messages may have arrived while this process was stopped or busy; they are read first.
+            if silent_s > self._timeout_s and not peer.wire.has_unread:
+                self.lose(peer, f"it gave no sign for {silent_s:.0f} s")
+
+    def _check_absent(self) -> None:
+        """Raise RankLost if an engine has had no worker for more than ABSENT_S seconds.
+
+        A supervisor starts another worker at once. If no worker joins, the supervisor is gone, too.
+        The trainer would not learn of this otherwise, because a launcher ends only the ranks of its
+        node.
+        """
+        for engine, since in self._absent_since.items():
+            if (absent_s := time.monotonic() - since) > ABSENT_S:
+                raise RankLost(
+                    f"rollout engine {engine} has had no worker for {absent_s:.0f} s: the rank that "
+                    "leads it, or its node, is gone; the messages of that node say more"
+                )
+
+    def _serve(self, wire: Wire, hello: dict[str, Any]) -> None:
+        """Read the messages of one worker until its connection ends."""
+        peer, why = None, ""
+        try:
+            peer = self._join(wire, hello)
+            while peer is not None:
+                message, body = wire.receive()
+                with self.changed:
+                    self._handle(peer, message, body)
+                    self.changed.notify_all()
+        except WireClosed as error:
+            why = str(error)
+        except RunFailed as error:
+            self.failure, why = error, str(error)
+        except Exception as error:  # the thread must end in `lose` whatever happens
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            why = f"its message could not be read: {text}"
+        wire.close()
+        if peer is not None:
+            with self.changed:
+                self.lose(peer, why)
+
+    def _join(self, wire: Wire, hello: dict[str, Any]) -> Peer | None:
+        """Return the worker that `hello` introduces; None if its engine number is invalid or the
+        connections are closed."""
+        number = hello.get("engine")
+        if self._is_closed or not isinstance(number, int) or not 0 <= number < self.num_engines:
+            return None
+        with self.changed:
+            if (former := self.peers.get(number)) is not None:
+                self.lose(former, "another one took its place")
+            self._num_joined += 1
+            peer = Peer(wire, Pair(number, f"pair_{number}_{self._num_joined}"))
+            self.peers[number] = peer
+            self._absent_since.pop(number, None)
+            self._on_join(peer)
+        return peer
+
+    def _handle(self, peer: Peer, message: dict[str, Any], body: bytes) -> None:
+        if message["type"] == "started":
+            peer.can_receive = True
+            self._missing.discard(peer.engine)
+        elif message["type"] == "failed":
+            self.failure = reported_error(message, peer.engine)
+        else:
+            self._on_message(peer, message, body)

@@ -1,0 +1,301 @@
+"""This module holds the coordinator: the object on the trainer's rank 0 that workers connect to.
+
+It assigns works (`messages.Work`) to engines and collects the delivered groups. Its schedule
+decides when weights are sent. If a worker is lost, the engine's next worker gets the weights and
+then does the works that the lost worker did not finish.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from mrl.config.asynchronous import AsyncConfig
+from mrl.engine_pool.metrics import EngineMetrics
+from mrl.engine_pool.remote.connections import Pair, Peer, WorkerConnections
+from mrl.engine_pool.remote.engine_times import EngineTimes
+from mrl.engine_pool.remote.messages import Delivered, Work
+from mrl.engine_pool.remote.rendezvous import open_store
+from mrl.errors import EngineGone
+from mrl.run import console
+from mrl.scheduling.schedule import Schedule
+from mrl.scheduling.staleness import in_flight, oldest_versions
+
+S = TypeVar("S", bound=Schedule)
+T = TypeVar("T")
+
+
+class Status(NamedTuple):
+    """What the trainer could do now without waiting. See `Coordinator.poll`."""
+
+    can_send: bool
+    """Whether a worker is ready to receive the weights."""
+    can_proceed: bool
+    """Whether the schedule lets the trainer go on with the weights."""
+    is_delivered: bool
+    """Whether all of the works are delivered."""
+
+
+class Coordinator(Generic[S]):
+    """Assigns works to workers and collects the delivered groups. Call all methods in one
+    thread."""
+
+    def __init__(
+        self, num_engines: int, config: AsyncConfig, hosts: Sequence[str], schedule: S
+    ) -> None:
+        """Listen where `hosts`, the machines of the rollout ranks, can reach this one."""
+        self._config, self._schedule = config, schedule
+        self._connections = WorkerConnections(
+            num_engines,
+            hosts,
+            on_join=self._joined,
+            on_message=self._handle,
+            on_loss=self._lost,
+            timeout_s=config.worker_timeout_s,
+        )
+        self._lock = self._connections.changed
+        self._workers = self._connections.peers
+        self._work: dict[int, Work] = {}
+        """Works that are not delivered yet, by id, in the order in which they were assigned."""
+        self._results: dict[int, dict[int, Delivered]] = {}
+        """The delivered groups of each work that was not taken, by work id and part."""
+        self._losses: Counter[int] = Counter()
+        """How many workers of each engine were lost since the engine last finished a work or
+        group."""
+        self.num_lost = 0
+        self._next_id = 0
+        self._measured = EngineMetrics()
+        self.times = EngineTimes(num_engines)
+        self._newest = 0
+        """The newest version of the weights."""
+        self.address, self.token = self._connections.address, self._connections.token
+        self._store, self.store_address = open_store(self.address[0])
+        """The store in which trainer ranks and workers find each other for sending weights."""
+        self._connections.open()
+
+    def new_id(self) -> int:
+        """Return an unused work id."""
+        self._next_id += 1
+        return self._next_id
+
+    def assign(self, work: Work) -> None:
+        """Give a work to the worker of its engine, or to the next worker if the engine has none
+        now."""
+        with self._lock:
+            self._work[work.work_id] = work
+            self._results[work.work_id] = {}
+            self._send(work.engine, *work.frame())
+
+    def wait_until_started(self, limit_s: float) -> None:
+        """Wait until as many engines have started as the schedule needs to begin.
+
+        All engines must start within `limit_s` seconds. If one does not, this call or a later wait
+        raises RunFailed.
+        """
+        self._connections.wait_until_started(limit_s, self._schedule.num_to_begin)
+
+    def wait_until_free(self, version: int) -> None:
+        """Wait until the schedule lets the trainer go on with the weights `version`."""
+        self._connections.wait(lambda: self._schedule.can_proceed(self._workers.values(), version))
+
+    def next_update(self, version: int) -> tuple[list[Pair], list[str]]:
+        """Wait until the trainer may go on with the weights `version`.
+
+        Returns the pairs of the workers that receive these weights now, and the names of the pairs
+        of all workers.
+        """
+        self.wait_until_free(version)
+        with self._lock:
+            pairs = self.begin_update(version)
+            return pairs, [worker.pair.name for worker in self._workers.values()]
+
+    def begin_update(self, version: int) -> list[Pair]:
+        """Ask the workers that the schedule chooses to receive the weights `version`; return their
+        pairs.
+
+        Works that a new worker would have to do with older weights, which it never received, are
+        changed to use `version`.
+        """
+        with self._lock:
+            self._newest = version
+            receivers = self._schedule.receivers(self._workers.values(), version)
+            for worker in receivers:
+                if worker.sent < 0:
+                    self._move_work(worker, version)
+                worker.sent, worker.can_receive = version, False
+                self._connections.send(worker, {"type": "receive", "version": version})
+            pairs = [worker.pair for worker in receivers if not worker.is_lost]
+            for pair in pairs:
+                self._schedule.sent(pair.engine, version)
+            return pairs
+
+    def lose_pairs(self, names: Sequence[str]) -> None:
+        """Treat the workers of the pairs `names` as lost, because weights could not be sent to
+        them."""
+        with self._lock:
+            for worker in list(self._workers.values()):
+                if worker.pair.name in names:
+                    self._connections.lose(worker, "weights could not be sent to it")
+
+    def wait_for(self, work_ids: Sequence[int], version: int) -> bool:
+        """Wait until all of the works are delivered, and return True.
+
+        Returns False if first a worker becomes ready to receive the weights `version`.
+        """
+        self._connections.wait(lambda: self._done.issuperset(work_ids) or self._can_send(version))
+        return self._done.issuperset(work_ids)
+
+    def wait_until(self, take: Callable[[S], T | None], version: int) -> T | None:
+        """Wait until `take(schedule)` returns a value other than None, and return the value.
+
+        Returns None if first a worker becomes ready to receive the weights `version`. No message is
+        handled during a call of `take`.
+        """
+        taken: T | None = None
+
+        def is_over() -> bool:
+            nonlocal taken
+            taken = take(self._schedule)
+            self._send_messages()
+            return taken is not None or self._can_send(version)
+
+        self._connections.wait(is_over)
+        return taken
+
+    def poll(self, work_ids: Sequence[int], version: int) -> Status:
+        """Return the status of the works and of the weights `version`, without waiting. Raises the
+        errors that the waiting methods raise."""
+        with self._lock:
+            self._connections.check()
+            can_proceed = self._schedule.can_proceed(self._workers.values(), version)
+            is_delivered = self._done.issuperset(work_ids)
+            return Status(self._can_send(version), can_proceed, is_delivered)
+
+    def take(self, work_id: int) -> dict[int, Delivered]:
+        """Return the delivered groups of a work, by part, and remove the work."""
+        with self._lock:
+            return self._results.pop(work_id)
+
+    def peek(self, work_id: int) -> dict[int, Delivered]:
+        """Return the delivered groups of a work, by part, without removing the work."""
+        return self._results[work_id]
+
+    def put(self, delivered: Delivered) -> int:
+        """Add groups from a checkpoint as a work that is already delivered; return its id."""
+        work_id = self.new_id()
+        with self._lock:
+            self._results[work_id] = {0: delivered}
+        return work_id
+
+    @contextmanager
+    def paused(self) -> Iterator[S]:
+        """Yield the schedule. No message of a worker is handled during the block."""
+        with self._lock:
+            yield self._schedule
+            self._send_messages()
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics by key: the workers' measurements since the last call, the groups and
+        versions in flight now, and the metrics of the schedule."""
+        with self._lock:
+            measured, self._measured = self._measured.as_dict(), EngineMetrics()
+            loaded = [worker.version for worker in self._workers.values()]
+            done = (part for work_id in self._done for part in self._results[work_id].values())
+            queue = oldest_versions(group for delivered in done for group in delivered.groups)
+            num_leased = sum(w.num_wanted for w in self._work.values() if w.kind == "batch")
+            return {
+                **measured,
+                **in_flight(
+                    self._newest, loaded, queue + self._schedule.queued_versions(), num_leased
+                ),
+                "async/lost_workers": float(self.num_lost),
+                **self.times.take_seconds(),
+                **self._schedule.metrics(),
+            }
+
+    def close(self) -> None:
+        """Shut down the workers and wait until their engines have stopped. Harmless when
+        repeated."""
+        self._connections.close()
+        self._store = None
+
+    def _joined(self, peer: Peer) -> None:
+        """Send a new worker the name of its pair and the address of the store."""
+        self._schedule.joined(peer.engine)
+        self._connections.send(
+            peer, {"type": "welcome", "pair": peer.pair.name, "store": self.store_address}
+        )
+
+    def _lost(self, peer: Peer, why: str) -> None:
+        """Count a lost worker. After too many losses of an engine's workers, the run fails."""
+        number = peer.engine
+        self.times.lose(number)
+        self._schedule.lost(number)
+        self._send_messages()
+        self.num_lost += 1
+        self._losses[number] += 1
+        most = self._config.max_worker_restarts
+        if self._losses[number] > most and self._connections.failure is None:
+            self._connections.failure = EngineGone(
+                f"the worker of rollout engine {number} was lost {self._losses[number]} times without "
+                f"a finished batch between, more than async.max_worker_restarts={most}; the last time "
+                f"{why}"
+            )
+
+    def _handle(self, peer: Peer, message: Mapping[str, Any], body: bytes) -> None:
+        """Handle a message of a worker. Raises ValueError, KeyError or TypeError for an invalid
+        one."""
+        kind = message["type"]
+        if kind == "pulse":
+            peer.progress, peer.version = int(message["progress"]), message["version"]
+            self.times.report(peer.engine, message["activity"], is_lost=peer.is_lost)
+        elif kind == "free":
+            peer.can_receive = True
+        elif kind == "part":
+            if (result := self._results.get(int(message["work_id"]))) is not None:
+                result[int(message["part"])] = Delivered.of_frame(message, body)
+        elif kind == "done":
+            if self._work.pop(int(message["work_id"]), None) is not None:
+                self._losses[peer.engine] = 0
+        elif kind == "measured":
+            self._measured.add_worker(EngineMetrics.from_dict(message["metrics"]))
+        elif self._schedule.handle(peer.engine, message, body):
+            if kind == "group":
+                self._losses[peer.engine] = 0
+            self._send_messages()
+        else:
+            raise ValueError(f"of type {kind!r}")
+
+    def _move_work(self, worker: Peer, version: int) -> None:
+        """Give a new worker all works of its engine. A work for older weights than `version` is
+        changed to use `version`."""
+        for work_id, work in list(self._work.items()):
+            if work.engine != worker.engine:
+                continue
+            if work.version < version:
+                console.warning(
+                    f"rollout engine {work.engine}: weights {version} generate what weights "
+                    f"{work.version} were to: no more than async.max_staleness allows, but with other "
+                    "bits"
+                )
+                self._work[work_id] = work.by(version)
+            self._connections.send(worker, *self._work[work_id].frame())
+
+    @property
+    def _done(self) -> set[int]:
+        """The ids of the works that are delivered and not taken yet."""
+        return self._results.keys() - self._work.keys()
+
+    def _can_send(self, version: int) -> bool:
+        return bool(self._schedule.receivers(self._workers.values(), version))
+
+    def _send_messages(self) -> None:
+        """Send the schedule's messages. A message to an engine without a worker is dropped."""
+        for engine, message, body in self._schedule.take_messages():
+            self._send(engine, message, body)
+
+    def _send(self, engine: int, message: Mapping[str, Any], body: bytes) -> None:
+        if worker := self._workers.get(engine):
+            self._connections.send(worker, message, body)

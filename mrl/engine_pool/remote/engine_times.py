@@ -1,0 +1,169 @@
+"""This module records the activities of every engine by the trainer's clock.
+
+Workers report time spans as ages. While an engine has no worker, its activity is `start`, because
+another worker is starting. Time since an engine's last report is attributed to the activity named
+in that report, but only for GUESS_S seconds at most. The next report replaces this guess.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mrl.run.activities import ACTIVITIES, seconds_key
+
+GUESS_S = 2.0
+MAX_SPANS = 4000
+"""How many spans `take_spans` returns for all engines together; the shortest spans are dropped."""
+_MERGED_S = 0.25
+"""If the gap between two spans of the same activity is shorter than these seconds, the spans are
+joined, because the delays of messages cause small gaps."""
+
+
+class Span(NamedTuple):
+    """A time span in which an engine had one activity."""
+
+    begin: float
+    """In seconds since 1970, like `end`."""
+    end: float
+    activity: str
+
+
+@dataclass
+class _Engine:
+    """The record of one engine."""
+
+    heard: float
+    """The time of the last report, in seconds since 1970."""
+    activity: str = "start"
+    """The activity since the last report."""
+    is_absent: bool = True
+    """Whether the engine has no worker."""
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by activity, up to the last report."""
+    counted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by activity that `take_seconds` has returned already."""
+    spans: list[Span] = field(default_factory=list)
+    drawn: float = 0.0
+    """The end of the last span. The delays of messages vary, so a later span may seem to begin
+    before this time; its begin is then moved to it."""
+
+    def so_far(self, now: float) -> dict[str, float]:
+        """Return the seconds of each activity until `now`. The seconds since the last report are a
+        guess."""
+        ahead = now - self.heard
+        going_on = ahead if self.is_absent else min(ahead, GUESS_S)
+        return {**self.seconds, self.activity: self.seconds[self.activity] + going_on}
+
+    def add(self, span: Span) -> None:
+        """Add a span that is later than all spans so far."""
+        self.seconds[span.activity] += span.end - span.begin
+        span = span._replace(begin=max(span.begin, self.drawn))
+        if span.end <= span.begin:
+            return
+        self.drawn = span.end
+        last = self.spans[-1] if self.spans else None
+        if last and last.activity == span.activity and span.begin - last.end < _MERGED_S:
+            self.spans[-1] = last._replace(end=span.end)
+        else:
+            self.spans.append(span)
+
+
+class EngineTimes:
+    """Keeps the activities of all engines. Any thread may call the methods."""
+
+    def __init__(self, num_engines: int, now: Callable[[], float] = time.time) -> None:
+        self._now, self._most = now, max(8, MAX_SPANS // num_engines)
+        self._lock = threading.Lock()
+        self._floor = now()
+        """Time before this is not counted, in seconds since 1970."""
+        self._engines = [_Engine(self._floor) for _ in range(num_engines)]
+
+    def restart(self) -> None:
+        """Forget all activities before now. It is called when the engines have started."""
+        with self._lock:
+            self._floor = self._now()
+            for engine in self._engines:
+                engine.heard = self._floor
+                engine.seconds.clear()
+                engine.counted.clear()
+                engine.spans.clear()
+
+    def lose(self, number: int) -> None:
+        """Record that the worker of an engine is lost. The time since its last report becomes
+        `start`."""
+        with self._lock:
+            self._engines[number].is_absent, self._engines[number].activity = True, "start"
+
+    def report(self, number: int, message: Mapping[str, Any], *, is_lost: bool = False) -> None:
+        """Add a worker's report, which is a result of `ActivityLog.take`. The report of a lost
+        worker is only checked.
+
+        Raises ValueError, KeyError or TypeError for an invalid report.
+        """
+        named = {message["now"], *message["seconds"], *(each[2] for each in message["spans"])}
+        if unknown := named - set(ACTIVITIES):
+            raise ValueError(
+                f"got the activities {sorted(unknown)}, expected some of {list(ACTIVITIES)}"
+            )
+        seconds = {name: float(value) for name, value in message["seconds"].items()}
+        spans = [(float(oldest), float(newest), name) for oldest, newest, name in message["spans"]]
+        if is_lost:
+            return
+        with self._lock:
+            self._add(self._engines[number], seconds, spans)
+            self._engines[number].activity = message["now"]
+
+    def _add(
+        self, engine: _Engine, seconds: dict[str, float], spans: list[tuple[float, float, str]]
+    ) -> None:
+        now = self._now()
+        begin = now - sum(seconds.values())
+        floor = self._floor
+        if engine.is_absent:
+            floor = max(floor, engine.heard)
+            if begin > floor:
+                engine.add(Span(floor, begin, "start"))
+        known: dict[str, float] = defaultdict(float)
+        for oldest, newest, name in spans:
+            span = Span(max(floor, now - oldest), now - newest, name)
+            if span.end > span.begin:
+                engine.add(span)
+                known[name] += span.end - span.begin
+        if begin >= floor:  # the report has all seconds, but not all spans
+            for name, value in seconds.items():
+                engine.seconds[name] += value - known[name]
+        engine.heard, engine.is_absent = now, False
+        if len(engine.spans) > 4 * self._most:
+            engine.spans = _longest(engine.spans, 2 * self._most)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return `time/engine_*`: the seconds of each activity since the last call, averaged over
+        engines."""
+        sums = dict.fromkeys(ACTIVITIES, 0.0)
+        with self._lock:
+            now = self._now()
+            for engine in self._engines:
+                for name, seconds in engine.so_far(now).items():
+                    new = max(0.0, seconds - engine.counted[name])
+                    sums[name] += new
+                    engine.counted[name] += new
+        return {seconds_key(name): total / len(self._engines) for name, total in sums.items()}
+
+    def take_spans(self) -> list[list[Span]]:
+        """Return, for each engine, the spans reported since the last call, in order of time."""
+        with self._lock:
+            found = [_longest(engine.spans, self._most) for engine in self._engines]
+            for engine in self._engines:
+                engine.spans = []
+        return found
+
+
+def _longest(spans: list[Span], most: int) -> list[Span]:
+    kept = heapq.nlargest(most, spans, key=lambda span: span.end - span.begin)
+    return sorted(kept) if len(kept) < len(spans) else spans

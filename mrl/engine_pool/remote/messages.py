@@ -1,0 +1,164 @@
+"""This module encodes the works, groups and errors that the trainer and the workers exchange.
+
+Each class has a method `frame`, which returns a message and its body, and a class method
+`of_frame`, which decodes them and raises ValueError, KeyError or TypeError if they are invalid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from mrl.collect.backlog import Started
+from mrl.errors import EngineGone, InputError, RunFailed
+from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.types import SampleGroup
+
+Frame = tuple[dict[str, Any], bytes]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request to one engine: generate its part of a batch, or of the evaluation sets."""
+
+    work_id: int
+    """Unique within a coordinator."""
+    engine: int
+    kind: Literal["batch", "evaluation"]
+    version: int
+    """The version of the weights to generate with."""
+    num_wanted: int = 0
+    """The work is done when this many groups are complete."""
+    started: tuple[Started, ...] = ()
+    """The groups to begin or to continue; empty for an evaluation, whose prompts the worker
+    knows."""
+
+    def frame(self) -> Frame:
+        rest = {key: value for key, value in vars(self).items() if key != "started"}
+        message = {"type": "work", **rest, "seeds": [one.seed for one in self.started]}
+        return message, encode_groups([one.group for one in self.started])
+
+    @classmethod
+    def of_frame(cls, message: Mapping[str, Any], body: bytes) -> Work:
+        groups = decode_groups(body)
+        started = [Started(g, int(seed)) for g, seed in zip(groups, message["seeds"], strict=True)]
+        return cls(
+            int(message["work_id"]),
+            int(message["engine"]),
+            message["kind"],
+            int(message["version"]),
+            int(message["num_wanted"]),
+            tuple(started),
+        )
+
+    def by(self, version: int) -> Work:
+        """Return the same work for another version of the weights."""
+        return dataclasses.replace(self, version=version)
+
+
+@dataclass
+class Delivered:
+    """Groups that were generated and scored: a `mrl.collect.task.Scored`.
+
+    A batch is delivered in one part, and an evaluation in one part per evaluation set.
+    """
+
+    groups: list[SampleGroup] = field(default_factory=list)
+    """Complete groups, with rewards."""
+    num_failed: int = 0
+    """Number of samples in `groups` that could not be scored."""
+    partial: list[SampleGroup] = field(default_factory=list)
+    """Incomplete groups."""
+
+    def add(self, other: Delivered) -> None:
+        """Add the groups and failures that another engine has delivered."""
+        self.groups += other.groups
+        self.partial += other.partial
+        self.num_failed += other.num_failed
+
+    def finish(self) -> tuple[list[SampleGroup], int]:
+        """Return the groups in the order of their ids, and how many samples failed."""
+        return sorted(self.groups, key=lambda group: group.samples[0].group_id), self.num_failed
+
+    def frame(self, work_id: int, part: int) -> Frame:
+        message = {
+            "type": "part",
+            "work_id": work_id,
+            "part": part,
+            "num_failed": self.num_failed,
+            "num_whole": len(self.groups),
+        }
+        return message, encode_groups([*self.groups, *self.partial])
+
+    @classmethod
+    def of_frame(cls, message: Mapping[str, Any], body: bytes) -> Delivered:
+        groups, num_whole = decode_groups(body), int(message["num_whole"])
+        return cls(groups[:num_whole], int(message["num_failed"]), groups[num_whole:])
+
+
+@dataclass(frozen=True)
+class _OfLease:
+    """Base of the messages about a lease. Each subclass has one further field, an int."""
+
+    kind: ClassVar[str]
+    """The value of the message's key `type`."""
+    lease_id: str
+    group: SampleGroup
+
+    def frame(self) -> Frame:
+        rest = {key: value for key, value in vars(self).items() if key != "group"}
+        return {"type": self.kind, **rest}, encode_groups([self.group])
+
+    @classmethod
+    def of_frame(cls, message: Mapping[str, Any], body: bytes) -> Self:
+        (group,) = decode_groups(body)
+        number = dataclasses.fields(cls)[-1].name
+        return cls(message["lease_id"], group, **{number: int(message[number])})
+
+
+@dataclass(frozen=True)
+class LeasedGroup(_OfLease):
+    """A message to a worker: generate this group under a lease."""
+
+    kind = "lease"
+    seed: int
+
+
+@dataclass(frozen=True)
+class FinishedGroup(_OfLease):
+    """A message of a worker: the group of a lease is generated and scored."""
+
+    kind = "group"
+    num_failed: int
+    """Number of samples of the group that could not be scored."""
+
+
+@dataclass(frozen=True)
+class FinishedSample(_OfLease):
+    """A message of a worker: one sample of an unfinished group is complete.
+
+    `group` holds only this sample. If the worker is lost, the next worker need not generate it
+    again.
+    """
+
+    kind = "sample"
+    place: int
+    """The index of the sample in its group."""
+
+
+def failed_message(error: Exception) -> dict[str, str]:
+    """Return the message that reports an error that ends the run to the trainer."""
+    for kind in (EngineGone, InputError):
+        if isinstance(error, kind):
+            return {"type": "failed", "error": kind.__name__, "text": str(error)}
+    text = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+    return {"type": "failed", "error": "RunFailed", "text": " ".join(text.split())}
+
+
+def reported_error(message: Mapping[str, Any], engine: int) -> Exception:
+    """Return the error that a `failed_message` from the worker of `engine` reports."""
+    kinds = {kind.__name__: kind for kind in (EngineGone, InputError)}
+    kind = kinds.get(str(message["error"]), RunFailed)
+    return kind(f"rollout engine {engine}: {message['text']}")

@@ -1,0 +1,321 @@
+"""The pool of engines on ranks of their own, as the trainer sees it.
+
+Only rank 0 has connections to the workers. The other trainer ranks take part in collectives and
+send weights to the workers that are assigned to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+
+from mrl.collect.backlog import StepPrompts
+from mrl.collect.collector import as_statistics
+from mrl.engine_pool.engine_nodes import served_adapter
+from mrl.engine_pool.metrics import join_rounds
+from mrl.engine_pool.remote.coordinator import Coordinator
+from mrl.engine_pool.remote.engine_times import Span
+from mrl.engine_pool.remote.messages import Delivered, Work
+from mrl.engine_pool.remote.rendezvous import Rendezvous
+from mrl.preflight import Plan
+from mrl.run.activities import WAIT
+from mrl.run.pending_prompts import PendingPrompt, renumbered
+from mrl.scheduling.staleness import count_by_staleness
+from mrl.system.clock import Clock
+from mrl.system.heartbeat import phase
+from mrl.types import SampleGroup, Statistics
+from mrl.weight_sync.base import WeightSender
+from mrl.weight_sync.load import Canaries, canary_sequences
+from mrl.weight_sync.transports import make_sender, transfer_device
+from parallel.implementation import choose_dtype
+from parallel.mesh import Mesh
+from parallel.policy import Policy
+
+NextAction = Literal["send", "take", "wait"]
+"""What a service can do now for a tenant without waiting: send the weights, take the samples, or
+wait."""
+T = TypeVar("T")
+
+
+@dataclass
+class RemoteWork:
+    """A batch or an evaluation that the engines generate: a `mrl.collect.base.Assignment`."""
+
+    scored: list[Delivered | None]
+    """The groups that workers have delivered: one entry for a batch, or one for each evaluation
+    set. On ranks other than 0 the entries are None."""
+    work_ids: list[int] = field(default_factory=list)
+    """The works that the assignment consists of, one for each engine; empty on ranks other than
+    0."""
+    is_leased: bool = False
+    """Whether the groups come from the queue of groups that were finished under leases. The value
+    is the same on all ranks."""
+    is_taken: bool = False
+    """Whether the groups were taken from that queue; only set on rank 0."""
+
+    def add(self, part: int, delivered: Delivered) -> None:
+        """Add the groups that one engine has delivered to `scored[part]`."""
+        whole = self.scored[part]
+        assert whole is not None
+        whole.add(delivered)
+
+
+class RemotePool:
+    """The engines of rollout ranks, for one policy. See `mrl.collect.base.Pool`."""
+
+    start_text = "starting the engines of the rollout ranks"
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        rendezvous: Rendezvous,
+        make_coordinator: Callable[[Sequence[str]], Coordinator[Any]],
+    ) -> None:
+        """`make_coordinator` is called on rank 0 with the hosts of the rollout ranks. `rendezvous`
+        tells the workers the coordinator's address."""
+        self._plan, self._mesh, self._rendezvous = plan, mesh, rendezvous
+        self._make_coordinator = make_coordinator
+        recipe = plan.recipe
+        self.coordinator: Coordinator[Any] | None = None
+        """None on ranks other than 0."""
+        self._measured: dict[str, float] = {}
+        self._wait_s = 0.0
+        """Seconds that this rank has waited for engines in this step."""
+        self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
+        self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
+        self._sender: WeightSender | None = None
+        self._policy: Policy | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether policies of several tenants share the engines. Then no method waits for engines,
+        and the service calls `next_action`."""
+        return self._rendezvous.is_shared
+
+    @phase("start")
+    def start(self, policy: Policy) -> None:
+        recipe = self._plan.recipe
+        if self._mesh.rank == 0:
+            self.coordinator = self._make_coordinator(self._rendezvous.hosts())
+            self._rendezvous.invite(self.coordinator.address, self.coordinator.token)
+        address = self.ask_coordinator(lambda coordinator: coordinator.store_address)
+        device = transfer_device(sends_adapter=served_adapter(self._plan) is not None)
+        timeout_s = recipe.asynchronous.worker_timeout_s
+        self._sender = make_sender(recipe.rollout.weight_sync, address, timeout_s, device)
+        if self.is_shared:
+            return
+        if self.coordinator is not None:
+            self.coordinator.wait_until_started(recipe.rollout.start_timeout_s)
+            self.coordinator.times.restart()
+        dist.barrier()
+
+    def ask_coordinator(self, ask: Callable[[Coordinator[Any]], T]) -> T:
+        """Call `ask` with rank 0's coordinator and return its result on every rank. An exception is
+        raised on every rank, too. A collective."""
+        answer: list[Any] = [None, None]
+        if self.coordinator is not None:
+            try:
+                answer[0] = ask(self.coordinator)
+            except Exception as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def begin_step(self) -> None:
+        self._measured, self._wait_s = {}, 0.0
+
+    def wait_for_room(self, step: int, clock: Clock) -> None:
+        """Wait until the coordinator's schedule lets the trainer send the weights of `step`.
+
+        A collective. It returns at once if several tenants share the engines.
+        """
+        if self.is_shared:
+            return
+        with phase("rollout"), clock.part("rollout"):
+            with self._waiting():
+                if self.coordinator is not None:
+                    self.coordinator.wait_until_free(step)
+            dist.barrier()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Add the duration of a block to the time that this rank has waited for engines."""
+        begin = time.perf_counter()
+        yield
+        self._wait_s += time.perf_counter() - begin
+
+    def assign(self, prompts: StepPrompts, version: int) -> RemoteWork:
+        assigned = RemoteWork([self._new_delivered()])
+        if self.coordinator is not None:
+            for engine in range(self._plan.num_engines):
+                started, num_wanted = prompts.share(engine, self._plan.num_engines)
+                work_id = self.coordinator.new_id()
+                self.coordinator.assign(
+                    Work(work_id, engine, "batch", version, num_wanted, tuple(started))
+                )
+                assigned.work_ids.append(work_id)
+        return assigned
+
+    def assign_leased(self) -> RemoteWork:
+        """Return an assignment whose groups `rollout` takes from the queue of groups finished under
+        leases."""
+        return RemoteWork([self._new_delivered()], is_leased=True)
+
+    def assign_finished(self, batch: Sequence[PendingPrompt]) -> RemoteWork:
+        """Return an assignment whose groups were generated and scored before the run was
+        resumed."""
+        assigned = RemoteWork([self._new_delivered()])
+        if self.coordinator is not None:
+            groups = [renumbered(one.group, i) for i, one in enumerate(batch)]
+            num_failed = sum(one.num_failed for one in batch)
+            assigned.work_ids.append(self.coordinator.put(Delivered(groups, num_failed)))
+        return assigned
+
+    def assign_evaluation(self, version: int) -> RemoteWork:
+        assigned = RemoteWork([self._new_delivered() for _ in self._plan.eval_sets])
+        if self.coordinator is not None:
+            for engine in range(self._plan.num_engines):
+                work_id = self.coordinator.new_id()
+                self.coordinator.assign(Work(work_id, engine, "evaluation", version))
+                assigned.work_ids.append(work_id)
+        return assigned
+
+    def _new_delivered(self) -> Delivered | None:
+        return None if self.coordinator is None else Delivered()
+
+    @phase("sync")
+    def sync(self, policy: Policy, version: int) -> None:
+        policy.onload()
+        self._policy = policy
+        assert self._sender is not None
+        expected = policy.sequence_logprobs(self._canaries) if self._canaries else []
+        pairs, present = self.ask_coordinator(lambda coordinator: coordinator.next_update(version))
+        if not pairs:
+            return  # all workers have these weights already
+        self._sender.keep(present)
+        world = self._mesh.dims.world
+        own = [pair for engine, pair in pairs if engine % world == self._mesh.rank]
+        bucket_bytes = self._plan.recipe.rollout.weight_bucket_bytes(
+            policy.export_bytes(self._dtype)
+        )
+        buckets = policy.export(version, bucket_bytes, self._dtype)
+        failed = self._sender.send(buckets, version, own, Canaries(self._canaries, expected))
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, failed)
+        if self.coordinator is not None:
+            self.coordinator.lose_pairs([name for names in everywhere for name in names])
+
+    def rollout(self, assignments: Sequence[RemoteWork], step: int, clock: Clock) -> bool:
+        with clock.part("rollout"):
+            for each in assignments:
+                if each.is_leased and not self._take_leased(each, step):
+                    return False
+            if not self.wait_for(work_ids(assignments), step):
+                return False
+            if self.coordinator is not None:
+                self._take(self.coordinator, assignments)
+            self._share_measured()
+            return True
+
+    def _take_leased(self, assigned: RemoteWork, step: int) -> bool:
+        """Take the groups of a step from the queue, and return True. Return False if weights must
+        be sent first. A collective."""
+
+        def take(coordinator: Coordinator[Any]) -> bool:
+            if not assigned.is_taken:
+                with self._waiting():
+                    batch = coordinator.wait_until(lambda leases: leases.take(step), step)
+                _accept(assigned, batch)
+            return assigned.is_taken
+
+        return self.ask_coordinator(take)
+
+    def _take(self, coordinator: Coordinator[Any], assignments: Sequence[RemoteWork]) -> None:
+        """Move the delivered groups of all works from the coordinator to their assignments."""
+        for each in assignments:
+            for work_id in each.work_ids:
+                for part, delivered in coordinator.take(work_id).items():
+                    each.add(part, delivered)
+
+    def _share_measured(self) -> None:
+        """Share the metrics of the workers and the coordinator with all ranks. A collective."""
+        measured: list[Any] = [{}]
+        if self.coordinator is not None:
+            added = join_rounds(self._measured, self.coordinator.metrics())
+            measured = [{**added, WAIT: self._wait_s}]
+        dist.broadcast_object_list(measured)
+        self._measured = measured[0]
+
+    def wait_for(self, ids: list[int], version: int) -> bool:
+        """Wait until works are delivered, and return True. Return False if weights must be sent
+        first. A collective."""
+        with self._waiting():
+            return self.ask_coordinator(lambda coordinator: coordinator.wait_for(ids, version))
+
+    def finish(self, assignments: Sequence[RemoteWork], version: int) -> None:
+        """Wait until the works of `assignments` are delivered. Meanwhile send the weights `version`
+        to workers that become ready to receive them. A collective."""
+        while not self.wait_for(work_ids(assignments), version):
+            assert self._policy is not None
+            self.sync(self._policy, version)
+
+    def next_action(
+        self, assignments: Sequence[RemoteWork], step: int, *, has_sent: bool
+    ) -> NextAction:
+        """Return what can be done now without waiting. Call this on rank 0 only.
+
+        `has_sent`: whether the weights of the step were sent since the step's round began. Raises
+        the errors that the waiting methods raise.
+        """
+        assert self.coordinator is not None
+        seen = self.coordinator.poll(work_ids(assignments), step)
+        sends = "send" if seen.can_send else "wait"
+        if self._plan.recipe.asynchronous.is_free:
+            if seen.can_send and not has_sent:
+                return "send"
+            for each in assignments:
+                if each.is_leased and not each.is_taken:
+                    with self.coordinator.paused() as leases:
+                        _accept(each, leases.take(step))
+                    if not each.is_taken:
+                        return sends
+        elif not has_sent:
+            return "send" if seen.can_proceed else "wait"
+        return "take" if seen.is_delivered else sends
+
+    def gather(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        return list(groups)  # rank 0 has the tokens of all groups
+
+    def statistics(self, groups: Sequence[SampleGroup], step: int) -> Statistics:
+        ahead = self._plan.recipe.asynchronous.max_staleness
+        return as_statistics(self._measured | count_by_staleness(groups, step, ahead))
+
+    def engine_spans(self) -> list[list[Span]]:
+        return [] if self.coordinator is None else self.coordinator.times.take_spans()
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if self.coordinator is not None:
+            self._rendezvous.end()
+            self.coordinator.close()
+
+
+def _accept(assigned: RemoteWork, batch: Delivered | None) -> None:
+    """Add the groups of a step to its assignment, unless `batch` is None."""
+    if batch is not None:
+        assigned.add(0, batch)
+        assigned.is_taken = True
+
+
+def work_ids(assignments: Sequence[RemoteWork]) -> list[int]:
+    """Return the ids of the works of some assignments; empty on ranks other than 0."""
+    return [work_id for each in assignments for work_id in each.work_ids]

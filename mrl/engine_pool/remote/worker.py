@@ -1,0 +1,153 @@
+"""The worker of a rollout rank: it connects to the trainer and follows its messages with one
+engine.
+
+The engine is always awake. New weights arrive in host memory while the engine generates. A worker
+does not import Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+from mrl.collect.task import EngineTasks
+from mrl.engine_pool.engine_nodes import served_adapter
+from mrl.engine_pool.remote.driver import (
+    EngineDriver,
+    FixedWorks,
+    Functions,
+    Schedule,
+    StagedVersions,
+    raising,
+)
+from mrl.engine_pool.remote.engine_owner import WorkerEngine
+from mrl.engine_pool.remote.messages import Work, failed_message
+from mrl.engine_pool.remote.process import PULSE_S, connect
+from mrl.engine_pool.remote.wire import Wire, WireClosed
+from mrl.engine_pool.remote.worker_leases import Leases
+from mrl.preflight import Plan
+from mrl.system.heartbeat import num_beats
+from mrl.weight_sync.base import WeightReceiver
+from mrl.weight_sync.staging import Staging
+from mrl.weight_sync.transports import make_receiver, transfer_device
+
+
+class Worker:
+    """Follows the trainer's messages for one engine, or for one tenant of an engine, until
+    `stop`."""
+
+    def __init__(self, plan: Plan, engine: WorkerEngine, settings: dict[str, Any]) -> None:
+        """The keys of `settings`: `server` and `token` are the address and the token of the
+        trainer's server; `engine` is the number of the engine; `pulse` is the file descriptor of a
+        pipe to the supervisor. Raises WireClosed if the trainer is gone."""
+        self._engine, self._pulse_pipe = engine, int(settings["pulse"])
+        self._main = Functions()
+        self._is_over = False
+        with ExitStack() as undo:  # release what was made if a later step fails
+            tasks = EngineTasks(plan, engine.owner.number, engine.budget, engine.user)
+            undo.callback(tasks.close)
+            self._wire = connect(settings)
+            undo.callback(self._wire.close)
+            versions, receiver = _receive_versions(plan, self._wire, self._main)
+            undo.callback(receiver.close)
+            self.driver = EngineDriver(plan, engine, tasks, self._wire, self._main, versions)
+            is_free = plan.recipe.asynchronous.is_free
+            self._schedule: Schedule = (Leases if is_free else FixedWorks)(self.driver)
+            self._undo = undo.pop_all()
+
+    def run(self, start_engine: Callable[[], None] = lambda: None) -> None:
+        """Call `start_engine`, and follow the trainer's messages until it sends `stop`.
+
+        By default the engine runs already. Raises WireClosed if the trainer is gone.
+        """
+        with self._undo:
+            for target in (self._read, self._pulse, self._report_progress):
+                threading.Thread(target=target, name="mrl-wire", daemon=True).start()
+            try:
+                start_engine()
+                self._wire.send({"type": "started"})
+                self._work()
+            except WireClosed:
+                raise
+            except self._engine.reported_errors as error:
+                self._wire.send(failed_message(error))
+                raise
+
+    def leave(self) -> None:
+        """Close the connection to the trainer, so that `run` raises WireClosed. Any thread may call
+        this."""
+        self._wire.close()
+
+    def _work(self) -> None:
+        while True:
+            self.driver.activity.enter(self._schedule.waits_in())
+            self._main.get()()
+            if self._is_over:
+                return
+            while self._schedule.advance():
+                pass
+
+    def _handle(self, message: dict[str, Any], body: bytes) -> None:
+        kind = message.get("type")
+        if kind == "stop":
+            self._is_over = True
+        elif kind == "receive":
+            self.driver.versions.receive(int(message["version"]))
+        elif kind == "work":
+            work = Work.of_frame(message, body)
+            self.driver.works[work.work_id] = work  # replaces the work if its version has changed
+        else:
+            self._schedule.handle(message, body)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._main.put(partial(self._handle, *self._wire.receive()))
+        except WireClosed as error:
+            self._main.put(raising(error))
+
+    def _pulse(self) -> None:
+        """Send heartbeats to the supervisor until the connection to the trainer is closed.
+
+        They use a pipe, so they continue while a large frame is being sent to the trainer.
+        """
+        with suppress(OSError):
+            while not self._wire.is_closed:
+                os.write(self._pulse_pipe, b".")
+                time.sleep(PULSE_S)
+
+    def _report_progress(self) -> None:
+        """Send the trainer the progress, the loaded version and the activities of the engine,
+        repeatedly."""
+        driver = self.driver
+        with suppress(WireClosed):
+            while True:
+                known = {"version": driver.version, "activity": driver.activity.take()}
+                self._wire.send({"type": "pulse", "progress": num_beats(), **known})
+                driver.activity.wait(PULSE_S)
+
+
+def _receive_versions(
+    plan: Plan, wire: Wire, main: Functions
+) -> tuple[StagedVersions, WeightReceiver]:
+    """Wait for the trainer's `welcome` message, which names the pair and the store for the weights,
+    and prepare to receive weights."""
+    welcome, _ = wire.receive()
+    recipe = plan.recipe
+    device = transfer_device(sends_adapter=served_adapter(plan) is not None)
+    receiver = make_receiver(
+        recipe.rollout.weight_sync,
+        tuple(welcome["store"]),
+        welcome["pair"],
+        recipe.asynchronous.worker_timeout_s,
+        device,
+    )
+    gpu = device if device.type == "cuda" else None
+    num_ranks = recipe.rollout.tensor_parallel_size
+    buffers = [Staging(num_ranks, gpu) for _ in range(recipe.asynchronous.staged_versions)]
+    return StagedVersions(buffers, receiver, wire, main), receiver

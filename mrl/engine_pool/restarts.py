@@ -1,0 +1,94 @@
+"""Starts lost engines again, and limits how often an engine may be lost.
+
+A worker of a rollout rank counts the losses of its engine since the last finished batch. In a
+colocated run, the losses of all ranks' engines in a step are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mrl.engines.base import EngineLost
+from mrl.errors import EngineGone
+from mrl.run import console
+from mrl.system.heartbeat import beat
+
+IN_BATCH = "engines were lost in one batch"
+IN_STEP = "rollout engines were lost in one step"
+
+
+@dataclass
+class Restarts:
+    """Remembers the loss of an engine until the engine is replaced, and limits the number of
+    losses.
+
+    `count_lost` and `replace` are collectives if the losses of all ranks are added up.
+    """
+
+    description: str
+    """`IN_BATCH` or `IN_STEP`: what the error message counts."""
+    max_restarts: int
+    """How many losses are allowed between two calls of `reset`."""
+    engine_number: int | None
+    """The number of the engine that this rank leads. None if another rank leads the engine; that
+    rank counts its losses."""
+    share_loss: Callable[[EngineLost | None], EngineLost | None] = lambda lost: lost
+    """Returns the loss if any rank that the engine spans knows of one
+    (`EngineNodes.share_loss`)."""
+    sum_up: Callable[[int], int] = int
+    """Adds up a number over all ranks whose losses are added up."""
+    lost: EngineLost | None = None
+    """Why the engine does not run; None if it runs."""
+    num_counted: int = 0
+    """Number of losses since `reset`, without those that are explained
+    (`EngineLost.is_explained`)."""
+
+    def reset(self) -> None:
+        """Set the count to 0: a new step begins, or a batch is finished."""
+        self.num_counted = 0
+
+    def count_lost(self) -> int:
+        """Return how many engines of all ranks are lost now. Sets `lost` if another rank knows of a
+        loss."""
+        self.lost = self.share_loss(self.lost)
+        return self.sum_up(self.engine_number is not None and self.lost is not None)
+
+    def replace(self, start: Callable[[], None], num_lost: int = 1) -> int:
+        """Start engines until no engine is lost; return how many were started on all ranks.
+
+        `num_lost` is the result of `count_lost`. `start` is called on each rank whose `lost` is not
+        None. If `start` raises a RuntimeError, the new engine counts as lost; an InputError is
+        raised unchanged.
+
+        Raises EngineGone if `num_counted` exceeds `max_restarts`. Explained losses do not count,
+        because the requests that caused them are not tried again.
+        """
+        num_starts = 0
+        while num_lost:
+            num_starts += num_lost
+            lost = self.lost
+            is_explained = lost is not None and lost.is_explained
+            num_explained = self.sum_up(self.engine_number is not None and is_explained)
+            self.num_counted += num_lost - num_explained
+            beat()  # the watchdog limits each start separately
+            if self.num_counted > self.max_restarts:
+                raise EngineGone(
+                    f"{self.num_counted} {self.description}, more than "
+                    f"rollout.max_restarts={self.max_restarts}; "
+                    f"{lost or 'see the messages of other ranks'}"
+                ) from None
+            if lost is not None:
+                self._start(start, lost)
+            num_lost = self.count_lost()
+        return num_starts
+
+    def _start(self, start: Callable[[], None], lost: EngineLost) -> None:
+        if self.engine_number is not None:
+            console.warning(f"{lost}")
+            console.warning(f"rollout engine {self.engine_number}: starting another one")
+        self.lost = None
+        try:
+            start()
+        except RuntimeError as error:
+            self.lost = error if isinstance(error, EngineLost) else EngineLost(str(error))

@@ -1,0 +1,71 @@
+"""Rollout engines by name. `rollout.engine: NAME` means NAME.py or NAME/engine.py in this folder.
+
+base.py has the contract that every engine fulfils.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from mrl.engines.base import RolloutEngine, RolloutNode
+from mrl.errors import InputError
+from mrl.system.plugins import Kind, resolve
+
+_KIND = Kind(
+    noun="rollout.engine",
+    package="mrl.engines",
+    not_plugins=frozenset(
+        {
+            "__init__",
+            "base",
+            "gate",
+            "gate_times",
+            "handles",
+            "admission",
+            "sampling",
+            "crashed_requests",
+        }
+    ),
+    attributes=("Engine", "build_engine"),
+    form="class or function",
+    example="Engine",
+    inner="engine",
+)
+
+
+def engine_names() -> list[str]:
+    """Return the names of the engines that come with mrl."""
+    return _KIND.names()
+
+
+def load_engine(name: str) -> Callable[..., RolloutEngine]:
+    """Import the module of an engine, and return its class `Engine` or its function `build_engine`.
+    Either is called with an `EngineConfig`.
+
+    Raises InputError for an unknown name, or a module that has neither. mrl/system/plugins.py
+    describes how a name is looked up.
+    """
+    engine: Any = resolve(_KIND, name)
+    if not callable(engine):
+        raise InputError(
+            f"rollout.engine {name!r} is a {type(engine).__name__}, expected a class `Engine` or a "
+            "function `build_engine`"
+        )
+    return cast(Callable[..., RolloutEngine], engine)
+
+
+def node_class(engine: Callable[..., RolloutEngine], name: str) -> Callable[..., RolloutNode]:
+    """Return the attribute `Node` of an engine, the class of its processes on the nodes after the
+    first.
+
+    The class is called with an `EngineConfig` and the number of the node. Raises InputError, with
+    `name` in the message, for an engine that cannot span nodes.
+    """
+    found = getattr(engine, "Node", None)
+    if found is None:
+        raise InputError(
+            f"rollout.engine {name}: it has no `Node`, so it cannot span nodes; lower "
+            "rollout.tensor_parallel_size to the ranks of a node"
+        )
+    return found

@@ -1,0 +1,50 @@
+"""The interface of the policy by which a gate (gate.py) admits requests to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The KV memory that a tenant uses and asks for, in tokens of prompts and answers."""
+
+    tenant: str
+    weight: float
+    num_waiting: int
+    """Requests that are not in the engine yet."""
+    tokens_each: int
+    """Tokens that each waiting request is expected to hold at its end
+    (`AdmissionPolicy.tokens_each`)."""
+    tokens_in_flight: int
+    """Tokens that the tenant's requests in the engine are expected to hold when they end."""
+    max_tokens_in_flight: int
+    """The tenant's limit for `tokens_in_flight`."""
+
+
+class AdmissionPolicy(Protocol):
+    """Decides how many requests of each tenant are sent to the engine, as
+    `mrl.service.schedule.Admission` does. The gate calls it from any thread, one call at a time."""
+
+    def tokens_each(self, tenant: str, max_tokens: int) -> int:
+        """Return how many tokens a request of the tenant is expected to hold, at most `max_tokens`."""
+        ...
+
+    def admit(
+        self, free_tokens: int, capacity_tokens: int, demands: Sequence[Demand]
+    ) -> Mapping[str, int]:
+        """Return how many of the waiting requests of each tenant are sent now. `free_tokens` is
+        `capacity_tokens` less the tokens in flight of all tenants, and at least 0."""
+        ...
+
+    def finished(self, tenant: str, num_tokens: int) -> None:
+        """Note that a request of the tenant finished with `num_tokens` tokens, prompt and answer."""
+        ...
+
+    def leave(self, tenant: str) -> None:
+        """Forget a tenant."""
+        ...

@@ -1,0 +1,112 @@
+"""Statistics of a gate: how full the engine was over time, whose requests filled it, and how long
+requests waited.
+
+The numbers of requests change only when a request comes, is sent or ends. The gate sees each of these
+events, so its sums are exact for the requests that it has sent, and nobody has to ask the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+
+class GateTimes:
+    """The sums of one gate. The gate calls these methods under its lock.
+
+    A sum whose name ends in `_s` is an integral over time: a request that was in the engine for 3
+    seconds adds 3 to `sent_s`. Sums of several gates, or of several periods, can be added.
+
+    seconds    the time itself
+    room_s     the number of requests that the engine can run at once
+    sent_s     the number of requests in the engine, running or queued there
+    running_s  the number of requests in the engine, capped at the number that it can run at once
+    cache_s    the number of tokens that its KV cache can hold
+    held_s     tokens of prompts and answers, as if each answer grew evenly; added when a request ends
+    counted_s  tokens that the requests in the engine are expected to hold; the gate admits by this sum
+    busy_s     the time in which the engine has any request
+    mix_s      the number of tenants that have requests in the engine
+
+    and for each tenant:
+
+    NAME/sent_s     the number of its requests in the engine
+    NAME/waited_s   the number of its requests that wait at the gate
+    NAME/requests   a count, not an integral: requests that were sent or withdrawn
+    NAME/tokens     a count, not an integral: tokens that were generated for it
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._at = now()
+        self._max_running = self._cache_tokens = 0
+        self._waiting: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    def resize(self, max_running: int, cache_tokens: int) -> None:
+        """Note how many requests the engine can run at once, and how many tokens its cache holds."""
+        self._advance()
+        self._max_running, self._cache_tokens = max_running, cache_tokens
+
+    def come(self, tenant: str, number: int) -> None:
+        """Note that requests begin to wait."""
+        self._advance()
+        self._waiting[tenant] += number
+
+    def withdraw(self, tenant: str, number: int) -> None:
+        """Note that waiting requests will not be sent."""
+        self._advance()
+        self._waiting[tenant] -= number
+        self._sums[f"{tenant}/requests"] += number
+
+    def send(self, tenant: str, expected: int) -> float:
+        """Note that a waiting request is sent, which is expected to hold `expected` tokens at its end.
+        Return the time."""
+        self._advance()
+        self._waiting[tenant] -= 1
+        self._sent[tenant] += 1
+        self._counted[tenant] += expected
+        self._sums[f"{tenant}/requests"] += 1
+        return self._at
+
+    def end(self, tenant: str, expected: int, since: float, num_prompt: int, num_new: int) -> None:
+        """Note that a request ended after `num_new` new tokens. It was sent at the time `since`, and
+        expected to hold `expected` tokens."""
+        self._advance()
+        self._sent[tenant] -= 1
+        self._counted[tenant] -= expected
+        self._sums["held_s"] += (num_prompt + num_new / 2) * (self._at - since)
+        self._sums[f"{tenant}/tokens"] += num_new
+
+    def leave(self, tenant: str) -> None:
+        """Forget the requests of a tenant. What they have added to the sums stays."""
+        self._advance()
+        for counts in (self._waiting, self._sent, self._counted):
+            counts.pop(tenant, None)
+
+    def take(self) -> dict[str, float]:
+        """Return the sums and reset them to 0. Requests that are waiting or in the engine are kept."""
+        self._advance()
+        taken, self._sums = self._sums, defaultdict(float)
+        return dict(taken)
+
+    def _advance(self) -> None:
+        """Add the time since the last event to the sums."""
+        before, self._at = self._at, self._now()
+        passed = self._at - before
+        in_engine = self._sent.total()
+        for name, number in (
+            ("seconds", 1),
+            ("room_s", self._max_running),
+            ("sent_s", in_engine),
+            ("running_s", min(in_engine, self._max_running)),
+            ("cache_s", self._cache_tokens),
+            ("counted_s", self._counted.total()),
+            ("busy_s", in_engine > 0),
+            ("mix_s", sum(number > 0 for number in self._sent.values())),
+            *((f"{tenant}/sent_s", number) for tenant, number in self._sent.items()),
+            *((f"{tenant}/waited_s", number) for tenant, number in self._waiting.items()),
+        ):
+            self._sums[name] += number * passed

@@ -1,0 +1,68 @@
+"""Checks that SGLang can run a model with a recipe, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+from mrl.config import RolloutConfig
+from mrl.engines.sglang.arguments import check_server_args
+from mrl.engines.sglang.decode import refuse_unfaithful, refuse_weights, route_shape
+from mrl.engines.sglang.external_models import import_external_models, refuse_unknown
+from mrl.engines.sglang.requests import longest_in_cache
+from mrl.engines.sglang.settings import CPU_MAX_TOTAL_TOKENS
+from mrl.errors import InputError
+
+
+def check_limits(
+    model_path: str | Path, config: RolloutConfig, *, on_gpu: bool, return_routes: bool
+) -> None:
+    """Raise InputError if the engine would refuse the recipe at its start, or run the model wrongly.
+
+    The causes are bad `rollout.server_args`, an unreadable config.json, an architecture that SGLang
+    runs wrongly or not at all, and an architecture whose routes or gate weights SGLang does not return
+    although the recipe needs them.
+    """
+    check_server_args(config.server_args)
+    file = Path(model_path) / "config.json"
+    try:
+        hf_config = SimpleNamespace(**json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise InputError(f"model.path: {file} cannot be read: {error}") from None
+    refuse_unknown(str(getattr(hf_config, "model_type", "")))
+    refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
+    if config.return_routing_weights:
+        refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
+
+
+def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:
+    """Return the most tokens, prompt and answer, that one request may have in the KV cache; None if
+    that depends on the free memory when the engine starts."""
+    kv_tokens = config.max_total_tokens or (None if on_gpu else CPU_MAX_TOTAL_TOKENS)
+    if kv_tokens is None:
+        return None
+    page_size = config.server_args.get("page_size")
+    return longest_in_cache(kv_tokens, page_size if isinstance(page_size, int) else 1)
+
+
+def check_route_layers(
+    model_path: str | Path, moe_layer_numbers: tuple[int, ...], num_experts: int
+) -> None:
+    """Raise InputError if the engine and the recipe's `model.architecture` read different MoE layers
+    (numbered from 1) or numbers of experts from config.json. Routes would then not fit the trainer."""
+    # Slow to import, and only an architecture from outside needs it here.
+    from transformers import AutoConfig
+
+    import_external_models()
+    shape = route_shape(AutoConfig.from_pretrained(model_path))
+    for name, ours, theirs in (
+        ("MoE layers", moe_layer_numbers, shape.moe_layer_numbers),
+        ("experts", num_experts, shape.num_experts),
+    ):
+        if ours != theirs:
+            raise InputError(
+                f"model.architecture has the {name} {ours}, but the engine's routes would have "
+                f"{theirs}, which follow from num_experts, mlp_only_layers, first_k_dense_replace and "
+                "decoder_sparse_step of config.json; correct these keys, or set moe.routing_replay=r2"
+            )

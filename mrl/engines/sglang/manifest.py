@@ -1,0 +1,145 @@
+"""The names and shapes of a model's weights, with which an update is checked while it is sent.
+
+SGLang itself ignores unknown names, keeps the old value of a weight that does not come, and dies if a
+shape is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mrl.errors import InputError
+from mrl.kernels.digest import digest_place
+from mrl.types import WeightBucket
+
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+OUTPUT_LAYER = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Arrivals:
+    """The names and shapes of the weights that an update brings, and a record of those that arrived."""
+
+    def __init__(self, shapes: Shapes, optional: Collection[str] = (), *, of: str) -> None:
+        """Weights with `optional` names need not come. An optional name that is not in `shapes` may
+        have any shape. `of` is the noun for the owner of the weights in error messages."""
+        self._shapes, self._optional, self._of = dict(shapes), set(optional), of
+        self._seen: set[str] = set()
+        self._dtypes: set[torch.dtype] = set()
+
+    @property
+    def required(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that must come, by name."""
+        return {name: shape for name, shape in self._shapes.items() if name not in self._optional}
+
+    def arriving(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
+        """Yield the buckets of one update, each after its check.
+
+        Raises ValueError for a bucket of another version, for a weight that is unknown, has another
+        shape or came before, and if the buckets end without all weights or without a last bucket.
+        """
+        self._seen, self._dtypes = set(), set()
+        is_complete = False
+        for bucket in buckets:
+            if bucket.version != version:
+                raise ValueError(
+                    f"update_weights: got a bucket of version {bucket.version}, expected {version}"
+                )
+            self._check(bucket)
+            if bucket.is_last:
+                self._check_complete()
+            yield bucket
+            is_complete = bucket.is_last
+        self._check_complete()
+        if not is_complete:
+            raise ValueError("update_weights: the buckets ended without one that says is_last")
+
+    def _check(self, bucket: WeightBucket) -> None:
+        for name, tensor in bucket.tensors:
+            if name not in self._shapes and name not in self._optional:
+                raise ValueError(
+                    f"update_weights: got {name!r}, which the {self._of} does not have"
+                )
+            expected = self._shapes.get(name, tuple(tensor.shape))
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"update_weights: {name!r}: got shape {list(tensor.shape)}, expected "
+                    f"{list(expected)} as in the {self._of}"
+                )
+            if name in self._seen:
+                raise ValueError(f"update_weights: got {name!r} twice")
+            self._seen.add(name)
+            self._dtypes.add(tensor.dtype)
+
+    def _check_complete(self) -> None:
+        """Raise ValueError if a weight is missing, because the engine would keep its old value."""
+        missing = sorted(self._shapes.keys() - self._seen - self._optional)
+        if missing:
+            raise ValueError(
+                f"update_weights: got {len(self._seen)} weights, expected {len(missing)} more: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            )
+
+
+class Manifest(Arrivals):
+    """The names and shapes of a checkpoint's weights, and a record of the weights that arrived."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        """Read the headers of the safetensors files in `folder`. Raises InputError if there is no
+        file, or a file is damaged. `config` is the Hugging Face config."""
+        shapes = _shapes_in(folder)
+        # Layers after the last one are for multi-token prediction, which is neither trained nor loaded.
+        optional = {
+            name
+            for name in shapes
+            if (match := LAYER.match(name)) and int(match[1]) >= config.num_hidden_layers
+        }
+        self._is_tied: bool = config.tie_word_embeddings
+        if self._is_tied:
+            optional.add(OUTPUT_LAYER)
+        super().__init__(shapes, optional, of="checkpoint")
+        required = {digest_place(name) for name in self.required}
+        self.optional_places = {digest_place(name) for name in optional} - required
+        """Places (`mrl.kernels.digest.digest_place`) of weights that an engine need not hold."""
+
+    def with_tied_output(self, sent: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+        """Return the digests that the engine should report after `sent`. If the embedding is tied and
+        the engine still holds a separate output layer, this layer must equal the embedding."""
+        output = digest_place(OUTPUT_LAYER)
+        if not self._is_tied or output not in held:
+            return dict(sent)
+        return {**sent, output: sent[digest_place(EMBEDDING)]}
+
+    def dtype_hint(self, held: set[str]) -> str:
+        """Return a part of an error message that says in which dtypes weights were sent and are `held`;
+        empty if these are the same."""
+        sent = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
+        if sent == held:
+            return ""
+        return (
+            f" (sent as {', '.join(sorted(sent))}, held as {', '.join(sorted(held))}: only an engine "
+            "that holds every value exactly is accepted; rollout.dtype says what it should hold)"
+        )
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 - it is no dict
+                    shapes[name] = tuple(weights.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise InputError(f"model.path: {file} is damaged: {error}") from None
+    if not shapes:
+        raise InputError(f"model.path {folder}: no *.safetensors there, expected the weights")
+    return shapes

@@ -1,0 +1,224 @@
+"""SGLang plugin for all processes of a server without CUDA.
+
+It closes four gaps and makes attention and the start cheaper:
+
+1. SGLang stores captured routes in a host buffer whose allocator pins memory, which needs CUDA.
+   Here the allocator does not pin.
+2. A request's `sampling_seed` is used only under `--enable-deterministic-inference`, which is
+   refused on CPUs, and its hash is a Triton kernel. Here every batch carries the seeds of its
+   requests, and mrl.kernels.seeded_sample draws SGLang's tokens: a token is a function of (weights,
+   prefix, seed). If one request of a batch truncates its distribution (top_p, top_k), SGLang applies
+   the seeds of all requests in the batch to sorted tokens. Here a request that truncates nothing
+   gets the same tokens in any batch.
+3. In CUDA builds from torch 2.14 on, `torch.get_device_module()` without a device returns
+   torch.cuda, with which SGLang synchronises when it releases memory
+   (`release_memory_occupation`). Here it returns torch.cpu.
+4. With a CUDA build of torch, the ranks of a server would use NCCL, which needs GPUs. Here SGLang
+   does not find the NCCL library, and the ranks use gloo, as with a CPU build.
+5. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
+   them imports all of SGLang again, which takes two thirds of a start's CPU time. Here they are
+   forked.
+6. SGLang's attention on CPUs loops in Python over the requests of a batch. Here one call of
+   mrl.kernels.paged_attention computes a layer, in an order of sums that depends neither on the
+   batch nor on what is cached. `fits_kernel` says which calls stay with SGLang. Under
+   `batch_invariant` and `true_on_policy` the attention is that of plugins/on_policy.
+"""
+
+import gc
+import multiprocessing
+from importlib.util import find_spec
+
+import torch
+
+from mrl.engines.sglang.compat import hook, take
+from mrl.kernels import paged_attention, supports_paged_attention
+from mrl.kernels.seeded_sample import seeded_sample
+
+DEFAULT_SEED = 42
+"""The seed that SGLang itself gives to requests without a seed."""
+
+
+def register():
+    take("ALLOC_MEMORY_FUNCS")["cpu"] = allocate_unpinned
+    hook("multinomial_with_seed", multinomial_with_seed, "REPLACE")
+    hook("sampling_from_probs_torch", sample_from_probs, "AROUND")
+    hook("Sampler._sample_from_probs", sample_by_kind, "AROUND")
+    hook("SamplingBatchInfo.from_schedule_batch", attach_seeds, "AFTER")
+    hook("moe_forward_native", without_other_ranks_experts, "AROUND")
+    give_padding_value()
+    give_cpu_module()
+    hook("find_nccl_library", find_no_nccl, "REPLACE")
+    hook("_set_envs_and_config", fork_children, "AFTER")
+    if find_spec("mrl_on_policy") is None:
+        hook("_run_sdpa_forward_decode", attend_decode, "AROUND")
+        hook("_run_sdpa_forward_extend", attend_extend, "AROUND")
+
+
+def fork_children(result, server_args):
+    """Make multiprocessing fork from now on. No thread is running yet that a child would need."""
+    gc.freeze()  # keeps the memory of the imports shared with them
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def give_cpu_module():
+    """Make torch.get_device_module return torch.cpu if it is called without a device."""
+    find = torch.get_device_module
+    torch.get_device_module = lambda device=None: find("cpu" if device is None else device)
+
+
+def find_no_nccl():
+    """Raise the error that SGLang itself raises, and handles, with a CPU build of torch."""
+    raise ValueError("NCCL needs GPUs, and this server runs on CPUs")
+
+
+def give_padding_value():
+    """Give the attention backend the length of the requests that pad a batch under DP attention, if the
+    backend does not define it."""
+    backend = take("TorchNativeAttnBackend")
+    if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
+        backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def attend_decode(
+    original,
+    backend,
+    query,
+    output,
+    k_cache,
+    v_cache,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    encoder_lens=None,
+    **options,
+):
+    """Compute attention of the last token of each request: query [n, h, d], output [n, h, e].
+
+    That token sees all others of its request, so SGLang does not ask for a causal mask here.
+    """
+    cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
+    if not fits_kernel(query, k_cache, v_cache, encoder_lens):
+        return original(backend, query, output, *cache, encoder_lens, **options)
+    return attend(query, output, cache, None, options)
+
+
+def attend_extend(
+    original,
+    backend,
+    query,
+    output,
+    k_cache,
+    v_cache,
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    extend_prefix_lens,
+    extend_seq_lens,
+    encoder_lens=None,
+    causal=False,
+    **options,
+):
+    """Compute attention of the new tokens of each request: query [n, h, d], output [n, h, e]."""
+    cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
+    if not causal or not fits_kernel(query, k_cache, v_cache, encoder_lens):
+        new = (extend_prefix_lens, extend_seq_lens)
+        options["causal"] = causal
+        return original(backend, query, output, *cache, *new, encoder_lens, **options)
+    starts = torch.zeros(len(extend_seq_lens) + 1, dtype=torch.int64)
+    starts[1:] = extend_seq_lens.cumsum(0)
+    return attend(query, output, cache, starts, options)
+
+
+def fits_kernel(query, k_cache, v_cache, encoder_lens):
+    """Return whether paged_attention can replace SGLang's loop.
+
+    It cannot for models with an encoder, for a cache in another dtype than the queries (or neither
+    fp32, bf16 nor fp16), and for head sizes that are no multiples of 8. The loop remains for these,
+    and for extends without a causal mask.
+    """
+    return encoder_lens is None and supports_paged_attention(query, k_cache, v_cache)
+
+
+def attend(query, output, cache, starts, options):
+    """Write the attention of as many queries as the batch has; those that only pad it come last."""
+    num_queries = len(cache[-1]) if starts is None else int(starts[-1])
+    scale, window = options.get("scaling"), options.get("sliding_window_size")
+    paged_attention(
+        query[:num_queries],
+        *cache,
+        starts,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=None if window is None or window < 0 else window,
+        out=output[:num_queries],
+    )
+    return output
+
+
+def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):
+    """Replace id -1, which stands for an expert of another rank under expert parallelism and which
+    SGLang's loop cannot handle. It becomes an expert of this rank that the token has not chosen, with
+    weight 0.
+    """
+    weights, ids, logits = topk_output
+    elsewhere = ids < 0
+    if elsewhere.any():
+        num_experts = layer.w13_weight.shape[0]
+        used = torch.zeros(len(ids), num_experts, dtype=torch.int64)
+        used.scatter_add_(1, ids.clamp(min=0).to(torch.int64), (~elsewhere).to(torch.int64))
+        spare = used.argsort(dim=1, stable=True)  # those not chosen come first
+        number = (elsewhere.cumsum(1) - 1).clamp(min=0)
+        ids = torch.where(elsewhere, spare.gather(1, number).to(ids.dtype), ids)
+        topk_output = type(topk_output)(weights.masked_fill(elsewhere, 0), ids, logits)
+    return original(layer, x, topk_output, moe_runner_config)
+
+
+def allocate_unpinned(
+    dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None
+):
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+def attach_seeds(info, cls, batch, vocab_size):
+    """Set the seeds i64[B] of a batch's requests in its sampling info, and return the info."""
+    seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
+    seeds = [DEFAULT_SEED if seed is None else seed for seed in seeds]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    return info
+
+
+def sample_by_kind(original, sampler, probs, info, positions, is_simple):
+    """Runs instead of Sampler._sample_from_probs, for `probs` [B, V]. In a batch in which some requests
+    truncate their distribution, it samples again for requests that do not, and for greedy requests."""
+    ids, capture = original(sampler, probs, info, positions, is_simple)
+    if is_simple:
+        return ids, capture
+    greedy = info.top_ks == 1
+    ids = torch.where(greedy, probs.argmax(-1).to(ids.dtype), ids)
+    whole = ((info.top_ks >= probs.shape[1]) & (info.top_ps >= 1) & (info.min_ps <= 0)).nonzero()[
+        :, 0
+    ]
+    if len(whole):
+        # As SGLang's sampling_from_probs_torch does if no request truncates.
+        seeds, places = info.sampling_seed[whole], positions[whole]
+        ids[whole] = draw(probs[whole], seeds, places).to(ids.dtype)
+    return ids, capture
+
+
+def sample_from_probs(original, probs, sampling_seed=None, positions=None):
+    """SGLang's sampling_from_probs_torch, i32[B], of probs [B, V]; without seeds, its own code."""
+    if sampling_seed is None:
+        return original(probs, sampling_seed, positions)
+    return draw(probs, sampling_seed, positions).to(torch.int32)
+
+
+def draw(probs, seeds, positions):
+    """Draw token ids i64[B] from probs [B, V], float32 or another float, with the bits of
+    multinomial_with_seed(torch.log(probs), ...)."""
+    if probs.dtype != torch.float32:
+        return seeded_sample(torch.log(probs), seeds, positions)
+    return seeded_sample(probs, seeds, positions, are_probs=True)
+
+
+def multinomial_with_seed(logprobs, seed, positions):
+    """Draw a Gumbel-max sample i64[B, 1] from logprobs [B, V], seed i64[B] and positions int[B]."""
+    return seeded_sample(logprobs, seed, positions)[:, None]

@@ -1,0 +1,87 @@
+"""SGLang plugin: prefix keys and the versions of tokens stay right if weights change while requests are
+in flight.
+
+It closes three gaps of SGLang 0.5.20. Older releases report no version of a token, and the plugin does
+nothing there.
+
+- A request's `extra_key` is the version of the weights under which it was sent, and SGLang never
+  changes it. A request that waits in the queue during an update, or is retracted and computed again
+  after it, would read prefixes of the older weights. Here the key is renewed whenever a request is
+  matched with the prefix cache (`Req.init_next_round_input` with a tree). A request that keeps its KV
+  cache through an update keeps its key, too. At its end its tokens, some of which older weights
+  computed, enter the cache under the older key, which no later request uses. The same is true for a
+  prefill in chunks, whose later chunks are not matched again. A request with an adapter keeps its
+  adapter and its key, to which SGLang has added the id of the adapter.
+- With the overlapping scheduler (GPUs), a batch may still be running on the device when an in-place
+  `pause_generation` returns, and an update would overwrite the weights that this batch reads. Here the
+  pause waits for the device.
+- SGLang appends the token of that batch after the update, and `record_weight_version_change` would
+  attribute it to the newer weights. Here it is attributed to the older weights.
+"""
+
+from mrl.engines.sglang.compat import hook, path_of, take
+
+KEY = "mrl-version-"
+"""The beginning of a key, as in mrl/engines/sglang/body.py; the version follows."""
+
+
+def register():
+    if not path_of("WeightVersionEvent"):
+        return
+    hook("Req.init_next_round_input", renew_key, "BEFORE")
+    hook("Scheduler.pause_generation", wait_for_device, "AFTER")
+    hook("Scheduler.record_weight_version_change", with_pending, "AROUND")
+
+
+def renew_key(request, tree_cache=None, *args, **options):
+    """Renew the key of a request before Req.init_next_round_input looks for a cached prefix. It does so
+    only if it gets `tree_cache`."""
+    has_adapter = getattr(request, "lora_id", None) is not None
+    if tree_cache is not None and not has_adapter and (request.extra_key or "").startswith(KEY):
+        request.extra_key = KEY + weight_version()
+
+
+def weight_version():
+    return str(take("get_serving")().weight_version)
+
+
+def wait_for_device(result, *args, **options):
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result
+
+
+def with_pending(original, scheduler, *args, **options):
+    """Run Scheduler.record_weight_version_change. Attribute tokens of batches that have already
+    run, and are not appended yet, to the older weights."""
+    old = weight_version()
+    pending = {} if not getattr(scheduler, "enable_overlap", False) else pending_tokens(scheduler)
+    result = original(scheduler, *args, **options)
+    if weight_version() != old:
+        for request, num_tokens in pending.values():
+            add_pending(request, old, num_tokens)
+    return result
+
+
+def pending_tokens(scheduler):
+    """Return {id(request): (request, number of its tokens)} for the batches whose results wait to
+    be read. Speculative decoding, which produces several tokens for a batch, is not supported."""
+    found = {}
+    for batch, _ in scheduler.result_queue:
+        for request in batch.reqs:
+            if not request.finished() and request is not scheduler.chunked_req:
+                _, num_tokens = found.get(id(request), (request, 0))
+                found[id(request)] = request, num_tokens + 1
+    return found
+
+
+def add_pending(request, old_version, num_tokens):
+    """Add an event: the old version applies up to `num_tokens` tokens beyond the current ones. It
+    replaces an event that ends at the current tokens."""
+    events = request.weight_version_events
+    num_before = len(request.output_ids)
+    if events and events[-1].num_output_tokens == num_before and num_before:
+        events.pop()
+    events.append(take("WeightVersionEvent")(old_version, num_before + num_tokens))

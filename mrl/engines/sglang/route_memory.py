@@ -1,0 +1,211 @@
+"""Routes go from SGLang's scheduler to the trainer through memory instead of other processes and JSON.
+
+The scheduler writes the expert ids of a finished request into a file without a name (memfd), with one
+byte for each id of up to 256 experts, and sends a `Reference` of about 100 bytes instead. The trainer
+reads the file under /proc and frees the memory. When the scheduler ends, for whatever reason, the
+kernel frees the rest.
+
+The scheduler does this only if it can also read the trainer's memory: on the same machine, in the
+same container, as the same user. The trainer's memory contains the number of the current call of
+generate(). Routes that were written during an earlier call have been read or never will be, so the
+scheduler frees them. Concurrent calls share a number, so routes
+that one of them never reads are freed only after all of them have ended.
+
+mrl_route_memory.py uses this module in SGLang's processes, and the engine in the trainer.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.system.shared_memory import Handle, SharedBytes
+
+VARIABLE = "MRL_ROUTE_READER"
+"""The environment variable that tells the server how to open the trainer's memory, as JSON."""
+MARK = b"mrl-routes"
+"""The beginning of a reference. Read as int32 numbers, it contains no valid expert id."""
+MAX_BYTES = 4 << 30
+"""The most bytes that may wait to be read. Further routes are sent as SGLang does, as base64 in
+JSON."""
+PAGE = 4096
+CLOSED = 0
+"""The number that stands in the trainer's memory while the trainer wants routes as base64 in JSON."""
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The place of a request's routes in a process's shared memory."""
+
+    pid: int
+    fd: int
+    offset: int
+    num_bytes: int
+    dtype: str
+    """numpy's name of the dtype in which the ids are stored."""
+
+    def as_tensor(self) -> Tensor:
+        """Return the reference as u8[n], which SGLang sends instead of the routes."""
+        return torch.frombuffer(
+            bytearray(MARK + json.dumps(asdict(self)).encode()), dtype=torch.uint8
+        )
+
+
+def find_reference(payload_base64: str) -> Reference | None:
+    """Return the reference that SGLang sent as base64; None if it sent the routes themselves."""
+    if not payload_base64.startswith(_MARK_BASE64):
+        return None
+    return Reference(**json.loads(base64.b64decode(payload_base64)[len(MARK) :]))
+
+
+_MARK_BASE64 = base64.b64encode(MARK).decode()[: len(MARK) * 8 // 6]
+
+
+class RouteReader:
+    """The trainer's side, one reader for each engine."""
+
+    def __init__(self) -> None:
+        self._memory = SharedBytes()
+        self._number = CLOSED
+        self._num_calls = 0
+        self._counting = threading.Lock()
+        self.is_open = True
+        """Whether routes come through memory; otherwise they come as base64 in JSON. A change takes
+        effect with the next `begin`."""
+        self.begin()
+        self.num_bytes = 0
+        """Bytes read since the start."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that the server needs."""
+        handle = self._memory.handle
+        return {VARIABLE: json.dumps([handle.pid, handle.fd, handle.nonce.hex()])}
+
+    def open_call(self) -> None:
+        """Note that a call of generate() begins. Any thread may call this."""
+        with self._counting:
+            if not self._num_calls:
+                self.begin()
+            self._num_calls += 1
+
+    def close_call(self) -> None:
+        """Note that a call of generate() has ended."""
+        with self._counting:
+            self._num_calls -= 1
+
+    def begin(self) -> None:
+        """Take the next number. Must be called while no call of generate() is open."""
+        self._number += 1
+        self._memory.write(0, _as_bytes(self._number if self.is_open else CLOSED))
+
+    def take(self, reference: Reference) -> np.ndarray:
+        """Return the routes, flat, in the dtype in which they were written, and free their memory.
+
+        Raises RuntimeError if they cannot be read.
+        """
+        routes = np.empty(reference.num_bytes, dtype=np.uint8)
+        try:
+            with open(f"/proc/{reference.pid}/fd/{reference.fd}", "r+b") as file:
+                file.seek(reference.offset)
+                num_bytes = file.readinto(routes.data)
+                _free(file.fileno(), reference.offset, _whole_pages(reference.num_bytes))
+        except OSError as error:
+            raise RuntimeError(
+                f"routes in the memory of process {reference.pid}: {error}"
+            ) from error
+        if num_bytes != reference.num_bytes:
+            raise RuntimeError(
+                f"routes in the memory of process {reference.pid}: got {num_bytes} bytes, expected "
+                f"{reference.num_bytes}"
+            )
+        self.num_bytes += num_bytes
+        return routes.view(reference.dtype)
+
+
+class RouteWriter:
+    """The scheduler's side, which one thread uses."""
+
+    def __init__(self, reader: Handle, max_bytes: int = MAX_BYTES) -> None:
+        self._reader = os.open(reader.path, os.O_RDONLY)
+        self._max_bytes = max_bytes
+        self._file = os.memfd_create("mrl-route-memory")
+        self._end = 0
+        self._number = -1
+
+    def add(self, routes: Tensor) -> Reference | None:
+        """Write the int32 routes of one request, and return a reference to them; None if the reader is
+        closed, or too many bytes wait to be read. If all numbers of the request fit into one byte or
+        two, they are stored so. Otherwise, as with the bits of gate weights, they stay int32."""
+        self._free_earlier()
+        if self._number == CLOSED:
+            return None
+        values = _narrowed(routes)
+        if self.num_bytes + values.nbytes > self._max_bytes:
+            return None
+        offset, self._end = self._end, self._end + _whole_pages(values.nbytes)
+        with open(self._file, "r+b", closefd=False) as file:
+            file.seek(offset)
+            file.write(np.ascontiguousarray(values).data)
+        return Reference(os.getpid(), self._file, offset, values.nbytes, values.dtype.name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file that wait to be read or freed, in whole pages."""
+        return 512 * os.fstat(self._file).st_blocks
+
+    def _free_earlier(self) -> None:
+        number = int.from_bytes(os.pread(self._reader, 8, _NUMBER_AT), "little")
+        if number != self._number:
+            if self._end:
+                _free(self._file, 0, self._end)
+            self._number = number
+
+
+_NUMBER_AT = 16
+"""Offset of the number in the trainer's memory, after the nonce of `mrl.system.shared_memory`."""
+
+
+def make_writer() -> RouteWriter | None:
+    """Return the writer of a server process; None if it cannot read the trainer's memory."""
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return None
+    pid, fd, nonce = json.loads(text)
+    reader = Handle(pid, fd, bytes.fromhex(nonce))
+    return RouteWriter(reader) if reader.can_be_read() else None
+
+
+def _narrowed(routes: Tensor) -> np.ndarray:
+    if routes.numel():
+        low, high = (int(edge) for edge in routes.aminmax())
+        for dtype, largest in ((torch.uint8, 0xFF), (torch.uint16, 0xFFFF)):
+            if low >= 0 and high <= largest:
+                return routes.to(dtype).numpy()
+    return routes.numpy()
+
+
+def _as_bytes(number: int) -> Tensor:
+    return torch.frombuffer(bytearray(number.to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _free(file: int, offset: int, num_bytes: int) -> None:
+    """Free whole pages of a file; reads of them return zeros afterwards."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = (ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+    if num_bytes and libc.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, *where):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

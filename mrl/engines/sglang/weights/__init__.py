@@ -1,0 +1,1 @@
+"""Weight updates of a server, and the ways in which buckets of weights reach it."""

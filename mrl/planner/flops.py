@@ -1,0 +1,63 @@
+"""Count the floating-point operations (FLOPs) of one token, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mrl.planner.shape import ModelShape, Part
+from mrl.planner.stages import Stage
+
+
+def forward_flops(shape: ModelShape, parts: Iterable[Part], layers: int, context: float) -> float:
+    """Return the FLOPs of one token in a forward pass through `parts` and the attention of `layers`.
+
+    `layers` is the number of layers whose attention scores and sums are counted.
+
+    A token needs 2 FLOPs per active parameter (arXiv 2001.08361, table 1) and, in each layer, 2 x
+    (query width + value width) for each of the `context` tokens that it attends to.
+    """
+    matrices = sum(p.num_active for p in parts if p.name not in ("embedding", "norms"))
+    return 2 * matrices + 2 * layers * context * (shape.query_width + shape.value_width)
+
+
+def model_flops(shape: ModelShape, context: float) -> float:
+    """Return the FLOPs of one token in one forward pass of the model.
+
+    The output layer counts, even if it is tied to the embedding.
+    """
+    tied = 2 * shape.vocab * shape.hidden * shape.tied
+    parts = [*shape.parts(), *(shape.adapter.parts if shape.adapter else ())]
+    return forward_flops(shape, parts, shape.num_layers, context) + tied
+
+
+def stage_flops(shape: ModelShape, stage: Stage, context: float) -> float:
+    """Return the FLOPs of one token in one forward pass of one pipeline stage."""
+    tied = 2 * shape.vocab * shape.hidden * (shape.tied and stage.has_output)
+    parts = (*stage.parts, *stage.adapter)
+    return forward_flops(shape, parts, len(stage.layers), context) + tied
+
+
+def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> float:
+    """Return the FLOPs of one token that the backward pass saves because weights are frozen.
+
+    The gradients of frozen weights are not computed; they would need as many FLOPs as the forward pass
+    through these weights. Return 0 without an adapter.
+    """
+    if shape.adapter is None:
+        return 0.0
+    tied = 2 * shape.vocab * shape.hidden * (shape.tied and has_output)
+    return forward_flops(shape, parts, 0, 0.0) + tied
+
+
+def training_flops(shape: ModelShape, context: float) -> float:
+    """Return the FLOPs of one token in a forward and a backward pass.
+
+    The backward pass needs twice the FLOPs of the forward pass, less `frozen_flops`.
+    """
+    return 3 * model_flops(shape, context) - frozen_flops(shape, shape.parts(), True)
+
+
+def stage_training_flops(shape: ModelShape, stage: Stage, context: float) -> float:
+    """Return the FLOPs of one token in a forward and a backward pass of one pipeline stage."""
+    frozen = frozen_flops(shape, stage.parts, stage.has_output)
+    return 3 * stage_flops(shape, stage, context) - frozen

@@ -1,0 +1,179 @@
+"""Host memory of trainers: pinned buffers, copies for an asynchronous save, processes.
+
+torch's allocator of pinned memory rounds every buffer up to a power of two (`CachingHostAllocator.h`,
+`allocate`). Buffers larger than `pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF are not rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from moe.route_rows import route_bytes
+from mrl.planner.rows import ASSUMPTION, Row
+from mrl.planner.shape import ModelShape, Part, Tensors
+from mrl.planner.stages import Stage, is_expert, local_tensors
+from mrl.planner.state import ADAM_MOMENTS, copies_of, host_bytes_each, optimizer_shard
+from mrl.planner.workload import Workload
+from parallel.dims import ParallelDims
+
+PROCESS_BYTES = 4 << 30
+"""Assumed bytes of libraries and Python objects in one trainer process."""
+PINNED_SOURCE = "torch ATen/core/CachingHostAllocator.h (PowerOf2Ceil); parallel.ledger"
+
+
+def pinned_bytes(num_bytes: int, exact: int | None) -> int:
+    """Return the bytes that torch reserves for one pinned buffer of `num_bytes`.
+
+    Buffers of more than `exact` bytes are not rounded up. If `exact` is None, all are rounded up.
+    """
+    if not num_bytes or (exact is not None and num_bytes > exact):
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()
+
+
+def pinned_total(tensors: Tensors, element_bytes: int, exact: int | None) -> int:
+    """Return the pinned bytes of `tensors`, each of which has its own buffer."""
+    return sum(count * pinned_bytes(element_bytes * n, exact) for count, n in tensors)
+
+
+def stage_tensors(parts: Iterable[Part], dims: ParallelDims) -> tuple[Tensors, Tensors]:
+    """Return the tensors (dense, experts) that one rank holds of the `parts` of its stage."""
+    dense: list[tuple[int, int]] = []
+    experts: list[tuple[int, int]] = []
+    for part in parts:
+        (experts if is_expert(part) else dense).extend(local_tensors(part, dims))
+    return tuple(dense), tuple(experts)
+
+
+def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]:
+    """Return the module buffers of a stage, each with its element size in bytes.
+
+    An element size of 0 means the element size of the weights (`Workload.weight_bytes`).
+    """
+    moe_layers = len(set(stage.layers) & set(shape.moe_layers))
+    found: list[tuple[Tensors, int]] = [
+        (((2 * moe_layers * shape.expert_bias, shape.num_experts),), 4)
+    ]
+    if shape.mla and shape.mla.rotary_positions:
+        table = shape.mla.rotary_positions * shape.mla.rope_dim
+        found.append((((2 * len(stage.layers), table),), 0))
+    return found
+
+
+def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
+    """Return the bytes of the pinned buffers to which `parallel.ledger` offloads the weights.
+
+    There is one buffer per storage. With the distributed optimizer, the trained dense weights of a
+    chunk of layers are in one storage, and the chunk's trained expert weights in another.
+    """
+    each, exact = work.weight_bytes, work.exact_pinned
+    dense, experts = stage_tensors(stage.trained, dims)
+    if work.distributed_optimizer:
+        dense, experts = (
+            ((dims.vpp, stage.dense // dims.vpp),),
+            ((dims.vpp, stage.expert // dims.vpp),),
+        )
+    found = pinned_total(dense, each, exact) + pinned_total(experts, each, exact)
+    for frozen in stage_tensors(stage.parts, dims) if stage.frozen else ():
+        found += pinned_total(frozen, each, exact)
+    return found + sum(
+        pinned_total(tensors, size or each, exact) for tensors, size in buffer_tensors(shape, stage)
+    )
+
+
+def pinned_state(
+    stage: Stage, dims: ParallelDims, work: Workload, element_bytes: int, share: float = 1.0
+) -> int:
+    """Return the pinned bytes for a `share` of one kind of optimizer state that a rank keeps.
+
+    There is one buffer per parameter. Under the distributed optimizer, the total is divided by the
+    number of ranks that share the state, as if no parameter were split between two ranks.
+    """
+    copies = copies_of(dims, work.distributed_optimizer)
+    found = 0.0
+    for tensors, ways in zip(stage_tensors(stage.trained, dims), copies, strict=True):
+        found += share * pinned_total(tensors, element_bytes, work.exact_pinned) / ways
+    return math.ceil(found)
+
+
+def pinned_optimizer(stage: Stage, dims: ParallelDims, work: Workload) -> int:
+    """Return the bytes of the pinned buffers to which `parallel.ledger` offloads optimizer state.
+
+    The state that `optimizer_cpu_offload` keeps on the host is not included.
+    """
+    options = work.state
+    kept = 1 - options.offload_fraction
+    sizes = [options.exp_avg_bytes, options.exp_avg_sq_bytes] if options.precision_aware else [4, 4]
+    found = sum(pinned_state(stage, dims, work, size, kept) for size in sizes)
+    if work.weight_bytes == 4:
+        return found
+    if options.precision_aware:
+        return found + pinned_state(stage, dims, work, options.main_bytes, kept)
+    return found + pinned_state(stage, dims, work, 4)
+
+
+def offloaded_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> tuple[int, int]:
+    """Return (pinned, not pinned) bytes of the state that `optimizer_cpu_offload` keeps on the host."""
+    share = work.state.offload_fraction
+    pinned, plain = host_bytes_each(work.state)
+    num = optimizer_shard(stage, dims, work.distributed_optimizer).num
+    buffers = pinned // 4 * pinned_state(stage, dims, work, 4, share) if share else 0
+    return buffers, int(share * plain * num)
+
+
+def saved_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
+    """Return the largest number of bytes that a rank of the stage copies for an asynchronous save.
+
+    A rank saves its shard of the main parameters and moments, and the weights of the trained parameters
+    of which it is the main replica. The result is for a rank that is the main replica of all of them.
+    """
+    options = work.state
+    aware = options.precision_aware and not options.offload_fraction
+    moments = options.exp_avg_bytes + options.exp_avg_sq_bytes if aware else 4 * ADAM_MOMENTS
+    main = 0 if work.weight_bytes == 4 else 4
+    shard = optimizer_shard(stage, dims, work.distributed_optimizer).num
+    return work.weight_bytes * stage.num_trained + (main + moments) * shard
+
+
+def trainer_host_rows(
+    shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload
+) -> tuple[Row, ...]:
+    """Return the host-memory rows of one trainer rank.
+
+    Pinned buffers stay allocated while their contents are on the device. A disaggregated trainer keeps
+    its weights and optimizer state on the device, so it has no pinned buffers for them.
+    """
+    is_colocated = not work.rollout_ranks
+    weights = pinned_weights(shape, stage, dims, work) if is_colocated else 0
+    optimizer = pinned_optimizer(stage, dims, work) if is_colocated else 0
+    pinned, plain = offloaded_bytes(stage, dims, work)
+    saved = saved_bytes(stage, dims, work) if work.async_save else 0
+    copy = pinned_bytes(work.weight_bytes * stage.num_local, work.exact_pinned)
+    has_copy = work.reference and shape.adapter is None  # an adapter's reference is its base model
+    per_token = sum(routes_per_token(shape, work)) + 32
+    tokens = work.num_tokens // dims.dp
+    return (
+        Row("weights, pinned", weights, "one buffer per storage, each rounded up to a power of two",
+            PINNED_SOURCE),
+        Row("optimizer, pinned", optimizer, "one buffer per main parameter and per moment, each "
+            "rounded up to a power of two", PINNED_SOURCE),
+        Row("offloaded optimizer, pinned", pinned, "gradients (and main parameters), each rounded up "
+            "to a power of two", "megatron-core hybrid_optimizer.py (pin_cpu_grads, pin_cpu_params)"),
+        Row("offloaded optimizer", plain, f"{host_bytes_each(work.state)[1]} B per offloaded element",
+            "megatron-core hybrid_optimizer.py"),
+        Row("reference, pinned", 2 * copy * has_copy, "its weights, and a buffer for the policy's",
+            "parallel.reference.HostCopy; rounded like all pinned memory"),
+        Row("asynchronous save", saved, "weights and optimizer state, copied and not pinned",
+            "parallel.checkpoint.shard_writer.ShardWriter.request"),
+        Row("samples and routes", tokens * per_token, f"{per_token} B x {tokens} tokens of a replica",
+            f"{ASSUMPTION}: 32 B per token in addition to its routes"),
+        Row("trainer: process", PROCESS_BYTES, "libraries and Python objects", ASSUMPTION),
+    )  # fmt: skip
+
+
+def routes_per_token(shape: ModelShape, work: Workload) -> list[int]:
+    """Return the bytes of one token's routes for each MoE layer; empty without r3 replay."""
+    if work.routing_replay != "r3" or not shape.moe_layers:
+        return []
+    return [route_bytes(shape.num_experts, shape.topk)] * len(shape.moe_layers)

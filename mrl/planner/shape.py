@@ -1,0 +1,310 @@
+"""The sizes of a model that determine its cost, and its parameters by part.
+
+Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g key/value heads, d head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mrl.config.adapter import Adapter
+from mrl.errors import InputError
+from parallel.architectures import find_architecture
+from parallel.architectures.base import Architecture, HfConfig
+from parallel.dims import ModelSizes
+
+POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads")  # fmt: skip
+Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
+"""How the ranks of a pipeline stage shard a parameter:
+
+- `whole`: every rank holds all of it.
+- `tensor`: it is split over the tensor-parallel ranks.
+- `expert`: it is split over the expert-parallel and the expert-tensor-parallel ranks.
+- `expert_whole`: it is split over the expert-parallel ranks only; all expert-tensor-parallel ranks of
+  an expert hold the expert's whole matrix.
+"""
+
+
+Tensors = tuple[tuple[int, int], ...]
+"""Pairs of (number of tensors, number of elements of each)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parameters of one kind in one layer, in the embedding or in the output layer."""
+
+    name: str
+    """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense`, `norms`, or
+    `adapter`."""
+    sharing: Sharing
+    tensors: Tensors
+    """Megatron's parameters, before any sharding."""
+    num_active: int
+    """Number of elements that are used for one token."""
+
+    @property
+    def num(self) -> int:
+        """Number of elements before any sharding."""
+        return sum(count * numel for count, numel in self.tensors)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """The sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_rank: int
+    """Rank of the compressed queries; 0 if queries are projected directly from the hidden state."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rotary_positions: int = 0
+    """Number of positions in the tables of cosines and sines that YaRN keeps in every layer; 0 without
+    YaRN."""
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """The parameters and activations of an adapter in one layer."""
+
+    parts: tuple[Part, ...]
+    """A and B of each module."""
+    gathered: int
+    """Elements per token of the products `A x` that tensor-parallel ranks gather. They are kept for the
+    backward pass."""
+    kept: int
+    """Elements per row of all other products `A x`. They are kept for the backward pass."""
+    outputs: int
+    """Elements per row of the largest update `B A x` of a linear layer."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The sizes of an adapter's matrices in a model, from `mrl.planner.adapter.count_adapter`."""
+
+    adapter: Adapter
+    layers: tuple[AdaptedLayer, ...]
+    num_tensors: int
+    """Number of tensors in the adapter's PEFT file."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parameters of the adapter, each once."""
+        return [part for layer in self.layers for part in layer.parts]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num for part in self.parts)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer with SwiGLU and RMSNorm, in which each layer is dense or MoE."""
+
+    sizes: ModelSizes
+    """The sizes that a parallel layout must divide."""
+    num_layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dense_ffn: int
+    moe_layers: tuple[int, ...]
+    """0-based layer numbers."""
+    num_experts: int
+    topk: int
+    moe_ffn: int
+    shared_ffn: int
+    """Columns of all shared experts together; 0 if there are none."""
+    tied: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    shared_gate: bool = False
+    """Whether a sigmoid gate [H -> 1] scales the shared expert, as in Qwen2-MoE."""
+    expert_bias: bool = False
+    """Whether a bias balances the router's choices. It is a buffer, not a parameter."""
+    mla: LatentAttention | None = None
+    """None for grouped-query attention."""
+    adapter: AdapterShape | None = None
+    """If set, only the adapter is trained, and the model's own parameters are frozen."""
+
+    @property
+    def query_width(self) -> int:
+        """Elements of a token's queries (and, under latent attention, of its keys) over all heads."""
+        per_head = self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
+        return self.heads * per_head
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a token's attention output over all heads."""
+        return self.heads * (self.mla.value_dim if self.mla else self.head_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys and values in training, in which latent attention expands them."""
+        if self.mla:
+            return self.query_width + self.value_width
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_cache_width(self) -> int:
+        """Elements that an engine caches per token and layer, before sharding over heads.
+
+        Latent attention caches its compressed vectors, which are not sharded.
+        """
+        return self.mla.kv_rank + self.mla.rope_dim if self.mla else self.kv_width
+
+    @property
+    def attention_sizes(self) -> tuple[int, ...]:
+        """Numbers of elements of the attention's larger matrices.
+
+        They are (query-key-value, output) for grouped-query attention, and (query up, key-value up,
+        output) for latent attention.
+        """
+        out = self.hidden * self.value_width
+        if self.mla is None:
+            return self.hidden * (self.query_width + self.kv_width), out
+        expanded = self.heads * (self.mla.nope_dim + self.mla.value_dim)
+        queries = (self.mla.q_rank or self.hidden) * self.query_width
+        return queries, self.mla.kv_rank * expanded, out
+
+    def embedding(self) -> Part:
+        """Return the embedding. A token only looks up one row of it, which costs no FLOPs."""
+        num = self.vocab * self.hidden
+        return Part("embedding", "tensor", ((1, num),), num)
+
+    def output(self) -> Part:
+        """Return the output layer, which has no tensors if it is tied to the embedding."""
+        num = self.vocab * self.hidden
+        return Part("output", "tensor", () if self.tied else ((1, num),), num)
+
+    def final_norm(self) -> Part:
+        return _all("norms", "whole", self.hidden)
+
+    def layer(self, number: int) -> list[Part]:
+        """List the parameters of 0-based layer `number`."""
+        parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention()]
+        if number not in self.moe_layers:
+            return [*parts, self._mlp("dense", self.dense_ffn)]
+        fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
+        experts = ((self.num_experts, fc1), (self.num_experts, fc2))
+        parts.append(_all("router", "whole", self.hidden * self.num_experts))
+        parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2)))
+        if self.shared_ffn:
+            parts.append(self._mlp("shared", self.shared_ffn))
+        if self.shared_gate:
+            parts.append(_all("shared", "whole", self.hidden))
+        return parts
+
+    def _mlp(self, name: str, columns: int) -> Part:
+        return _all(name, "tensor", 2 * self.hidden * columns, self.hidden * columns)
+
+    def _attention(self) -> list[Part]:
+        matrices, m = self.attention_sizes, self.mla
+        if m is None:
+            norms = [self.head_dim] * (2 * self.qk_norm)
+            bias = [self.query_width + self.kv_width] * self.qkv_bias
+            return [_all("attention", "tensor", *matrices, *bias), _all("norms", "whole", *norms)]
+        down = [self.hidden * m.q_rank] * (m.q_rank > 0)
+        # Megatron replicates the down projections on all tensor-parallel ranks.
+        return [
+            _all("attention", "tensor", *matrices),
+            _all("attention", "whole", *down, self.hidden * (m.kv_rank + m.rope_dim)),
+            _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
+        ]
+
+    def parts(self) -> list[Part]:
+        """List every parameter of the model once, without the adapter's parameters."""
+        layers = [part for number in range(self.num_layers) for part in self.layer(number)]
+        return [self.embedding(), *layers, self.final_norm(), self.output()]
+
+    def count(self) -> dict[str, int]:
+        """Count parameters by the name of their part."""
+        totals: dict[str, int] = {}
+        for part in self.parts():
+            totals[part.name] = totals.get(part.name, 0) + part.num
+        return totals
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num for part in self.parts())
+
+    @property
+    def num_active(self) -> int:
+        """Number of active parameters per token, as model cards count them.
+
+        It includes the embedding and the output layer. A tied matrix counts once.
+        """
+        active = sum(p.num_active for p in self.parts())
+        return active - self.tied * self.vocab * self.hidden
+
+
+def _all(name: str, sharing: Sharing, *numels: int) -> Part:
+    """Return a part with a tensor of each of the sizes `numels`, which every token uses completely."""
+    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels))
+
+
+def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:
+    """Return the shape of the model that a Hugging Face config.json describes.
+
+    It is derived from the same Megatron settings that the trainer uses for the model. `architecture`
+    defaults to the one of the config's model_type. Raises InputError for a model that the trainer
+    refuses, a missing key, or a size that is not a whole number.
+    """
+    architecture = architecture or find_architecture(hf)
+    try:
+        _check_numbers(hf)
+        return _shape(hf, architecture.transformer_config(hf), architecture.sizes(hf))
+    except KeyError as error:
+        kind = architecture.model_type
+        raise InputError(f"config.json of a {kind} lacks the key {error}; add it") from None
+
+
+def _check_numbers(hf: HfConfig) -> None:
+    """Raise InputError for a size that is not a whole number, or is too small."""
+    for key, value in hf.items():
+        sized = key.endswith(("_size", "_heads", "_layers", "_experts", "_dim", "_rank"))
+        least = 1 if key in POSITIVE else 0
+        lists = key.endswith("only_layers")
+        if not sized or lists or (value is None and not least):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(f"config.json: {key} is {value!r}, expected a whole number >= {least}")
+
+
+def _shape(hf: HfConfig, settings: dict[str, Any], sizes: ModelSizes) -> ModelShape:
+    """Build the shape. `settings` are the arguments of Megatron's TransformerConfig."""
+    latent = None
+    if settings.get("multi_latent_attention"):
+        latent = LatentAttention(
+            q_rank=settings["q_lora_rank"] or 0,
+            kv_rank=settings["kv_lora_rank"],
+            nope_dim=settings["qk_head_dim"],
+            rope_dim=settings["qk_pos_emb_head_dim"],
+            value_dim=settings["v_head_dim"],
+            rotary_positions=settings.get("original_max_position_embeddings", 0),
+        )
+    return ModelShape(
+        sizes=sizes,
+        num_layers=sizes.num_layers,
+        hidden=settings["hidden_size"],
+        vocab=sizes.vocab_size,
+        heads=sizes.num_attention_heads,
+        kv_heads=sizes.num_query_groups,
+        head_dim=settings["kv_channels"],
+        dense_ffn=settings["ffn_hidden_size"],
+        moe_layers=tuple(n for n, moe in enumerate(settings["moe_layer_freq"]) if moe),
+        num_experts=sizes.num_experts,
+        topk=settings.get("moe_router_topk", 0),
+        moe_ffn=sizes.moe_ffn_size,
+        shared_ffn=sizes.shared_expert_ffn_size,
+        tied=bool(hf.get("tie_word_embeddings")),
+        qk_norm=settings.get("qk_layernorm", False),
+        qkv_bias=settings.get("add_qkv_bias", False),
+        shared_gate=settings.get("moe_shared_expert_gate", False),
+        expert_bias=settings.get("moe_router_enable_expert_bias", False),
+        mla=latent,
+    )

@@ -1,0 +1,146 @@
+"""The layers of each pipeline stage, and how many of their parameters one rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mrl.planner.shape import ModelShape, Part, Tensors
+from parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage. Parameter counts are the counts on one rank of the stage."""
+
+    index: int
+    layers: tuple[int, ...]
+    """0-based numbers of the layers in all chunks of the stage."""
+    chunk_layers: int
+    """Number of layers in the largest chunk."""
+    parts: tuple[Part, ...]
+    """The model's parameters on this stage, before tensor and expert parallelism shard them."""
+    adapter: tuple[Part, ...]
+    """The adapter's parameters on this stage. If there are any, `parts` are frozen."""
+    exported: tuple[Part, ...]
+    """`parts` without the last stage's copy of a tied embedding."""
+    has_embedding: bool
+    has_output: bool
+    dense: int
+    """Number of trained parameters that data- and context-parallel ranks replicate."""
+    expert: int
+    """Number of trained parameters of experts, which only expert-data-parallel ranks replicate."""
+    whole: int
+    """How many of the `dense` parameters are not sharded by tensor parallelism. Their gradients are
+    summed over the tensor-parallel ranks."""
+    expert_whole: int
+    """How many of the `expert` parameters are not sharded by expert-tensor parallelism. Their gradients
+    are summed over the expert-tensor-parallel ranks."""
+    frozen: int
+    """Number of parameters without a gradient and without optimizer state."""
+
+    @property
+    def num_trained(self) -> int:
+        return self.dense + self.expert
+
+    @property
+    def num_local(self) -> int:
+        return self.num_trained + self.frozen
+
+    @property
+    def trained(self) -> tuple[Part, ...]:
+        """The trained parts: the adapter's, or all parts if there is no adapter."""
+        return self.adapter or self.parts
+
+
+def expert_data_parallel(dims: ParallelDims) -> int:
+    """Return the number of copies of an expert: world / (etp x ep x pp)."""
+    return dims.world // (dims.etp * dims.ep * dims.pp)
+
+
+def local_count(part: Part, dims: ParallelDims) -> int:
+    """Return how many parameters of `part` one rank of its pipeline stage holds."""
+    ways = {"whole": 1, "tensor": dims.tp, "expert": dims.ep * dims.etp, "expert_whole": dims.ep}
+    return -(-part.num // ways[part.sharing])
+
+
+def is_expert(part: Part) -> bool:
+    """Return whether the part belongs to routed experts."""
+    return part.sharing in ("expert", "expert_whole")
+
+
+def local_tensors(part: Part, dims: ParallelDims) -> Tensors:
+    """Return the tensors of `part` on one rank of its pipeline stage."""
+    if is_expert(part):
+        etp = dims.etp if part.sharing == "expert" else 1
+        return tuple((-(-count // dims.ep), -(-numel // etp)) for count, numel in part.tensors)
+    ways = dims.tp if part.sharing == "tensor" else 1
+    return tuple((count, -(-numel // ways)) for count, numel in part.tensors)
+
+
+def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:
+    """Return the bytes of the routers' balancing biases in `layers`.
+
+    The biases are fp32 buffers, which are exported together with the weights.
+    """
+    return 4 * shape.num_experts * shape.expert_bias * len(set(layers) & set(shape.moe_layers))
+
+
+def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
+    """Return the 0-based numbers of the layers, indexed by [pipeline rank][chunk].
+
+    As in Megatron, the first chunks of all ranks get the first layers, the second chunks of all ranks
+    get the next ones, and so on. `dims.check_model` must have passed.
+    """
+    given = {0: dims.first_layers, dims.pp - 1: dims.last_layers}
+    given = {stage: count for stage, count in given.items() if count is not None}
+    left = num_layers - sum(given.values())
+    counts = [given[p] if p in given else left // (dims.pp - len(given)) for p in range(dims.pp)]
+    assert sum(counts) == num_layers, "call dims.check_model first"
+    assert not any(count % dims.vpp for count in counts), "call dims.check_model first"
+    split: list[list[range]] = [[] for _ in counts]
+    start = 0
+    for _ in range(dims.vpp):
+        for chunks, count in zip(split, counts, strict=True):
+            chunks.append(range(start, start + count // dims.vpp))
+            start = chunks[-1].stop
+    return split
+
+
+def stages(shape: ModelShape, dims: ParallelDims) -> list[Stage]:
+    """Return the pipeline stages of the layout, in order."""
+    split = split_layers(shape.num_layers, dims)
+    return [_stage(shape, dims, p, chunks) for p, chunks in enumerate(split)]
+
+
+def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range]) -> Stage:
+    first, last = index == 0, index == dims.pp - 1
+    layers = tuple(number for chunk in chunks for number in chunk)
+    parts = [part for number in layers for part in shape.layer(number)]
+    if first:
+        parts.append(shape.embedding())
+    if last:
+        parts += [shape.final_norm(), shape.output()]
+    exported = tuple(parts)
+    if last and shape.tied and not first:
+        parts.append(shape.embedding())  # the last stage needs its own copy of the tied matrix
+    adapter = (
+        [part for n in layers for part in shape.adapter.layers[n].parts] if shape.adapter else []
+    )
+    base = sum(local_count(part, dims) for part in parts)
+    shares = [(part, local_count(part, dims)) for part in (adapter if shape.adapter else parts)]
+    return Stage(
+        index=index,
+        layers=layers,
+        chunk_layers=max(map(len, chunks)),
+        parts=tuple(parts),
+        adapter=tuple(adapter),
+        exported=exported,
+        has_embedding=first,
+        has_output=last,
+        dense=sum(n for part, n in shares if not is_expert(part)),
+        expert=sum(n for part, n in shares if is_expert(part)),
+        whole=sum(n for part, n in shares if part.sharing == "whole"),
+        expert_whole=sum(n for part, n in shares if part.sharing == "expert_whole"),
+        frozen=base if shape.adapter else 0,
+    )

@@ -1,0 +1,1 @@
+"""Decides what is generated before the trainer needs it, without IO, threads or a clock."""

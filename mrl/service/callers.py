@@ -1,0 +1,114 @@
+"""Limits how many callers the sockets of a service have at a time, and how much each may send."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+TOO_MANY = "too many callers at a time; try again"
+
+
+class Refused(Exception):
+    """The service refuses a request, with an HTTP status and a reason in one line."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on what one caller may send, and on the number of callers."""
+
+    head_bytes: int = 16 << 10
+    num_headers: int = 64
+    body_bytes: int = 1 << 20
+    operation_bytes: int = 8 << 20
+    """The largest body of a session's operation, which may hold many tokens."""
+    depth: int = 32
+    """The deepest nesting of objects and lists in the body."""
+    head_s: float = 5.0
+    """Seconds within which the head of the request, which contains the token, must arrive."""
+    request_s: float = 10.0
+    """Seconds within which the whole request must arrive."""
+    unread: int = 64
+    """Maximum number of callers of one socket that are in the same `Stage`. If one more caller
+    enters the stage, the oldest caller in that stage is refused."""
+    connections: int = 32
+    """Maximum number of requests of one socket that are answered at a time; further requests are
+    refused."""
+
+
+Stage = Literal["head", "body", "answer"]
+"""What a caller is doing: sending the head of its request, sending the body, or receiving the
+answer."""
+SHUT: dict[Stage, int] = {
+    "head": socket.SHUT_RD,
+    "body": socket.SHUT_RD,
+    "answer": socket.SHUT_RDWR,
+}
+"""How to shut down the connection of a refused caller, which wakes the thread that serves the
+caller. Before the answer only reading is shut down, so that the reason can still be sent."""
+
+
+class Callers:
+    """Counts the callers of one socket; each socket has its own counts.
+
+    The stages are counted separately, and so are the requests that are answered. Hence a caller
+    without a valid token cannot take the place of an authenticated caller, and a caller that sends
+    or receives slowly does not delay others.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._changing = threading.Lock()
+        self._awaited: dict[Stage, dict[socket.socket, None]] = {stage: {} for stage in SHUT}
+        self._num_answered = 0
+
+    @contextmanager
+    def awaiting(self, connection: socket.socket, stage: Stage) -> Iterator[None]:
+        """Count a caller as being in a stage while the `with` block sends or receives.
+
+        If too many callers are in this stage, the connection of the oldest caller is shut down.
+        Raises the error of the block, or Refused if the connection of this caller was shut down
+        meanwhile.
+        """
+        awaited = self._awaited[stage]
+        with self._changing:
+            if len(awaited) >= self._limits.unread:
+                oldest = next(iter(awaited))
+                del awaited[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(SHUT[stage])
+            awaited[connection] = None
+        try:
+            yield
+        except (Refused, OSError):
+            if connection not in awaited:
+                raise Refused(503, TOO_MANY) from None
+            raise
+        finally:
+            with self._changing:
+                awaited.pop(connection, None)
+
+    def check_room(self) -> None:
+        """Raise Refused if no more requests can be answered now."""
+        if self._num_answered >= self._limits.connections:
+            raise Refused(503, TOO_MANY)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count one more request that is answered during the `with` block. Raises Refused if the
+        maximum number of requests is reached."""
+        with self._changing:
+            self.check_room()
+            self._num_answered += 1
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._num_answered -= 1

@@ -1,0 +1,143 @@
+"""Computes the metrics of a service, and the shares of trainer and engines that each tenant had
+over several rounds.
+
+The metrics are computed from the sums of the engines' gates (`mrl.engines.gate_times.GateTimes`)
+and the trainer's seconds. The shares over rounds are computed from rows of the service's
+metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+def add_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up several mappings: return the sum of the values of each key."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for part in parts:
+        for key, value in part.items():
+            total[key] += value
+    return dict(total)
+
+
+def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """Return `sums` with tenants' names in place of the names that engines use for tenants.
+
+    `names`: the tenants' names by engine names. Keys of other tenants, such as one that has left,
+    are dropped, but the totals still include those tenants.
+    """
+    found: dict[str, float] = {}
+    for key, value in sums.items():
+        called, slash, what = key.partition("/")
+        if not slash:
+            found[key] = value
+        elif called in names:
+            found[f"{names[called]}/{what}"] = value
+    return found
+
+
+def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics of how full the engines were during the time of `sums`, and of each tenant's
+    share in the requests. A ratio is left out if its denominator is 0."""
+
+    def ratio(part: str, whole: str, *, at_most: float = math.inf) -> float | None:
+        found = _ratio(sums.get(part, 0.0), sums.get(whole, 0.0))
+        return None if found is None else min(at_most, found)
+
+    found: dict[str, float | None] = {
+        "service/engine_occupancy": ratio("running_s", "room_s"),
+        "service/running_requests": ratio("running_s", "seconds"),
+        "service/kv_occupancy": ratio("held_s", "cache_s", at_most=1.0),
+        "service/kv_counted": ratio("counted_s", "cache_s", at_most=1.0),
+        "service/batch_tenants": ratio("mix_s", "busy_s"),
+    }
+    for name in sorted({key.split("/")[0] for key in sums if "/" in key}):
+        found[f"service/{name}/tokens"] = sums.get(f"{name}/tokens", 0.0)
+        found[f"service/{name}/batch_share"] = ratio(f"{name}/sent_s", "sent_s")
+        found[f"service/{name}/gate_wait_s"] = ratio(f"{name}/waited_s", f"{name}/requests")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def trainer_shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return each tenant's share of the trainer's time. `seconds`: the trainer's seconds by
+    tenant."""
+    whole = sum(seconds.values())
+    return {
+        f"service/{name}/trainer_share": each / whole for name, each in seconds.items() if whole
+    }
+
+
+class OverRounds(NamedTuple):
+    """Totals and means of one tenant over some rounds; None if no round has a value."""
+
+    trainer_share: float | None
+    """The trainer's seconds for the tenant's swaps and updates, divided by the sum over all
+    tenants."""
+    tokens: float
+    """Number of tokens that were generated for the tenant."""
+    tokens_share: float | None
+    gate_wait_s: float | None
+    """Seconds that a request of the tenant waited to be sent to the engine, as a mean over the
+    rounds."""
+    queue_age_s: float | None
+    """Seconds that the tenant, with complete samples, waited for its update, as a mean over the
+    rounds."""
+
+
+def over_rounds(
+    rows: Iterable[Mapping[str, Any]], tenants: Mapping[str, int]
+) -> dict[str, OverRounds]:
+    """Return the totals and means of each of these tenants over the rounds in `rows`. Shares are
+    relative to the sum over these tenants.
+
+    `tenants`: the sequence (`Tenant.sequence`) of each tenant, by name. A value of a row is left
+    out if the row's `service/NAME/sequence` shows that the value belongs to another tenant of that
+    name. Rows of an older mrl do not have this key. Values that are not finite numbers are left out
+    too.
+    """
+    names = list(tenants)
+    own = [_own(row, tenants) for row in rows]
+    totals, counts = add_up(own), Counter(key for row in own for key in row)
+
+    def total(name: str, *parts: str) -> float:
+        return sum(totals.get(f"service/{name}/{part}", 0.0) for part in parts)
+
+    def mean(name: str, part: str) -> float | None:
+        return _ratio(total(name, part), counts[f"service/{name}/{part}"])
+
+    trainer_s = {name: total(name, "swap_s", "update_s") for name in names}
+    tokens = {name: total(name, "tokens") for name in names}
+    return {
+        name: OverRounds(
+            _ratio(trainer_s[name], sum(trainer_s.values())),
+            tokens[name],
+            _ratio(tokens[name], sum(tokens.values())),
+            mean(name, "gate_wait_s"),
+            mean(name, "queue_age_s"),
+        )
+        for name in names
+    }
+
+
+def finite(value: Any) -> float | None:
+    """Return `value` if it is a finite number, otherwise None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def _own(row: Mapping[str, Any], tenants: Mapping[str, int]) -> dict[str, float]:
+    """Return the finite numbers of a row, without those of other tenants with the same names."""
+    others = tuple(
+        f"service/{name}/"
+        for name, number in tenants.items()
+        if row.get(f"service/{name}/sequence", number) != number
+    )
+    numbers = ((key, finite(value)) for key, value in row.items() if not key.startswith(others))
+    return {key: number for key, number in numbers if number is not None}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

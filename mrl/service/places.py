@@ -1,0 +1,63 @@
+"""Keeps the run folders of tenants separate from each other and from the service's own files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mrl.errors import InputError
+from mrl.service.record import Tenant
+
+RUNS = "runs"
+"""The folder in the service folder in which the output_dirs of tenants may be. No other place in
+the service folder is allowed."""
+
+
+def run_folder(root: Path, given: str) -> Path:
+    """Return the output_dir `given` with symbolic links resolved. Raises InputError if `given` is
+    not absolute, or overlaps the service folder `root` outside of `root/runs`."""
+    if not os.path.isabs(given):
+        raise InputError(f"output_dir is {given!r}; expected an absolute path")
+    real, runs = Path(os.path.realpath(given)), root / RUNS
+    if _overlap(real, root) and (real == runs or runs not in real.parents):
+        raise InputError(
+            f"output_dir {given} and the service folder {root} overlap; choose one inside {runs}, or "
+            "outside the service folder"
+        )
+    return real
+
+
+def check_place(
+    name: str, output: Path, present: Sequence[Tenant], known: Iterable[Tenant], limit: int
+) -> None:
+    """Raise InputError if the name or the folder belongs to another tenant, or if the service is
+    full.
+
+    `present`: tenants that were not removed. `known`: the present and the removed tenants. `limit`:
+    the maximum number of active tenants.
+    """
+    if any(tenant.name == name for tenant in present):
+        raise InputError(f"there is a tenant {name} already; give another name")
+    for other in present:
+        if _overlap(output, Path(other.output_dir)):
+            raise InputError(
+                f"output_dir {output} and that of tenant {other.name}, {other.output_dir}, are one "
+                "folder or lie in each other; choose another"
+            )
+    for past in known:
+        if past.name == name and _overlap(output, Path(past.output_dir)):
+            raise InputError(
+                f"output_dir {output} holds the run of the tenant {name} that was removed: its "
+                f"adapters {name}@1, {name}@2 ... would be other ones from now on; choose another "
+                "output_dir, or another name to continue that run"
+            )
+    if sum(tenant.is_active for tenant in present) >= limit:
+        raise InputError(
+            f"the service has tenants.max_number={limit} tenants; remove one, or wait until one is done"
+        )
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether two folders are the same, or one contains the other."""
+    return one == other or one in other.parents or other in one.parents

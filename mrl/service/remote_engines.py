@@ -1,0 +1,92 @@
+"""The engines on ranks of their own that all tenants of a service share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mrl.collect.collector import Collector
+from mrl.config import ServiceConfig
+from mrl.engine_pool.remote.rendezvous import Address, Rendezvous, launcher_rendezvous
+from mrl.engine_pool.remote.steps import make_remote_collector
+from mrl.engine_pool.remote.supervisor import Job
+from mrl.preflight import Plan
+from mrl.preflight.roles import Roles
+from mrl.run.folder import RunFolder
+from mrl.service.tenant_coordinator import TenantCoordinator
+from mrl.system.heartbeat import phase
+from parallel.lora.shared_base import SharedBase
+from parallel.mesh import Mesh
+
+START_S = 600.0
+"""Seconds within which the ranks of a service must find each other, in addition to the time for the
+start of the engines."""
+
+
+@dataclass
+class SharedRemoteEngines:
+    """Engines on rollout ranks. Implements `mrl.service.shared.SharedEngines`."""
+
+    coordinator: TenantCoordinator | None
+    """None on all ranks except rank 0."""
+    start_timeout_s: float
+    """How many seconds the engines may take to start."""
+    world: int
+
+    @phase("start")
+    def start(self, base: SharedBase) -> None:
+        base.onload()
+        if self.coordinator is not None:
+            self.coordinator.wait_until_started(self.start_timeout_s)
+        dist.barrier()
+
+    def make_collector(
+        self, plan: Plan, mesh: Mesh, folder: RunFolder, name: str, weight: float
+    ) -> Collector:
+        def invite(address: Address, token: str) -> None:
+            message = {
+                "server": address,
+                "token": token,
+                "weight": weight,
+                "recipe": plan.recipe.model_dump(mode="json"),
+            }
+            self._on_rank_0.open(name, message)
+
+        rendezvous = Rendezvous(
+            hosts=lambda: self._on_rank_0.hosts,
+            invite=invite,
+            end=lambda: self._on_rank_0.end(name),
+            is_shared=True,
+        )
+        return make_remote_collector(plan, mesh, folder, rendezvous)
+
+    @property
+    def _on_rank_0(self) -> TenantCoordinator:
+        assert self.coordinator is not None
+        return self.coordinator
+
+    def close(self) -> None:
+        if self.coordinator is not None:
+            self.coordinator.close()
+
+
+def open_coordinator(config: ServiceConfig, roles: Roles) -> TenantCoordinator:
+    """Open the coordinator, and publish its address in the launcher's store, where the rollout
+    ranks find it.
+
+    Raises InputError if a rollout rank has reported an error in the configuration.
+    """
+    rendezvous = launcher_rendezvous(roles.num_rollout, START_S)
+    num_engines = roles.num_engines(config.rollout_config())
+    coordinator = TenantCoordinator(num_engines, rendezvous.hosts())
+    rendezvous.invite(coordinator.address, coordinator.token)
+    return coordinator
+
+
+def job_of_service(config: ServiceConfig) -> Job:
+    """Return the job that the rollout ranks of a service run in their worker processes."""
+    settings = {"service": config.model_dump(mode="json")}
+    wait_s = START_S + config.rollout.start_timeout_s
+    timeout_s = config.asynchronous.worker_timeout_s
+    return Job("mrl.service.rollout_worker", settings, config.rollout_config(), wait_s, timeout_s)

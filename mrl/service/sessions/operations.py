@@ -1,0 +1,288 @@
+"""The operations of all sessions of a service: those that wait or are under way, and the answers of
+those that have ended.
+
+The operations are only in the memory of rank 0. Each incarnation of a session
+(`Tenant.incarnation`) has its own *life*, whose number is part of the ids of its operations. An
+operation of an earlier life ended before the session was closed, or is lost; it is never carried
+out later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrl.errors import InputError
+from mrl.run.json_lines import finite_or_null
+from mrl.service.record import name_of
+from mrl.service.sessions.bodies import Body, num_tokens
+
+MAX_QUEUED = 32
+"""Maximum number of operations of a session that wait or are under way."""
+MAX_QUEUED_TOKENS = 1 << 20
+MAX_KEPT = 64
+"""How many answers of a session are kept; the newest ones are."""
+MAX_KEPT_BYTES = 64 << 20
+MAX_PAST = 8
+"""For how many sessions answers are kept after the session's life has ended."""
+KEPT_S = 3600.0
+"""How long an answer is kept, in seconds."""
+MAX_KEYS = 4096
+"""How many keys of a life are remembered; the newest ones are. A repeated request with a remembered
+key adds no operation."""
+ID = re.compile(r"([0-9a-f]{8})-([1-9][0-9]{0,11})")
+LOST = (
+    "lost: the session was left before it was done, and is at its newest checkpoint when it is opened "
+    "again"
+)
+State = Literal["queued", "running", "done", "failed", "lost"]
+
+
+class TooMany(InputError):
+    """The queue of a session is full."""
+
+
+class OtherLife(InputError):
+    """The session has another life than the one that the caller names, or accepts no more
+    operations."""
+
+
+class NoOperation(InputError):
+    """There is no such operation, or its answer is not kept any more."""
+
+
+@dataclass
+class Operation:
+    """An operation that waits or is under way."""
+
+    id: str
+    body: Body
+    state: State = "queued"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is kept of an operation that has ended."""
+
+    state: State
+    text: bytes
+    """The result or, if the operation failed or was lost, the reason, as JSON."""
+    since_s: float
+
+
+@dataclass
+class _Life:
+    """The operations of one incarnation of a session."""
+
+    number: str = field(default_factory=lambda: secrets.token_hex(4))
+    is_left: bool = False
+    """Whether the life accepts no more operations."""
+    count: int = 0
+    version: int | None = None
+    """The version of the session's weights; None until the session is open."""
+    waiting: list[Operation] = field(default_factory=list)
+    answers: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
+    keys: OrderedDict[str, tuple[str, str]] = field(default_factory=OrderedDict)
+    """By key, the id of the operation that was posted with the key, and a digest of the operation's
+    body."""
+
+
+class Operations:
+    """Keeps the operations of all sessions. Any thread may call the methods.
+
+    The argument `session` is the incarnation of a tenant; only `look` takes a tenant's name
+    instead.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[str, _Life] = {}
+        self._past: OrderedDict[str, _Life] = OrderedDict()
+        """By tenant name, the last life that has ended; its answers can still be read. The newest
+        life is at the end."""
+        self._changing = threading.Lock()
+
+    def post(
+        self, session: str, body: Body, life: str | None = None, key: str | None = None
+    ) -> str:
+        """Put an operation into the queue, and return its id. If an operation with the same `key`
+        was posted before in this life, nothing is added, and the id of that operation is returned.
+
+        Raises OtherLife if the session accepts no more operations, or if `life` is given and is not
+        the number of its present life. Raises TooMany if the queue is full, and InputError if the
+        operation with the same key has another body.
+        """
+        with self._changing:
+            mine, name = self._life(session), name_of(session)
+            if mine.is_left or life not in (None, mine.number):
+                raise OtherLife(
+                    f"session {name} was opened again or closed: its life is {mine.number}, got "
+                    f"{str(life)[:80]!r}; look at its version, then go on from there"
+                )
+            if key is not None and key in mine.keys:
+                operation, digest = mine.keys[key]
+                if digest != _digest(body):
+                    raise InputError(
+                        f"the key {key!r} was used before for another operation, {operation}; give "
+                        "each operation a key of its own"
+                    )
+                return operation
+            tokens = num_tokens(body) + sum(num_tokens(each.body) for each in mine.waiting)
+            if len(mine.waiting) >= MAX_QUEUED or tokens > MAX_QUEUED_TOKENS:
+                raise TooMany(
+                    f"session {name} has {len(mine.waiting)} operations in its queue, at most "
+                    f"{MAX_QUEUED} with {MAX_QUEUED_TOKENS} tokens fit; wait for the first of them"
+                )
+            mine.count += 1
+            operation = Operation(f"{mine.number}-{mine.count}", body)
+            mine.waiting.append(operation)
+            if key is not None:
+                mine.keys[key] = operation.id, _digest(body)
+                if len(mine.keys) > MAX_KEYS:
+                    mine.keys.popitem(last=False)
+            return operation.id
+
+    def show(self, session: str) -> dict[str, Any]:
+        """Return the number of a session's life, the version of its weights, and the number of
+        operations in its queue."""
+        with self._changing:
+            mine = self._life(session)
+            return {"life": mine.number, "version": mine.version, "queued": len(mine.waiting)}
+
+    def look(self, name: str, operation: str) -> dict[str, Any]:
+        """Return the state of an operation of the session `name`, with its result, or with the
+        reason if it failed or was lost. An operation of an unknown life is lost.
+
+        Raises NoOperation if `operation` is not an id, if the life has no such operation, or if its
+        answer is not kept any more.
+        """
+        if (asked := ID.fullmatch(operation)) is None:
+            raise NoOperation(f"{operation[:80]!r} is not the id of an operation")
+        with self._changing:
+            lives = [life for key, life in self._lives.items() if name_of(key) == name]
+            lives += [self._past[name]] if name in self._past else []
+            mine = next((life for life in lives if life.number == asked[1]), None)
+            if mine is None:
+                return {"id": operation, "state": "lost", "reason": LOST}
+            self._forget_old(mine)
+            if (answer := mine.answers.get(operation)) is not None:
+                key = "result" if answer.state == "done" else "reason"
+                return {"id": operation, "state": answer.state, key: json.loads(answer.text)}
+            for each in mine.waiting:
+                if each.id == operation:
+                    return {"id": operation, "state": each.state}
+        raise NoOperation(
+            f"session {name} has no operation {operation}, or no longer keeps its answer: at most "
+            f"{MAX_KEPT} of them, for {KEPT_S:g} s"
+        )
+
+    def begin(self, session: str, version: int) -> None:
+        """Record that a session is open, with this version of its weights."""
+        with self._changing:
+            self._life(session).version = version
+
+    def close(self, session: str) -> None:
+        """Accept no more operations for a session. Operations that wait are lost; operations under
+        way are finished."""
+        with self._changing:
+            if (mine := self._lives.get(session)) is not None:
+                mine.is_left = True
+                self._lose(mine, ("queued",))
+
+    def end(self, session: str) -> None:
+        """End the life of a session. Operations that wait or are under way are lost."""
+        with self._changing:
+            if (mine := self._lives.pop(session, None)) is not None:
+                self._keep_past(name_of(session), mine)
+
+    def _lose(self, mine: _Life, states: tuple[State, ...]) -> None:
+        """Mark the operations in these states as lost."""
+        for each in [each for each in mine.waiting if each.state in states]:
+            mine.waiting.remove(each)
+            mine.answers[each.id] = _Answer("lost", json.dumps(LOST).encode(), time.monotonic())
+
+    def _keep_past(self, name: str, mine: _Life) -> None:
+        """Keep the answers of a life that has ended, and drop the oldest such life if there are too
+        many."""
+        self._lose(mine, ("queued", "running"))
+        mine.keys.clear()
+        self._past[name] = mine
+        self._past.move_to_end(name)
+        if len(self._past) > MAX_PAST:
+            self._past.popitem(last=False)
+
+    def waiting_tokens(self, session: str) -> int:
+        """Return the number of tokens of the `sample` operations in a session's next turn, but at
+        least 1 if any operation waits. Return 0 if no operation waits."""
+        with self._changing:
+            turn = self._turn(session)
+            samples = [num_tokens(each.body) for each in turn if each.body.kind == "sample"]
+            return max(1, sum(samples)) if turn else 0
+
+    def take(self, session: str) -> list[Operation]:
+        """Return the operations of a session's next turn, and mark them as under way.
+
+        A turn consists of the `sample` operations at the front of the queue, and of the operations
+        behind them up to the next `sample`.
+        """
+        with self._changing:
+            turn = self._turn(session)
+            for each in turn:
+                each.state = "running"
+            return turn
+
+    def answer(
+        self, session: str, operation: str, *, result: Any = None, error: str = "", version: int
+    ) -> None:
+        """End an operation with its result or, if `error` is not empty, with this error in one
+        line. `version`: the version of the session's weights after the operation."""
+        state: State = "failed" if error else "done"
+        text = json.dumps(error or finite_or_null(result)).encode()
+        with self._changing:
+            mine = self._life(session)
+            mine.version = version
+            mine.waiting = [each for each in mine.waiting if each.id != operation]
+            mine.answers[operation] = _Answer(state, text, time.monotonic())
+            self._forget_old(mine)
+
+    def _life(self, session: str) -> _Life:
+        """Return the life of an incarnation, which begins if it does not exist yet. When a life
+        begins, earlier lives of the same name end if their sessions were never open."""
+        if session not in self._lives:
+            name = name_of(session)
+            for key, life in list(self._lives.items()):
+                if name_of(key) == name and life.version is None:  # its session was never open
+                    self._keep_past(name, self._lives.pop(key))
+            self._lives[session] = _Life()
+        return self._lives[session]
+
+    def _turn(self, session: str) -> list[Operation]:
+        """Return the operations of a session's next turn, see `take`; empty if the queue is
+        empty."""
+        turn: list[Operation] = []
+        for each in self._life(session).waiting:
+            if turn and each.body.kind == "sample" and turn[-1].body.kind != "sample":
+                break
+            turn.append(each)
+        return turn
+
+    def _forget_old(self, mine: _Life) -> None:
+        """Drop the oldest answers until number, size and age of the answers are within the limits.
+        The newest answer always stays."""
+        total = sum(len(each.text) for each in mine.answers.values())
+        for operation, oldest in list(mine.answers.items())[:-1]:
+            fits = len(mine.answers) <= MAX_KEPT and total <= MAX_KEPT_BYTES
+            if fits and time.monotonic() - oldest.since_s <= KEPT_S:
+                return
+            del mine.answers[operation]
+            total -= len(oldest.text)
+
+
+def _digest(body: Body) -> str:
+    return hashlib.sha256(body.model_dump_json().encode()).hexdigest()

@@ -1,0 +1,279 @@
+"""Generates the samples of a session on the service's engine, together with the requests of other
+tenants."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.collect.single_turn import SingleTurnRollout, start_groups
+from mrl.config import Recipe, RolloutConfig
+from mrl.engine_pool.part import EnginePart
+from mrl.engines.base import EndsEngine, PolicyEndpoint, SamplingParams
+from mrl.errors import InputError, RunFailed, WrongWeights
+from mrl.exchange.sharing import share_bytes, sum_over_ranks
+from mrl.run.rollouts import decode_groups, encode_groups
+from mrl.service.consensus import SERVICE_FAULTS
+from mrl.service.sessions.bodies import SampleBody
+from mrl.system.memory_error import out_of_memory
+from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup
+from parallel.mesh import Mesh
+from parallel.policy import Policy
+
+MAX_ROUTE_BYTES = 256 << 20
+"""Maximum number of bytes of routes that each rank keeps for a session; the oldest routes are
+dropped first."""
+CANARY_TOKENS = 16
+MAX_ENDED = 3
+"""A session is paused after this many of its operations have each killed an engine."""
+ENDS_TOO_OFTEN = (
+    f"{MAX_ENDED} samples of this session have each killed the engine twice, once among others and "
+    "once alone; no other is tried, and the session is paused: see the log of the engine, then "
+    "resume it"
+)
+
+
+class Samples:
+    """Keeps the routes of the newest samples, so that training can replay them by the sample's id."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[Tensor, RoutingTrace]] = OrderedDict()
+        self._num_bytes = 0
+
+    def keep(self, name: str, sample: Sample) -> None:
+        """Keep the routes of a sample, if it has any, and drop the oldest routes beyond the
+        limit."""
+        if sample.routing is None:
+            return
+        self._kept[name] = sample.token_ids, sample.routing
+        self._num_bytes += sample.routing.num_bytes
+        while self._num_bytes > MAX_ROUTE_BYTES and len(self._kept) > 1:
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
+        """Return the routes of the sample with the id `name`. Raises InputError if the routes are
+        not kept, or if `tokens` i64[T] differ from the tokens of the sample."""
+        if (kept := self._kept.get(name)) is None:
+            raise InputError(
+                f"the routes of sample {name[:80]!r} are not kept: it is none of the newest samples "
+                "since the session was opened; sample again, or leave `sample` out"
+            )
+        token_ids, routing = kept
+        if not torch.equal(token_ids, tokens):
+            raise InputError(
+                f"the tokens are not those of sample {name}, its prompt and its answer; give the same "
+                "ones, or leave `sample` out"
+            )
+        return routing
+
+
+class SessionSampler:
+    """Generates the answers that the `sample` operations of a turn ask for, on one rank of the
+    trainer.
+
+    Every method is a collective except `generate`, which runs in a thread.
+    """
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, part: EnginePart, policy: Policy) -> None:
+        """`part`: the session's part of this rank's engine."""
+        self._recipe, self._mesh, self.part, self._policy = recipe, mesh, part, policy
+        tp = recipe.rollout.tensor_parallel_size
+        self._number, self._num_engines = mesh.rank // tp, mesh.dims.world // tp
+        self._keeps_routes = recipe.captures_routes
+        self.samples = Samples()
+        self._asked: list[str] = []
+        """The ids of the turn's operations, until `finish` has returned their results."""
+        self._how: dict[int, tuple[SamplingParams, int]] = {}
+        """The sampling parameters and the seed of each group of the turn, by group id."""
+        self._left: list[SingleTurnRollout] = []
+        """The rollouts that this rank's engine has still to generate, one after the other: all
+        operations at once, or one by one if that failed."""
+        self._done: list[SampleGroup] = []
+        self._failures: dict[str, str] = {}
+        """The errors on this rank, by the id of the operation."""
+        self._num_ended = 0
+        """The number of operations that have killed an engine since the session was opened."""
+        self._version, self._sends = 0, False
+        self._is_generated = True
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether `finish` has returned the results of all operations of the turn."""
+        return not self._asked
+
+    @property
+    def num_remaining(self) -> int:
+        """1 if this rank's engine still has rollouts to generate, otherwise 0."""
+        return int(bool(self._left))
+
+    def begin(self, asked: Mapping[str, tuple[SampleBody, int]], version: int) -> None:
+        """Begin the `sample` operations of a turn. `asked`: the body and the seed of each
+        operation, by the operation's id. `version`: the version of the weights."""
+        self._asked, self._version = list(asked), version
+        self._done, self._failures, self._left = [], {}, []
+        self._is_generated = not asked
+        groups: list[SampleGroup] = []
+        how: list[tuple[SamplingParams, int]] = []
+        for name, (body, seed) in asked.items():
+            prompts = [_prompt(name, i, tokens) for i, tokens in enumerate(body.prompts)]
+            groups += start_groups(prompts, body.n, len(groups))
+            how += [(body.sampling(self._recipe.rollout.temperature), seed)] * len(prompts)
+        self._how = dict(enumerate(how))
+        share = groups[self._number :: self._num_engines]
+        if self.part.endpoint is not None and share:
+            self._left = [self._rollout(share)]
+        self.part.is_needed = bool(self.num_remaining)
+
+    def _rollout(self, groups: Sequence[SampleGroup]) -> SingleTurnRollout:
+        how = [self._how[group.samples[0].group_id] for group in groups]
+        return SingleTurnRollout(groups, [one for one, _ in how], [seed for _, seed in how])
+
+    def prepare_sync(self) -> None:
+        """Find out whether any engine lacks the current version of the weights. If so, compute the
+        log-probs that the engine must give to the canaries. The base model is on the device."""
+        self._policy.mount(adapter_only=True)
+        endpoint = self.part.active_endpoint
+        lacks = endpoint is not None and endpoint.weight_version != self._version
+        self._sends = bool(sum_over_ranks(lacks))
+        if self._sends:
+            self.part.prepare_sync(self._policy)
+
+    def send(self) -> None:
+        """Send the adapter to the engine, which is awake. Does nothing if every engine has the
+        current version."""
+        self._policy.mount(adapter_only=True)
+        if self._sends:
+            self.part.send(self._policy, self._version)
+            self.part.raise_failures()
+
+    def check_sync(self) -> None:
+        """Compare the engine's log-probs of the canaries with the trainer's, if the adapter was
+        sent. The engine's KV cache is awake. Raises RunFailed if they differ too much."""
+        if self._sends:
+            self.part.check_sync()
+
+    def generate(self) -> None:
+        """Generate the remaining rollouts, until the engine is lost. If the engine refuses an
+        operation, only that operation fails: see `finish`. Raises errors that end the service, and
+        WrongWeights."""
+        if (endpoint := self.part.active_endpoint) is None:
+            return
+        with self.part.engine.noting_loss():
+            while self._left:
+                self._generate(endpoint, self._left[0])
+        if self._left:  # the engine was lost: try each alone, as one of them may be the cause
+            self._left = [each for rollout in self._left for each in self._one_by_one(rollout)]
+
+    def _generate(self, endpoint: PolicyEndpoint, rollout: SingleTurnRollout) -> None:
+        """Generate the rest of a rollout, and remove the rollout from `_left`. If that fails, the
+        rollout is replaced by one rollout for each of its operations; if there is only one
+        operation, its error is recorded instead."""
+        parts: list[SingleTurnRollout] = []
+        try:
+            for group in rollout.finished(endpoint):
+                self._done.append(group)
+        except (*SERVICE_FAULTS, WrongWeights):
+            raise  # not the fault of one operation
+        except (ValueError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
+            parts = self._one_by_one(rollout)
+            if len(parts) == 1:
+                self._fail(parts.pop(), error)
+        self._left[:1] = parts
+
+    def _one_by_one(self, rollout: SingleTurnRollout) -> list[SingleTurnRollout]:
+        """Return one rollout for each operation that is unfinished in `rollout`."""
+        parts: dict[str, list[SampleGroup]] = {}
+        for group in rollout.partial:
+            parts.setdefault(group.prompt.source, []).append(group)
+        return [self._rollout(groups) for groups in parts.values()]
+
+    def _fail(self, rollout: SingleTurnRollout, error: Exception) -> None:
+        """Record the error of the only operation of `rollout`. After MAX_ENDED operations that
+        killed an engine, the remaining operations fail without being tried."""
+        self._failures[rollout.partial[0].prompt.source] = " ".join(str(error).split())
+        if not isinstance(error, EndsEngine):
+            return
+        self._num_ended += 1
+        if self._num_ended >= MAX_ENDED:
+            for each in self._left[1:]:
+                for group in each.partial:
+                    self._failures.setdefault(group.prompt.source, ENDS_TOO_OFTEN)
+            del self._left[1:]
+
+    def end_generation(self, *, was_lost: bool) -> None:
+        """Find out whether all ranks have generated everything. `was_lost`: whether any engine was
+        lost."""
+        self.part.is_needed = bool(self.num_remaining)
+        self._is_generated = not (was_lost and sum_over_ranks(self.part.is_needed))
+
+    def finish(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]] | None:
+        """Return on every rank the results of the operations that succeeded and the errors of the
+        other operations, both by id. Return None if rollouts are left to generate, because an
+        engine was lost."""
+        if not self._is_generated:
+            return None
+        failures: dict[str, str] = {}
+        for said in share_bytes(json.dumps(self._failures).encode()):
+            failures = json.loads(said) | failures
+        asked, self._asked, self._left = self._asked, [], []
+        groups = [each for each in self._done if each.prompt.source not in failures]
+        if self._mesh.dims.world > 1:
+            mine = encode_groups(groups, with_routes=self._keeps_routes) if groups else b""
+            parts = [decode_groups(part) for part in share_bytes(mine) if part]
+            groups = [group for part in parts for group in part]
+        groups = sorted(groups, key=lambda group: group.samples[0].group_id)
+        results: dict[str, list[Any]] = {name: [] for name in asked if name not in failures}
+        for group in groups:
+            name, number = group.prompt.source, len(results[group.prompt.source])
+            results[name].append([])
+            for k, sample in enumerate(group.samples):
+                own = f"{name}/{number}/{k}"
+                if self._keeps_routes:
+                    self.samples.keep(own, sample)
+                results[name][-1].append(_shown(own, sample))
+        return {name: {"samples": found} for name, found in results.items()}, failures
+
+    def check_behaviour(self) -> None:
+        """Raise RunFailed if operations of this session have killed this rank's engine too
+        often."""
+        if self._num_ended >= MAX_ENDED:
+            raise RunFailed(ENDS_TOO_OFTEN)
+
+    def close(self) -> None:
+        """Remove the session from the engine."""
+        self.part.release()
+
+
+def _prompt(name: str, number: int, tokens: Sequence[int]) -> Prompt:
+    return Prompt(str(number), torch.tensor(tokens), "", {}, source=name)
+
+
+def canary_prompts(vocab_size: int, config: RolloutConfig) -> list[Prompt]:
+    """Return the canary prompts, which are the same in all sessions with this vocabulary and
+    configuration."""
+    draw = random.Random("canaries of a session")
+    size = min(CANARY_TOKENS, config.context_len or CANARY_TOKENS)
+    lists = [
+        [draw.randrange(vocab_size) for _ in range(size)] for _ in range(config.canary_prompts)
+    ]
+    return [_prompt("canary", number, tokens) for number, tokens in enumerate(lists)]
+
+
+def _shown(name: str, sample: Sample) -> dict[str, Any]:
+    """Return an answer as the JSON object that the client gets."""
+    return {
+        "id": name,
+        "tokens": sample.response_ids.tolist(),
+        "logprobs": sample.rollout_logprobs[sample.prompt_len :].tolist(),
+        "version": sample.weight_versions[-1].version,
+        "stop_reason": sample.finish_reason,
+    }

@@ -1,0 +1,181 @@
+"""Carries out the training operations of a session on one rank. Every method is a collective."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mrl.config import Recipe
+from mrl.errors import InputError
+from mrl.exchange.rollouts import RolloutExchange
+from mrl.learn.named_losses import LOSSES
+from mrl.learn.saves import make_checkpoints
+from mrl.learn.sequences import SequenceTrainer, Weighted
+from mrl.run import console
+from mrl.run.folder import RunFolder
+from mrl.service.sessions.bodies import (
+    ForwardBackwardBody,
+    ForwardBody,
+    LoadBody,
+    OptimStepBody,
+    SaveBody,
+    SequenceBody,
+    factors_of,
+)
+from mrl.service.sessions.sampling import Samples
+from parallel.checkpoint.manifest import candidates, folder_name, step_of
+from parallel.kept_gradients import KeptGradients
+from parallel.mesh import Mesh
+from parallel.policy import Policy
+
+
+class SessionTrainer:
+    """Holds the version of a session's weights, and the gradients since the session's last
+    optimizer step.
+
+    Each optimizer step and each `load` makes a new version and writes one row of metrics.jsonl. No
+    version number is used twice while the session is open. The policy must be mounted when a method
+    is called.
+    """
+
+    def __init__(
+        self, recipe: Recipe, mesh: Mesh, folder: RunFolder, policy: Policy, samples: Samples
+    ) -> None:
+        self._mesh, self._folder, self._policy, self._samples = mesh, folder, policy, samples
+        self._steps = SequenceTrainer(
+            policy,
+            mesh,
+            RolloutExchange(mesh, policy.moe_layers),
+            recipe.train.micro_batch_tokens,
+        )
+        self._replays = recipe.moe.routing_replay == "r3"
+        self._gradients = KeptGradients(policy)
+        self._loss = 0.0
+        self._failed = ""
+        """The id of the first failed forward_backward since the last optimizer step, whose
+        gradients are missing; empty if none has failed."""
+        self.checkpoints = make_checkpoints(recipe, mesh, folder)
+        self.version = 0
+
+    def resume(self, step: int | None) -> None:
+        """Load the newest checkpoint, and remove records of later versions from the run folder.
+        `step`: the version in the newest checkpoint; None if there is no checkpoint."""
+        if step is not None:
+            self.version = self.checkpoints.load_newest(self._policy).step
+        if self._mesh.rank == 0:
+            self._folder.rewind(self.version)
+
+    def run(self, body: Any) -> dict[str, Any]:
+        """Carry out an operation and return its result. If the operation raises an error, the
+        weights have not changed."""
+        actions: Mapping[type, Callable[[Any], dict[str, Any]]] = {
+            ForwardBody: self._forward,
+            ForwardBackwardBody: self._forward_backward,
+            OptimStepBody: self._optim_step,
+            SaveBody: self._save,
+            LoadBody: self._load,
+        }
+        return actions[type(body)](body)
+
+    def note_failure(self, name: str, body: Any) -> None:
+        """Record that an operation failed. If it is a forward_backward, the next optimizer step is
+        refused, because its gradients are incomplete."""
+        if isinstance(body, ForwardBackwardBody):
+            self._failed = self._failed or name
+
+    def save(self) -> None:
+        """Save the present version unless a checkpoint has it already, and wait until the
+        checkpoint is complete."""
+        self.checkpoints.finish()
+        if self.version not in self._saved():
+            self.checkpoints.save(self.version, self._policy, {"session": self.version})
+            self.checkpoints.finish()
+
+    def _forward(self, body: ForwardBody) -> dict[str, Any]:
+        passed = self._steps.forward([self._weighted(each) for each in body.sequences])
+        return {"logprobs": passed.logprobs}
+
+    def _forward_backward(self, body: ForwardBackwardBody) -> dict[str, Any]:
+        sequences = [self._weighted(each) for each in body.sequences]
+        passed = self._steps.compute_gradients(sequences, LOSSES[body.loss], body.config())
+        self._gradients.add()
+        loss = passed.metrics.get(self._policy.loss_key, math.nan)
+        self._loss += loss
+        return {"loss": loss, "logprobs": passed.logprobs, "metrics": passed.metrics}
+
+    def _optim_step(self, body: OptimStepBody) -> dict[str, Any]:
+        failed, self._failed = self._failed, ""
+        if failed:
+            self._forget_gradients()
+            raise InputError(
+                f"forward_backward {failed} failed, so its gradients are missing; those of the others "
+                "are dropped: begin the step again"
+            )
+        if not self._gradients:
+            raise InputError("there are no gradients; forward_backward comes before optim_step")
+        try:
+            self._gradients.put_back()
+            grad_norm, lr = self._policy.apply_gradients(body.lr)
+        finally:
+            loss = self._loss
+            self._forget_gradients()
+        self._next_version({"loss/policy": loss, "grad_norm": grad_norm, "lr": lr})
+        return {"version": self.version, "grad_norm": grad_norm, "lr": lr}
+
+    def _save(self, body: SaveBody) -> dict[str, Any]:
+        self.save()
+        folder = self._folder.checkpoints / folder_name(self.version)
+        return {"version": self.version, "folder": str(folder)}
+
+    def _load(self, body: LoadBody) -> dict[str, Any]:
+        self.checkpoints.finish()
+        if body.version not in (saved := self._saved()):
+            there = ", ".join(map(str, sorted(saved))) or "none"
+            raise InputError(
+                f"there is no checkpoint of version {body.version}; there are: {there}"
+            )
+        self.checkpoints.load(body.version, self._policy)
+        self._forget_gradients()
+        self._failed = ""
+        self._next_version({"session/loaded_version": float(body.version)})
+        return {"version": self.version}
+
+    def _saved(self) -> set[int]:
+        return {step_of(each) for each in candidates(self._folder.checkpoints)}
+
+    def _forget_gradients(self) -> None:
+        self._gradients.clear()
+        self._loss = 0.0
+
+    def _next_version(self, metrics: dict[str, float]) -> None:
+        row = {"step": self.version, **metrics, "time/timestamp": time.time()}
+        self.version += 1
+        if self._mesh.rank == 0:
+            self._folder.add_metrics(row)
+            console.step_line(row, name=self._policy.name)
+
+    def _weighted(self, given: SequenceBody) -> Weighted:
+        """Return a sequence in the form that the trainer takes. Raises InputError if the sequence
+        names a sample whose routes are not kept, or if the session does not replay routes."""
+        tokens = torch.tensor(given.tokens)
+        routing = None
+        if given.sample is not None:
+            if not self._replays:
+                raise InputError(
+                    "sample names routes to replay, but the session has moe.routing_replay=off; leave "
+                    "`sample` out"
+                )
+            routing = self._samples.routes_of(given.sample, tokens)
+        return Weighted(
+            token_ids=tokens,
+            factors=torch.tensor(factors_of(given), dtype=torch.float32),
+            old_logprobs=None
+            if given.logprobs is None
+            else torch.tensor(given.logprobs, dtype=torch.float32),
+            weight=given.weight,
+            routing=routing,
+        )

@@ -1,0 +1,66 @@
+"""What the tenants of a service share on one rank: the base model, and the engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from mrl.collect.collector import Collector
+from mrl.config import ServiceConfig
+from mrl.preflight import Plan
+from mrl.run.folder import RunFolder
+from mrl.system.files import bytes_in_words
+from mrl.system.memory_error import peak_bytes
+from parallel.lora.shared_base import SharedBase
+from parallel.mesh import Mesh
+
+
+class SharedEngines(Protocol):
+    """The engines that generate for all tenants. Every method but `close` is a collective."""
+
+    @property
+    def world(self) -> int:
+        """The number of all ranks of the service, rollout ranks included."""
+        ...
+
+    def start(self, base: SharedBase) -> None:
+        """Start the engines."""
+        ...
+
+    def make_collector(
+        self, plan: Plan, mesh: Mesh, folder: RunFolder, name: str, weight: float
+    ) -> Collector:
+        """Return the collector of one tenant's sample groups. `name`: the tenant's name in the
+        engines (`mrl.service.record.engine_name`).
+
+        Raises InputError if the engines have no room for the adapter.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the engines. Harmless when repeated."""
+        ...
+
+
+Engines = TypeVar("Engines", bound=SharedEngines)
+
+
+@dataclass
+class SharedResources(Generic[Engines]):
+    """The objects of a rank that exist once and that all tenants use."""
+
+    config: ServiceConfig
+    mesh: Mesh
+    base: SharedBase
+    engines: Engines
+
+    def bytes_held(self) -> str:
+        """Describe how much of this rank's memory each holder in the ledger has. The text is for
+        the report of a service that ran out of memory."""
+        where, device = self.base.ledger.where(), self.mesh.device
+        parts = [f"{k} {bytes_in_words(n.device)}" for k, n in where.items() if n.device]
+        on_host = sum(count.host for count in where.values())
+        parts.append(f"all tenants on the host {bytes_in_words(on_host)}")
+        place = "GPU" if device.type == "cuda" else "process"
+        parts.append(f"the peak of the {place} was {bytes_in_words(peak_bytes(device))}")
+        return ", ".join(parts)

@@ -1,0 +1,91 @@
+"""Tells the workers of the rollout ranks which tenants there are.
+
+The module runs on the trainer's rank 0. Each tenant also has a coordinator of its own
+(mrl/engine_pool/remote/coordinator.py), which the workers join as well. Prompts, samples and
+weights go through the tenant's coordinator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mrl.engine_pool.remote.connections import Peer, WorkerConnections
+from mrl.engine_pool.remote.wire import MAX_MESSAGE
+from mrl.errors import InputError
+from mrl.service.metrics import add_up
+
+
+class TenantCoordinator:
+    """Sends the list of tenants to every worker, including workers that join late. Only one thread
+    may call its methods."""
+
+    def __init__(self, num_engines: int, hosts: Sequence[str]) -> None:
+        """Listen where `hosts`, the machines of the rollout ranks, can reach this one."""
+        self.hosts = hosts
+        self._tenants: dict[str, dict[str, Any]] = {}
+        self._times: dict[str, float] = {}
+        self._connections = WorkerConnections(
+            num_engines,
+            hosts,
+            on_join=self._joined,
+            on_message=self._handle,
+            on_loss=lambda peer, why: None,
+        )
+        self._lock = self._connections.changed
+        self.address, self.token = self._connections.address, self._connections.token
+        self._connections.open()
+
+    def wait_until_started(self, limit_s: float) -> None:
+        """Wait until every engine runs. Raises RunFailed if that takes longer than `limit_s`
+        seconds, and raises the error that a worker has reported."""
+        self._connections.wait_until_started(limit_s, self._connections.num_engines)
+
+    def check(self) -> None:
+        """Raise the error that ends the service, such as that of an engine that cannot start."""
+        self._connections.check()
+
+    def take_times(self) -> dict[str, float]:
+        """Return the sums (`GateTimes`) of the gates of all engines since the last call."""
+        with self._lock:
+            taken, self._times = self._times, {}
+            return taken
+
+    def open(self, name: str, message: dict[str, Any]) -> None:
+        """Tell the workers to join the coordinator of a tenant. `message`: the address and token of
+        that coordinator, and the tenant's weight and recipe. Raises InputError if the message is
+        too large."""
+        message = {"type": "open", "tenant": name, **message}
+        if (size := len(json.dumps(message))) > MAX_MESSAGE:
+            raise InputError(
+                f"the recipe has {size} bytes as JSON, expected at most {MAX_MESSAGE}, the limit of a "
+                "message to workers; make its texts shorter"
+            )
+        with self._lock:
+            self._tenants[name] = message
+            self._send_to_all(message)
+
+    def end(self, name: str) -> None:
+        """Tell the workers to leave the coordinator of a tenant and to cancel their work for the
+        tenant."""
+        with self._lock:
+            if self._tenants.pop(name, None) is not None:
+                self._send_to_all({"type": "end", "tenant": name})
+
+    def close(self) -> None:
+        """Shut down the workers and wait until their engines have stopped. Harmless when repeated."""
+        self._connections.close()
+
+    def _send_to_all(self, message: dict[str, Any]) -> None:
+        for peer in list(self._connections.peers.values()):
+            self._connections.send(peer, message)
+
+    def _joined(self, peer: Peer) -> None:
+        for message in self._tenants.values():
+            self._connections.send(peer, message)
+
+    def _handle(self, peer: Peer, message: dict[str, Any], body: bytes) -> None:
+        """Add the sums of one engine's gate to those of all gates."""
+        if message["type"] == "times":
+            self._times = add_up([self._times, message["sums"]])

@@ -1,0 +1,225 @@
+"""A transport that sends weights from the trainer to workers, over one process group for each worker.
+
+A trainer rank sends to all of its workers at the same time. Each worker has a thread and a group of two
+(`mrl.weight_sync.pair_group`). A worker that dies, hangs or never comes delays the other workers by a
+bounded time, and has no other effect on them.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mrl.engines.handles import flat_of
+from mrl.run import console
+from mrl.system.heartbeat import beat
+from mrl.types import WeightBucket
+from mrl.weight_sync.load import Canaries
+from mrl.weight_sync.pair_group import TRAINER, WORKER, PairGroup
+from mrl.weight_sync.staging import Staging, header_of
+
+Job = Callable[[PairGroup], None]
+GRACE_S = 2.0
+"""Seconds that a transfer gets beyond its own time limit, so that it can fail by itself with a
+reason."""
+BEAT_S = 1.0
+
+
+class _Sending:
+    """Sends one version to one worker in a thread of its own, which ends at the first failure."""
+
+    def __init__(self, name: str, join: Callable[[], PairGroup], timeout_s: float) -> None:
+        """`join` returns the process group of trainer rank and worker. It may wait for the worker."""
+        self.name = name
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._jobs: deque[Job | None] = deque()
+        """The jobs that are not done, the oldest first. The first one may be running."""
+        self.failure = ""
+        self.group: PairGroup | None = None
+        threading.Thread(target=self._run, args=(join,), name="mrl-weights", daemon=True).start()
+
+    def add(self, job: Job | None) -> None:
+        """Add a job for the thread. None ends the thread after the jobs before it."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def wait(self, num_open: int = 0) -> None:
+        """Wait until at most `num_open` jobs are not done or the worker has failed. If the time
+        limit ends first, the worker has failed."""
+        deadline = time.monotonic() + self._timeout_s + GRACE_S
+        with self._changed:
+            while not self.failure and len(self._jobs) > num_open:
+                if time.monotonic() > deadline:
+                    self.failure = f"it received nothing for {self._timeout_s:g} s"
+                    break
+                self._changed.wait(BEAT_S)
+                beat()  # the wait is bounded
+        if self.failure and self.group is not None:
+            self.group.abort()
+
+    def _run(self, join: Callable[[], PairGroup]) -> None:
+        try:
+            self.group = group = join()
+            while (job := self._next()) is not None:
+                job(group)
+                with self._changed:
+                    self._jobs.popleft()
+                    self._changed.notify_all()
+        except Exception as error:  # whatever it is, the others and the export continue
+            with self._changed:
+                self.failure = self.failure or _reason(error)
+                self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._jobs)
+            return None if self.failure else self._jobs[0]
+
+
+class PairSender:
+    """`mrl.weight_sync.base.WeightSender` over a process group for each worker."""
+
+    def __init__(self, address: tuple[str, int], timeout_s: float, device: torch.device) -> None:
+        """`address` is the address of the store in which trainer rank and worker meet. `device` is the
+        device that holds the buckets."""
+        self._address, self._timeout_s, self._device = address, timeout_s, device
+        self._groups: dict[str, PairGroup] = {}
+
+    def send(
+        self,
+        buckets: Iterable[WeightBucket],
+        version: int,
+        names: Sequence[str],
+        canaries: Canaries,
+    ) -> list[str]:
+        """See `WeightSender.send`. A bucket is sent while the next one is built.
+
+        Returns when the workers have the version in host memory, before engines load it. A worker that
+        receives nothing delays the send once, by `timeout_s`.
+        """
+        sendings = [_Sending(name, self._join(name), self._timeout_s) for name in names]
+        try:
+            for sending in sendings:
+                sending.add(lambda group: _send_first(group, version, canaries))
+            for sending in sendings:
+                sending.wait()
+            for bucket in buckets:
+                job = _bucket_job(bucket)
+                for sending in sendings:
+                    sending.add(job)
+                for sending in sendings:  # the next bucket may take the memory of the one before
+                    sending.wait(num_open=1)
+                beat()
+            for sending in sendings:
+                sending.wait()
+        finally:
+            for sending in sendings:
+                sending.add(None)
+        failed = [sending for sending in sendings if sending.failure]
+        for sending in failed:
+            console.warning(f"weights could not be sent to {sending.name}: {sending.failure}")
+        for sending in sendings:
+            self._groups.pop(sending.name, None)
+        self._groups |= {s.name: s.group for s in sendings if s.group and not s.failure}
+        return [sending.name for sending in failed]
+
+    def keep(self, names: Collection[str]) -> None:
+        self._groups = {name: group for name, group in self._groups.items() if name in names}
+
+    def _join(self, name: str) -> Callable[[], PairGroup]:
+        def join() -> PairGroup:
+            # Each thread needs a client: while one waits for a worker, it blocks all who use it.
+            store = _connect(self._address, self._timeout_s)
+            host, timeout_s = self._address[0], self._timeout_s
+            return PairGroup(store, host, name, TRAINER, timeout_s, self._device)
+
+        former = self._groups.get(name)
+        return join if former is None else lambda: former
+
+    def close(self) -> None:
+        self._groups = {}
+
+
+class PairReceiver:
+    """`mrl.weight_sync.base.WeightReceiver` over a process group with a trainer rank."""
+
+    def __init__(
+        self, address: tuple[str, int], name: str, timeout_s: float, device: torch.device
+    ) -> None:
+        """`name` is the worker's name in `PairSender.send`. `address` is as in `PairSender`, and
+        `device` is the device that receives the buckets."""
+        self._host, self._name, self._timeout_s = address[0], name, timeout_s
+        self._store = _connect(address, timeout_s)
+        self._device = device
+        self._group: PairGroup | None = None
+
+    def receive(self, staging: Staging, version: int) -> None:
+        if self._group is None:
+            self._group = PairGroup(
+                self._store, self._host, self._name, WORKER, self._timeout_s, self._device
+            )
+        group = self._group
+        first = group.receive_header()
+        if first["version"] != version:
+            raise RuntimeError(f"got weights of version {first['version']}, expected {version}")
+        staging.begin(version, _receive_canaries(group, first["canaries"]))
+        is_last = False
+        while not is_last:
+            header = group.receive_header()
+            group.receive(staging.room(header))
+            is_last = header["is_last"]
+        staging.finish()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line, without the source position and the advice that gloo adds."""
+    line = (str(error).splitlines() or [repr(error)])[0]
+    return re.sub(r"^\[\S*:\d+\] ", "", line).split(" This is typically")[0]
+
+
+def _send_first(group: PairGroup, version: int, canaries: Canaries) -> None:
+    lengths = [len(sequence) for sequence in canaries.sequences]
+    group.send_header({"version": version, "canaries": lengths})
+    if lengths:
+        group.send(torch.cat(canaries.sequences).to(torch.int64))
+        group.send(torch.cat(canaries.logprobs).to(torch.float32))
+
+
+def _bucket_job(bucket: WeightBucket) -> Job:
+    header, flat = header_of(bucket), flat_of(bucket)
+
+    def send(group: PairGroup) -> None:
+        group.send_header(header)
+        group.send(flat)
+
+    return send
+
+
+def _receive_canaries(group: PairGroup, lengths: list[int]) -> Canaries | None:
+    if not lengths:
+        return None
+    tokens = torch.empty(sum(lengths), dtype=torch.int64)
+    logprobs = torch.empty(sum(lengths), dtype=torch.float32)
+    group.receive(tokens)
+    group.receive(logprobs)
+    return Canaries(list(tokens.split(lengths)), list(logprobs.split(lengths)))
+
+
+def _connect(address: tuple[str, int], timeout_s: float) -> dist.Store:
+    host, port = address
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,0 +1,99 @@
+"""Holds one version of the weights in a worker's host memory, from the transfer until the engine
+loads it.
+
+Each bucket is in a memfd of its own, which the engine's processes map. The worker needs no device
+memory for a bucket, and no file remains if any process is killed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.engines.handles import file_handle
+from mrl.system.shared_memory import SharedMemory
+from mrl.types import WeightBucket
+from mrl.weight_sync.load import Canaries
+
+
+class Staging:
+    """Memory for one version of the weights at a time. Only one thread at a time may use it."""
+
+    def __init__(self, num_ranks: int = 1, device: torch.device | None = None) -> None:
+        """`num_ranks` is the number of the engine's ranks, each of which maps the memory. `device`
+        is this worker's GPU if buckets arrive over NCCL; the worker and the engine then register
+        the memory with CUDA."""
+        self.version: int | None = None
+        """The complete version that is held; None while a version arrives, and if it arrived only
+        in part."""
+        self.canaries: Canaries | None = None
+        self._num_ranks = num_ranks
+        self._memory = SharedMemory(device)
+        self._is_registered = device is not None
+        self._headers: list[Mapping[str, Any]] = []
+        self._arriving = -1
+
+    def begin(self, version: int, canaries: Canaries | None) -> None:
+        """Forget the version that is held, and begin to receive `version`."""
+        self.version, self._arriving, self.canaries = None, version, canaries
+        self._headers = []
+
+    def room(self, header: Mapping[str, Any]) -> Tensor:
+        """Return memory u8[num_bytes] for the next bucket. `header` is its description by
+        `header_of`."""
+        self._headers.append(header)
+        size = int(header["num_bytes"])
+        return self._memory.take(size, len(self._headers)).tensor[:size]
+
+    def finish(self) -> None:
+        """Mark the version that was arriving as complete."""
+        self.version = self._arriving
+
+    def buckets(self) -> Iterator[WeightBucket]:
+        """Yield the buckets as `PolicyEndpoint.update_weights` takes them. Raises RuntimeError unless a
+        version is complete."""
+        if self.version is None:
+            raise RuntimeError(f"weights of version {self._arriving} have not arrived completely")
+        for number, header in enumerate(self._headers, start=1):
+            size = int(header["num_bytes"])
+            buffer = self._memory.take(size, number)
+            flat = buffer.tensor[:size]
+            handle = file_handle(buffer.path, size, is_registered=self._is_registered)
+            yield WeightBucket(
+                tensors=_tensors(flat, header["tensors"]),
+                version=self.version,
+                flat=flat,
+                is_last=number == len(self._headers),
+                shared_path=buffer.path,
+                handles=(handle,) * self._num_ranks,
+                digest=header["digest"],
+                digest_s=float(header["digest_s"]),
+            )
+
+
+def header_of(bucket: WeightBucket) -> dict[str, Any]:
+    """Return the description of a bucket that is sent before its bytes, as a JSON object."""
+    return {
+        "tensors": [
+            [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            for name, tensor in bucket.tensors
+        ],
+        "num_bytes": bucket.num_bytes,
+        "is_last": bucket.is_last,
+        "digest": bucket.digest,
+        "digest_s": bucket.digest_s,
+    }
+
+
+def _tensors(flat: Tensor, places: list[list[Any]]) -> list[tuple[str, Tensor]]:
+    found, start = [], 0
+    for name, shape, dtype_name in places:
+        dtype = getattr(torch, dtype_name)
+        end = start + math.prod(shape) * dtype.itemsize
+        found.append((name, flat[start:end].view(dtype).view(shape)))
+        start = end
+    return found

@@ -1,0 +1,75 @@
+"""The results of a pass over micro-batches, and who gets those of a training pass early.
+
+n rows that the routers of this rank see, N packed tokens of a micro-batch, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from moe.routes import Route
+from mrl.types import LossOutput, Statistics
+
+Observe = Literal["counts", "rows"]
+"""`counts`: compare the captured routes with the routers' own choices, even in a pass that does not
+replay them, and record statistics. `rows`: also record the experts of every row, in
+`PassOutput.observed`."""
+
+
+@dataclass(frozen=True)
+class ObservedRoutes:
+    """The captured and native routes of one layer and micro-batch.
+
+    The n rows are in the order of `PipelineRunner.row_places`.
+    """
+
+    captured: Tensor
+    """i16[n, K]: the engine's choice; NATIVE_ROUTE in rows without a captured route."""
+    native: Tensor
+    """i16[n, K]: the router's own choice."""
+    margins: Tensor
+    """f32[n]: the router's margin in each row (see `moe.replay.margins`)."""
+
+
+@dataclass
+class PassOutput:
+    """The results of one pass over this rank's micro-batches, in their order."""
+
+    logprobs: list[Tensor] = field(default_factory=list)
+    """A policy's log-probs: f32[N] for each micro-batch, 0 at tokens without loss; only on the last
+    pipeline stage."""
+    entropies: list[Tensor] = field(default_factory=list)
+    """A policy's entropies: f32[N] for each micro-batch, 0 at tokens without loss; only on the last
+    pipeline stage."""
+    values: list[Tensor] = field(default_factory=list)
+    """A critic's values: f32[N] for each micro-batch, 0 at tokens without loss; only on the last
+    pipeline stage."""
+    values_after: list[Tensor] = field(default_factory=list)
+    """A critic's values of the states after the loss tokens: f32[N] for each micro-batch, 0 at
+    tokens without loss; only on the last pipeline stage."""
+    losses: list[LossOutput] = field(default_factory=list)
+    """The detached loss of each micro-batch; only on the last pipeline stage, and only in a pass
+    with a loss."""
+    native_routes: list[dict[int, Route]] = field(default_factory=list)
+    """The routers' own choices by micro-batch and layer number. `Replay.recorded` replays them.
+    They are recorded only in a pass without gradient and without replay."""
+    observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
+    """Routes by micro-batch and layer number, in a pass that observes `rows`. They take 4 K + 4
+    bytes for each row and layer of this rank. The dict of a micro-batch without captured routes is
+    empty."""
+    routing: Statistics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What a training pass records about the routers, and who gets its output before the update."""
+
+    observe: Observe | None = None
+    record: Callable[[PassOutput], None] = lambda output: None
+
+
+UNOBSERVED = Observer()

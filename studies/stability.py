@@ -1,0 +1,208 @@
+"""This module runs the MoE stability study: `python -m studies.stability [--seeds N] [--steps N]`.
+
+A toy MoE is trained with a bfloat16 engine, a float32 trainer, and several optimizer steps a rollout
+(launch/recipes/stability.yaml): six corrections (runs.ARMS) with five seeds each, all from one
+SFT model. Two processes, one a core, each with a real SGLang that its runs use one after the
+other. A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it
+was, `--fresh` begins anew. docs/stability.md gets the tables, docs/stability.svg the curves; of a study
+with other seeds or steps, files of these names in FOLDER do.
+
+The last line counts what must hold (report.checks). What the R3 paper reports is printed beside what
+was seen, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
+from mrl.config import load_recipe
+from mrl.system.json_worker import JsonWorker, WorkerLost
+from studies.stability_study.arms import ARMS, RECIPE, ROOT, SHAPE, Job
+from studies.stability_study.plot import svg
+from studies.stability_study.report import (
+    checks,
+    expectation_table,
+    expectations,
+    row_of,
+    smoothed,
+    table,
+)
+
+DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
+NUM_SEEDS = 5
+NUM_WORKERS = 2
+"""The most worker processes; each has a core of its own."""
+RUN_TIMEOUT_S = 1200.0
+
+
+def settings_of(num_steps: int) -> dict[str, Any]:
+    """Return what results must have in common to stand in one table."""
+    return {"recipe": RECIPE.read_text(), "arms": ARMS, "shape": SHAPE, "num_steps": num_steps}
+
+
+def open_folder(folder: Path, num_steps: int, *, fresh: bool) -> list[dict[str, Any]]:
+    """Return the results that are on file for the same settings; make the model that runs start
+    from.
+    """
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    file, wanted = folder / "settings.json", json.dumps(settings_of(num_steps), indent=1)
+    if file.exists() and file.read_text() != wanted:
+        sys.exit(
+            f"error: {folder} holds a study of other settings; give --fresh, or another --folder"
+        )
+    file.write_text(wanted)
+    if not (folder / "start").exists():
+        print("making the start: a toy model and its supervised steps", flush=True)
+        command = [sys.executable, "-W", "ignore", "-m", "studies.stability_study.start"]
+        with (folder / "start.log").open("w") as log:
+            subprocess.run([*command, folder], check=True, cwd=ROOT, stdout=log, stderr=log)
+    return read_lines(folder / "results.jsonl")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return all whole lines: the last one may have been cut short."""
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def jobs(folder: Path, num_seeds: int, num_steps: int) -> list[Job]:
+    """Return all jobs, seed after seed: what was made before an interruption has all arms."""
+    return [
+        Job(arm, seed, num_steps, str(folder / "start"), str(folder / "runs" / f"{arm}_{seed}"))
+        for seed in range(num_seeds)
+        for arm in ARMS
+    ]
+
+
+def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[Any]) -> None:
+    """Run job after job in one worker process, from a thread; the worker exits when the thread ends."""
+    worker = JsonWorker("studies.stability_study.worker", "stability study", str(folder), str(core))
+    try:
+        while True:
+            job = waiting.get_nowait()
+            shutil.rmtree(job.folder, ignore_errors=True)
+            try:
+                done.put((job, worker.call(dataclasses.asdict(job), RUN_TIMEOUT_S)))
+            except WorkerLost as error:
+                done.put((job, f"the worker was lost: {error}; see {folder}/worker_{core}.log"))
+            shutil.rmtree(job.folder, ignore_errors=True)
+    except queue.Empty:
+        pass
+    finally:
+        worker.close()
+        done.put(None)
+
+
+def run_all(folder: Path, wanted: Iterable[Job]) -> Iterable[tuple[Job, dict[str, Any] | str]]:
+    """Yield each result as it comes, or why there is none."""
+    waiting: queue.Queue[Job] = queue.Queue()
+    done: queue.Queue[tuple[Job, dict[str, Any] | str] | None] = queue.Queue()
+    for job in wanted:
+        waiting.put(job)
+    cores = sorted(os.sched_getaffinity(0))
+    threads = [
+        # Daemons: after Ctrl-C nothing is waited for, and the workers die with their threads.
+        threading.Thread(target=work, args=(cores[i], folder, waiting, done), daemon=True)
+        for i in range(min(NUM_WORKERS, len(cores), waiting.qsize()))
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        while (one := done.get()) is not None:
+            yield one
+    for thread in threads:
+        thread.join()
+
+
+def line_of(result: dict[str, Any]) -> str:
+    curve = smoothed(result) or [float("nan")]
+    paired = [step["paired"] for step in result["steps"]]
+    k3 = [sum(p[way]["k3"] for p in paired) / max(len(paired), 1) for way in ("native", "replayed")]
+    return (
+        f"{result['arm']:8} seed {result['seed']}: reward {curve[0]:.2f} to {curve[-1]:.2f} (best "
+        f"{max(curve):.2f}), k3 {k3[0]:.1e} native, {k3[1]:.1e} replayed, {result['seconds']:.0f} s, "
+        f"{result['ended']}"
+    )
+
+
+def write(
+    results: list[dict[str, Any]], num_wanted: int, num_steps: int, folder: Path | None
+) -> dict[str, bool]:
+    """Write the result file, the table and the plot: into the repository, or a smaller study's into
+    `folder`.
+    """
+    rows = [row_of(arm, own) for arm in ARMS if (own := [r for r in results if r["arm"] == arm])]
+    expected, found = expectations(results), checks(results, num_wanted)
+    content = {
+        "num_steps": num_steps,
+        "rows": rows,
+        "expectations": expected,
+        "verdicts": found,
+    }
+    plot, document = [folder / p.name for p in (PLOT, DOCUMENT)] if folder else (PLOT, DOCUMENT)
+    write_result(
+        "stability",
+        content,
+        passed=sum(found.values()),
+        failed=len(found) - sum(found.values()),
+        packages=("torch", "megatron-core", "sglang"),
+        path=folder / "stability.json" if folder else None,
+    )
+    plot.write_text(svg(results))
+    text = between_markers(DOCUMENT.read_text(), "arms", table(rows))
+    document.write_text(between_markers(text, "expected", expectation_table(expected)))
+    print(f"\n{table(rows)}\n\n{expectation_table(expected)}\n")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=summary(__doc__))
+    whole = (NUM_SEEDS, load_recipe(RECIPE).train.num_steps)
+    parser.add_argument("--seeds", type=int, default=whole[0])
+    parser.add_argument("--steps", type=int, default=whole[1])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/stability")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results of the folder")
+    arguments = parser.parse_args()
+    folder, num_steps = arguments.folder.absolute(), arguments.steps
+    start = time.monotonic()
+    results = open_folder(folder, num_steps, fresh=arguments.fresh)
+    every = jobs(folder, arguments.seeds, num_steps)
+    there = {(result["arm"], result["seed"]) for result in results}
+    missing = [job for job in every if (job.arm, job.seed) not in there]
+    failed: list[str] = []
+    for job, result in run_all(folder, missing):
+        if isinstance(result, str):
+            failed.append(f"{job.arm} seed {job.seed}: {result}")
+            print(f"FAILED {failed[-1]}", flush=True)
+            continue
+        results.append(result)
+        with (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        minutes = (time.monotonic() - start) / 60
+        print(f"[{len(results)}/{len(every)} {minutes:.1f} min] {line_of(result)}", flush=True)
+    if not results:
+        sys.exit("no run was made; 0 passed, 1 failed")
+    is_whole = (arguments.seeds, num_steps) == whole and not failed
+    found = write(results, len(every), num_steps, None if is_whole else folder)
+    for text, holds in found.items():
+        print(f"{'ok' if holds else 'FAILED'} {text}")
+    finish(sum(found.values()), len(found) - sum(found.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The only optimizer step of a rollout takes its old log-probs from its own forward pass. Nothing but
+the time changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mrl.learn.updates import Updates
+from tests.loop.conftest import Toy
+from tests.loop.test_guards import made_trainer
+from tests.ranks import run_ranks
+
+STEPS = 3
+SAME = {
+    "EP2": ("parallel.expert_model_parallel_size=2",),
+    "PP2": ("parallel.pipeline_model_parallel_size=2", "train.recompute=true"),
+}
+
+
+def trained(overrides: list[str], always_passes: bool) -> dict[str, Any]:
+    """Train on saved rollouts -> the metrics of each step, and the weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        if always_passes:
+            patch.setattr(Updates, "pass_is_old", False)
+        trainer = made_trainer(overrides)
+        rows = [trainer.run_step() for _ in range(STEPS)]
+    weights = [p.detach().clone() for c in trainer.policy.chunks for p in c.parameters()]
+    return {"rows": rows, "weights": weights}
+
+
+def without_times(row: dict[str, float]) -> dict[str, float]:
+    timed = ("time/", "throughput/", "memory/", "guard/ratio_error")
+    return {key: value for key, value in row.items() if not key.startswith(timed)}
+
+
+def require_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    for one, other in zip(first["rows"], second["rows"], strict=True):
+        a, b = without_times(one), without_times(other)
+        assert a.keys() == b.keys()
+        assert {k: (a[k], b[k]) for k in a if a[k] != b[k] and a[k] == a[k]} == {}
+    pairs: list[tuple[Tensor, Tensor]] = list(zip(first["weights"], second["weights"], strict=True))
+    assert all(a.equal(b) for a, b in pairs)
+
+
+def run_both(toy: Toy, recorded: Path, folder: Path, world: int, *more: str) -> list[Any]:
+    """Return (without the pass, with it) of each rank."""
+    found = []
+    for passes in (False, True):
+        overrides = settings(toy, recorded, folder / f"run_{passes}", *more)
+        found.append(run_ranks(world, trained, overrides, passes, folder=folder / f"out_{passes}"))
+    return list(zip(*found, strict=True))
+
+
+def settings(toy: Toy, recorded: Path, folder: Path, *more: str) -> list[str]:
+    saved = f"debug.load_rollouts={recorded / 'rollouts'}"
+    return toy.overrides(folder, saved, f"train.num_steps={STEPS}", *more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.name=gspo", "algorithm.importance=tis"),
+        ("algorithm.name=grpo", "moe.routing_replay=off"),
+    ],
+    ids=lambda more: more[0],
+)
+def test_the_pass_is_left_out_and_the_bits_stay(
+    toy: Toy, recorded: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    ((skips, passes),) = run_both(toy, recorded, tmp_path, 1, *more)
+    require_same(skips, passes)
+    assert ["time/logprob_s" in row for row in passes["rows"]] == [True] * STEPS
+    # The first update after a start is preceded by a pass, with which its guard compares it.
+    assert ["time/logprob_s" in row for row in skips["rows"]] == [True, False, False]
+    for row in skips["rows"]:
+        assert row["guard/ratio_error"] < 1e-5
+        assert row["mismatch/k3"] > 0
+    for step in range(STEPS):
+        records = [
+            (tmp_path / f"run_{passes}" / "tokens" / f"step_{step:06d}.safetensors").read_bytes()
+            for passes in (False, True)
+        ]
+        assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("more", SAME.values(), ids=SAME.keys())
+def test_so_they_do_on_two_ranks(
+    toy: Toy, recorded: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    for skips, passes in run_both(toy, recorded, tmp_path, 2, *more):
+        require_same(skips, passes)
+        assert "time/logprob_s" not in skips["rows"][1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["train.num_steps_per_rollout=2", "train.num_epochs_per_rollout=2", "guards.min_ess=0.01"],
+)
+def test_who_needs_the_pass_keeps_it(toy: Toy, recorded: Path, tmp_path: Path, more: str) -> None:
+    overrides = settings(toy, recorded, tmp_path / "run", more)
+    (found,) = run_ranks(1, trained, overrides, False, folder=tmp_path / "out")
+    assert all("time/logprob_s" in row for row in found["rows"])
