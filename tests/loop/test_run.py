@@ -35,7 +35,7 @@ KEYS = """
     routing/margin_median_at_agreement
     routing/stale_rows routing/cached_rows routing/recomputed_rows routing/wire_bytes_per_token
     weight_version tokens/rollout tokens/train time/sync_s time/rollout_s time/score_s
-    time/logprob_s time/diagnosis_s time/train_s time/step_s time/verify_s time/recovery_s
+    time/diagnosis_s time/train_s time/step_s time/verify_s time/recovery_s
     time/timestamp throughput/rollout_tokens_per_s throughput/train_tokens_per_s
     throughput/step_tokens_per_s response_len/max response_len/truncated
     rollout/engine_restarts rollout/canary_abs_mean
