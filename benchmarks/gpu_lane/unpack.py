@@ -27,8 +27,8 @@ EXTENSION = "MRL_LANE_EXTENSION"
 """The variable with the folder of the compiled extension, which extension.py takes."""
 TOOLKITS = ("/usr/local/cuda",)
 NEEDED = (
-    "PIL", "aiohttp", "einops", "filelock", "httpx", "huggingface_hub", "hypothesis", "jinja2", "numpy",
-    "packaging", "prometheus_client", "psutil", "pybind11", "pynvml", "pytest", "pytest_timeout",
+    "PIL", "aiohttp", "einops", "filelock", "httpx", "hypothesis", "jinja2", "numpy", "packaging",
+    "prometheus_client", "psutil", "pybind11", "pynvml", "pytest", "pytest_timeout",
     "regex", "requests", "rich", "safetensors", "scipy", "sentencepiece", "tiktoken", "torch",
     "torchvision", "tqdm", "triton", "uvloop", "yaml",
 )  # fmt: skip

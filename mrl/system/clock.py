@@ -17,7 +17,8 @@ class Clock:
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[float, float, str]] = field(default_factory=list)
     """(begin, end, name) of each part that is not inside another part, in seconds since 1970."""
-    _is_inside: bool = False
+    _inner_s: float | None = None
+    """Seconds of the parts that ended inside the current part; None outside of all parts."""
     _start: float = field(default_factory=time.perf_counter)
 
     @property
@@ -29,11 +30,12 @@ class Clock:
     def part(self, name: str) -> Iterator[None]:
         """Time the `with` block as the part `name`.
 
-        Parts may be nested. An exception that leaves the block gets the attribute `phase`, the name
-        of the innermost part, for the report of the failure.
+        Parts may be nested. The time of an inner part does not count for the outer one, so that the
+        parts add up to the time that passed. An exception that leaves the block gets the attribute
+        `phase`, the name of the innermost part, for the report of the failure.
         """
-        start, began, was_inside = time.perf_counter(), time.time(), self._is_inside
-        self._is_inside = True
+        start, began, outer_s = time.perf_counter(), time.time(), self._inner_s
+        self._inner_s = 0.0
         try:
             with record_function(f"mrl: {name}"):  # for the trace of a profiled step
                 yield
@@ -43,7 +45,7 @@ class Clock:
             raise
         finally:
             seconds = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            self._is_inside = was_inside
-            if not was_inside:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inner_s
+            self._inner_s = None if outer_s is None else outer_s + seconds
+            if outer_s is None:
                 self.spans.append((began, began + seconds, name))

@@ -170,6 +170,9 @@ NAMES: dict[str, Name] = {
         f"{_SRT}.entrypoints.engine._set_envs_and_config", "server_args"
     ),
     "TorchNativeAttnBackend": always(_NATIVE),
+    "CpuDeviceMixin.empty_cache": since(
+        "0.5.20", f"{_SRT}.platforms.cpu.CpuDeviceMixin.empty_cache", "self"
+    ),
     # plugins/cpu, and plugins/on_policy in its place
     "_run_sdpa_forward_extend": since(
         "0.5.20",

@@ -1,6 +1,6 @@
 """SGLang plugin for all processes of a server without CUDA.
 
-It closes four gaps and makes attention and the start cheaper:
+It closes four gaps and makes attention, sleep and the start cheaper:
 
 1. SGLang stores captured routes in a host buffer whose allocator pins memory, which needs CUDA.
    Here the allocator does not pin.
@@ -22,6 +22,9 @@ It closes four gaps and makes attention and the start cheaper:
    mrl.kernels.paged_attention computes a layer, in an order of sums that depends neither on the
    batch nor on what is cached. `fits_kernel` says which calls stay with SGLang. Under
    `batch_invariant` and `true_on_policy` the attention is that of plugins/on_policy.
+7. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
+   whenever the prefix cache is flushed or memory is released, several times a step. Here it does
+   nothing. Reference counts free the tensors, and Python still collects by its own thresholds.
 """
 
 import gc
@@ -49,6 +52,7 @@ def register():
     give_cpu_module()
     hook("find_nccl_library", find_no_nccl, "REPLACE")
     hook("_set_envs_and_config", fork_children, "AFTER")
+    hook("CpuDeviceMixin.empty_cache", lambda platform: None, "REPLACE")
     if find_spec("mrl_on_policy") is None:
         hook("_run_sdpa_forward_decode", attend_decode, "AROUND")
         hook("_run_sdpa_forward_extend", attend_extend, "AROUND")
