@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from benchmarks.evidence.machine import describe  # noqa: E402
 from benchmarks.evidence.result import finish, summary, write_result  # noqa: E402
 from benchmarks.kernel_bench import (  # noqa: E402
+    fused_experts,
     head,
     moe_permute,
     paged_attention,
@@ -54,6 +55,7 @@ MODULES = (
     sequences,
     moe_permute,
     paged_attention,
+    fused_experts,
     seeded_sample,
     training_step,
 )

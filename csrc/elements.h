@@ -10,6 +10,9 @@
 
 namespace mrl {
 
+// Of the tensors of an inference op; FLOAT_TYPES in mrl/kernels/backend.py has the same order.
+enum class FloatType : int { kFloat32, kBfloat16, kFloat16 };
+
 struct Float32Element {
   typedef float Stored;
   typedef float Sum;

@@ -13,15 +13,15 @@
 
 #include <cstdint>
 
-namespace mrl {
+#include "elements.h"
 
-enum class CacheType : int { kFloat32, kBfloat16, kFloat16 };  // see paged_attention.py
+namespace mrl {
 
 constexpr int kAttentionBlock = 64;  // positions whose exponentials share a maximum
 
 // Strides are in elements. A head's elements are contiguous.
 struct PagedAttentionInput {
-  CacheType type;               // of queries, keys, values and output
+  FloatType type;               // of queries, keys, values and output
   const void* queries;          // [M, h, d], those of a request in the order of their positions
   const void* keys;             // [S, g, d]
   const void* values;           // [S, g, e]

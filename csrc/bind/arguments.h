@@ -29,6 +29,7 @@ void Run(Function&& function) {
 }
 
 void BindEmptyGroups(pybind11::module_& module);
+void BindFusedExperts(pybind11::module_& module);
 void BindInvariant(pybind11::module_& module);
 void BindMoePermute(pybind11::module_& module);
 void BindPackedGae(pybind11::module_& module);

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("has_cuda") = false;
 #endif
   mrl::BindEmptyGroups(module);
+  mrl::BindFusedExperts(module);
   mrl::BindInvariant(module);
   mrl::BindMoePermute(module);
   mrl::BindPackedGae(module);

@@ -8,7 +8,7 @@ void BindPagedAttention(pybind11::module_& module) {
   module.def("paged_attention_cpu", [](const pybind11::kwargs& arguments) {
     const auto size = [&](const char* name) { return Value<int64_t>(arguments, name); };
     PagedAttentionInput input;
-    input.type = static_cast<CacheType>(Value<int>(arguments, "type"));
+    input.type = static_cast<FloatType>(Value<int>(arguments, "type"));
     input.queries = Pointer<const void>(arguments, "queries");
     input.keys = Pointer<const void>(arguments, "keys");
     input.values = Pointer<const void>(arguments, "values");

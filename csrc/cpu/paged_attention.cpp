@@ -6,12 +6,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "elements.h"
-
 namespace mrl {
 namespace {
 
-constexpr int64_t kEight = 8;            // elements of a vector; head sizes are multiples of it
 constexpr int64_t kQueriesTogether = 8;  // queries of a request that share a block while in L1
 constexpr int64_t kWorthThreads = int64_t{1} << 18;  // multiplications from which threads pay off
 
@@ -30,8 +27,8 @@ struct AttentionScratch {
         sums(num_rows * in.value_size),
         largest(num_rows),
         weight(num_rows),
-        keys(in.type == CacheType::kFloat32 ? 0 : kAttentionBlock * in.key_size),
-        values(in.type == CacheType::kFloat32 ? 0 : kAttentionBlock * in.value_size) {}
+        keys(in.type == FloatType::kFloat32 ? 0 : kAttentionBlock * in.key_size),
+        values(in.type == FloatType::kFloat32 ? 0 : kAttentionBlock * in.value_size) {}
 
   std::vector<float> queries;              // [rows, d]
   std::vector<float> sums;                 // [rows, e], of values times their exponentials

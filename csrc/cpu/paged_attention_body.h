@@ -2,57 +2,16 @@
 //
 // No include guard: compiled once for each instruction set, see cpu/for_each_target.h.
 
+#include "cpu/dot_rows.h"
 #include "exp_terms.h"
 
-// Eight lanes for every instruction set, because head sizes are multiples of eight.
-typedef float Eight __attribute__((vector_size(32)));
-typedef int32_t EightInts __attribute__((vector_size(32)));
-
-MRL_FN Eight LoadEight(const float* from) {
-  Eight x;
-  std::memcpy(&x, from, sizeof(x));
-  return x;
-}
-
-MRL_FN void StoreEight(float* to, const Eight& x) { std::memcpy(to, &x, sizeof(x)); }
-
-// Lane i of the result is the sum over the lanes of x[i]: the upper half is added to the lower
-// half until one lane is left.
-MRL_FN Eight SumEach(const Eight (&x)[8]) {
-  const EightInts low4 = {0, 1, 2, 3, 8, 9, 10, 11}, high4 = {4, 5, 6, 7, 12, 13, 14, 15};
-  const EightInts low2 = {0, 1, 8, 9, 4, 5, 12, 13}, high2 = {2, 3, 10, 11, 6, 7, 14, 15};
-  const EightInts low1 = {0, 8, 2, 10, 4, 12, 6, 14}, high1 = {1, 9, 3, 11, 5, 13, 7, 15};
-  Eight four[4], two[2];
-  for (int i = 0; i < 4; ++i) {
-    four[i] = __builtin_shuffle(x[i], x[i + 4], low4) + __builtin_shuffle(x[i], x[i + 4], high4);
-  }
-  for (int i = 0; i < 2; ++i) {
-    two[i] = __builtin_shuffle(four[i], four[i + 2], low2) +
-             __builtin_shuffle(four[i], four[i + 2], high2);
-  }
-  return __builtin_shuffle(two[0], two[1], low1) + __builtin_shuffle(two[0], two[1], high1);
-}
-
-// scores[r][at + i] = scale q_r . keys[i] for kRows rows and eight keys. As many keys are read
-// together as there are registers for their sums.
+// scores[r][at + i] = scale q_r . keys[i] for kRows rows and eight keys.
 template <int kRows>
 MRL_FN void ScoreEight(const float* q, const float* const* keys, int64_t size, float scale,
                        int64_t at, float (*scores)[kAttentionBlock]) {
-  constexpr int kKeys = kRows == 1 ? 8 : kRows == 4 ? 2 : 4;
-  Eight sums[kRows][8];
-  for (int first = 0; first < 8; first += kKeys) {
-    Eight parts[kRows][kKeys] = {};
-    for (int64_t i = 0; i < size; i += kEight) {
-      for (int k = 0; k < kKeys; ++k) {
-        const Eight key = LoadEight(keys[first + k] + i);
-        for (int r = 0; r < kRows; ++r) parts[r][k] += LoadEight(q + r * size + i) * key;
-      }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      for (int k = 0; k < kKeys; ++k) sums[r][first + k] = parts[r][k];
-    }
-  }
-  for (int r = 0; r < kRows; ++r) StoreEight(scores[r] + at, SumEach(sums[r]) * scale);
+  Eight dots[kRows];
+  DotEight<kRows>(q, size, keys, size, &dots);
+  for (int r = 0; r < kRows; ++r) StoreEight(scores[r] + at, dots[r] * scale);
 }
 
 // Replaces the scores in [first, last) by e^(score - largest). `largest` is that of the row so far,
@@ -107,21 +66,6 @@ MRL_FN void AddValues(const Weights<kRows>& weights, const float* const* values,
   }
   if constexpr (kVectors > 1) {
     AddValues<kRows, kVectors / 2>(weights, values, first, last, size, column, sums);
-  }
-}
-
-// Returns `size` elements from `offset` on as floats: as they are stored, or widened into a row of
-// `buffer`.
-template <class Element>
-MRL_FN const float* Widened(const void* stored, int64_t offset, int64_t row, int64_t size,
-                            std::vector<float>* buffer) {
-  const auto* from = static_cast<const typename Element::Stored*>(stored) + offset;
-  if constexpr (std::is_same_v<Element, Float32Element>) {
-    return from;
-  } else {
-    float* to = buffer->data() + row * size;
-    for (int64_t i = 0; i < size; ++i) to[i] = Element::Read(from[i]);
-    return to;
   }
 }
 
@@ -231,9 +175,9 @@ inline bool AttendTileOf(const PagedAttentionInput& in, const QueryTile& tile, i
 inline bool AttendTile(const PagedAttentionInput& in, const QueryTile& tile, int64_t group,
                        AttentionScratch* scratch, void* out) {
   switch (in.type) {
-    case CacheType::kBfloat16:
+    case FloatType::kBfloat16:
       return AttendTileOf<Bfloat16Element>(in, tile, group, scratch, out);
-    case CacheType::kFloat16:
+    case FloatType::kFloat16:
       return AttendTileOf<Float16Element>(in, tile, group, scratch, out);
     default:
       return AttendTileOf<Float32Element>(in, tile, group, scratch, out);

@@ -8,6 +8,7 @@
 namespace mrl {
 
 constexpr int kLanes = 32;  // lanes of cpu/simd.h
+constexpr int kEight = 8;   // lanes of cpu/dot_rows.h
 
 enum class Target { kNarrow, kMedium, kWide };
 

@@ -13,6 +13,13 @@ except ImportError as error:
     ) from None
 
 from mrl.kernels.empty_groups import zero_empty_groups_
+from mrl.kernels.fused_experts import (
+    SWIGLU,
+    GatedActivation,
+    fused_experts,
+    gpt_oss_swiglu,
+    supports_fused_experts,
+)
 from mrl.kernels.linear_logprob import Chunked, linear_logprob
 from mrl.kernels.moe_permute import moe_permute, moe_unpermute
 from mrl.kernels.moe_sort import ExpertOrder, moe_ids, moe_sort
@@ -26,13 +33,17 @@ from mrl.kernels.vp_logprob import vp_logprob
 
 __all__ = [
     "POLICY_STATS",
+    "SWIGLU",
     "Chunked",
     "Clip",
     "ExpertOrder",
+    "GatedActivation",
     "ImportanceWeight",
     "KlPenalty",
     "PolicyLoss",
     "RatioKind",
+    "fused_experts",
+    "gpt_oss_swiglu",
     "linear_logprob",
     "moe_ids",
     "moe_permute",
@@ -43,6 +54,7 @@ __all__ = [
     "policy_loss",
     "seeded_sample",
     "seq_logratio",
+    "supports_fused_experts",
     "supports_paged_attention",
     "vp_logprob",
     "zero_empty_groups_",

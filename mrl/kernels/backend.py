@@ -9,6 +9,9 @@ from torch import Tensor
 
 import mrl._C as _C  # noqa: PLR0402  (a module, and no name of the package)
 
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of inference ops, in the order of FloatType in csrc/elements.h."""
+
 
 def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
     """Call `_C.KERNEL_cpu` with torch's thread count, or `_C.KERNEL_cuda` on torch's current stream.

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from mrl.kernels import backend
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # CacheType in csrc/paged_attention.h
 _MULTIPLE = 8
 
 
 def supports_paged_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Return whether `paged_attention` computes with these dtypes, devices, head sizes and strides."""
     tensors = (query, k_cache, v_cache)
-    return query.dtype in _TYPES and all(
+    return query.dtype in backend.FLOAT_TYPES and all(
         x.dtype == query.dtype
         and x.device.type == "cpu"
         and x.dim() == 3
@@ -73,8 +72,9 @@ def paged_attention(
             for name, x in (("query", query), ("k_cache", k_cache), ("v_cache", v_cache))
         )
         raise ValueError(
-            f"paged_attention: got {given}, expected three dimensions, one of {list(_TYPES)} on the "
-            f"CPU, head sizes that are multiples of {_MULTIPLE}, and stride 1 in the last dimension"
+            f"paged_attention: got {given}, expected three dimensions, one of "
+            f"{list(backend.FLOAT_TYPES)} on the CPU, head sizes that are multiples of {_MULTIPLE}, "
+            "and stride 1 in the last dimension"
         )
     num_queries, heads, key_size = query.shape
     num_slots, groups, value_size = v_cache.shape
@@ -104,7 +104,7 @@ def paged_attention(
     backend.run(
         "paged_attention",
         device,
-        type=_TYPES.index(query.dtype),
+        type=backend.FLOAT_TYPES.index(query.dtype),
         queries=query,
         keys=k_cache,
         values=v_cache,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 RATIOS = {"vs_eager", "vs_compile", "vs_copy", "vs_liger", "vs_trl"}
 KERNELS = {
     "policy_loss", "vp_logprob", "linear_logprob", "seq_logratio", "packed_gae", "moe_sort",
-    "moe_permute", "paged_attention", "seeded_sample",
+    "moe_permute", "paged_attention", "fused_experts", "seeded_sample",
     "training_step",
 }  # fmt: skip
 LOSSES = {"grpo", "gspo", "gspo+tis+k3", "cispo", "sapo"}

@@ -3,6 +3,7 @@
 Tests and benchmarks compare the ops with the references, which share no code with the ops.
 """
 
+from mrl.kernels.oracle.fused_experts import fused_experts
 from mrl.kernels.oracle.moe_permute import moe_permute, moe_sort, moe_unpermute
 from mrl.kernels.oracle.packed_gae import packed_gae
 from mrl.kernels.oracle.paged_attention import paged_attention
@@ -12,6 +13,7 @@ from mrl.kernels.oracle.truncated_logprob import truncated_logprob
 from mrl.kernels.oracle.vp_logprob import vp_logprob
 
 __all__ = [
+    "fused_experts",
     "moe_permute",
     "moe_sort",
     "moe_unpermute",

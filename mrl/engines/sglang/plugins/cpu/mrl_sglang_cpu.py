@@ -1,6 +1,6 @@
 """SGLang plugin for all processes of a server without CUDA.
 
-It closes four gaps and makes attention, sleep and the start cheaper:
+It closes four gaps and makes attention, experts, sleep and the start cheaper:
 
 1. SGLang stores captured routes in a host buffer whose allocator pins memory, which needs CUDA.
    Here the allocator does not pin.
@@ -22,7 +22,10 @@ It closes four gaps and makes attention, sleep and the start cheaper:
    mrl.kernels.paged_attention computes a layer, in an order of sums that depends neither on the
    batch nor on what is cached. `fits_kernel` says which calls stay with SGLang. Under
    `batch_invariant` and `true_on_policy` the attention is that of plugins/on_policy.
-7. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
+7. SGLang's experts on CPUs are a loop in Python. Here one call of mrl.kernels.fused_experts
+   computes a layer, unless `fits_experts` leaves it to SGLang or the experts are those of
+   plugins/on_policy.
+8. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
    whenever the prefix cache is flushed or memory is released, several times a step. Here it does
    nothing. Reference counts free the tensors, and Python still collects by its own thresholds.
 """
@@ -34,11 +37,20 @@ from importlib.util import find_spec
 import torch
 
 from mrl.engines.sglang.compat import hook, take
-from mrl.kernels import paged_attention, supports_paged_attention
+from mrl.kernels import (
+    SWIGLU,
+    fused_experts,
+    gpt_oss_swiglu,
+    paged_attention,
+    supports_fused_experts,
+    supports_paged_attention,
+)
 from mrl.kernels.seeded_sample import seeded_sample
 
 DEFAULT_SEED = 42
 """The seed that SGLang itself gives to requests without a seed."""
+LARGEST_HALF_EXPERT = 1 << 16
+"""The largest H x I of an expert in bf16 or fp16 for which fused_experts replaces SGLang's loop."""
 
 
 def register():
@@ -47,13 +59,15 @@ def register():
     hook("sampling_from_probs_torch", sample_from_probs, "AROUND")
     hook("Sampler._sample_from_probs", sample_by_kind, "AROUND")
     hook("SamplingBatchInfo.from_schedule_batch", attach_seeds, "AFTER")
-    hook("moe_forward_native", without_other_ranks_experts, "AROUND")
     give_padding_value()
     give_cpu_module()
     hook("find_nccl_library", find_no_nccl, "REPLACE")
     hook("_set_envs_and_config", fork_children, "AFTER")
     hook("CpuDeviceMixin.empty_cache", lambda platform: None, "REPLACE")
-    if find_spec("mrl_on_policy") is None:
+    if find_spec("mrl_on_policy") is not None:
+        hook("moe_forward_native", without_other_ranks_experts, "AROUND")
+    else:
+        hook("moe_forward_native", run_experts, "AROUND")
         hook("_run_sdpa_forward_decode", attend_decode, "AROUND")
         hook("_run_sdpa_forward_extend", attend_extend, "AROUND")
 
@@ -156,6 +170,45 @@ def attend(query, output, cache, starts, options):
         out=output[:num_queries],
     )
     return output
+
+
+def run_experts(original, layer, x, topk_output, moe_runner_config):
+    """Compute the experts of a layer: x [T, H] -> [T, H]."""
+    weights, ids, _ = topk_output
+    activation = activation_of(moe_runner_config)
+    if activation is None or not fits_experts(x, layer.w13_weight, layer.w2_weight, weights):
+        return without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config)
+    return fused_experts(
+        x,
+        layer.w13_weight,
+        layer.w2_weight,
+        ids,
+        weights,
+        activation,
+        w13_bias=getattr(layer, "w13_weight_bias", None),
+        w2_bias=getattr(layer, "w2_weight_bias", None),
+    )
+
+
+def activation_of(config):
+    """Return the GatedActivation of SGLang's MoeRunnerConfig; None if it is another activation, or if
+    the weights of the route multiply the input."""
+    alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+    if config.apply_router_weight_on_input or config.activation != "silu":
+        return None
+    if alpha is None:
+        return SWIGLU  # without alpha, SGLang's loop ignores the limit
+    return None if limit is None else gpt_oss_swiglu(alpha, limit)
+
+
+def fits_experts(x, w13, w2, weights):
+    """Return whether fused_experts replaces SGLang's loop, whatever the number of tokens is.
+
+    oneDNN multiplies large bf16 and fp16 matrices faster, with instructions for them.
+    """
+    if weights.dtype != torch.float32 or not supports_fused_experts(x, w13, w2):
+        return False
+    return x.dtype == torch.float32 or w2[0].numel() <= LARGEST_HALF_EXPERT
 
 
 def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):

@@ -1,4 +1,4 @@
-"""The CPU plug-in's attention beside SGLang's own, which it replaces, and the calls that it leaves."""
+"""The CPU plug-in's attention and experts beside SGLang's own, and what it leaves to SGLang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def of_sglang(calls: list[Any], folder: Path) -> list[Tensor]:
     """Return what SGLang's own functions return."""
     torch.save(calls, folder / "calls.pt")
     path = os.pathsep.join((str(CPU_STUBS), os.environ.get("PYTHONPATH", "")))
-    script = Path(__file__).with_name("sglang_attention.py")
+    script = Path(__file__).with_name("sglang_on_cpu.py")
     subprocess.run(
         [sys.executable, script, folder / "calls.pt", folder / "results.pt"],
         env={**os.environ, "PYTHONPATH": path},
@@ -99,12 +99,12 @@ def test_other_calls_stay_with_sglang(plugin: ModuleType, extends: bool, why: st
 
 
 @pytest.mark.parametrize("is_on_policy", [False, True])
-def test_invariant_modes_keep_their_attention(
+def test_invariant_modes_keep_their_attention_and_experts(
     plugin: ModuleType, is_on_policy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hook around the function would wrap the one that plugins/on_policy puts in its place."""
-    hooked = []
-    monkeypatch.setattr(plugin, "hook", lambda name, *_: hooked.append(name))
+    hooked = {}
+    monkeypatch.setattr(plugin, "hook", lambda name, function, _: hooked.update({name: function}))
     for name in ("give_padding_value", "give_cpu_module"):
         monkeypatch.setattr(plugin, name, lambda: None)
     monkeypatch.setattr(plugin, "take", lambda name: {})
@@ -112,4 +112,81 @@ def test_invariant_modes_keep_their_attention(
     plugin.register()
     names = {"_run_sdpa_forward_decode", "_run_sdpa_forward_extend"}
     assert names & set(hooked) == (set() if is_on_policy else names)
+    experts = plugin.without_other_ranks_experts if is_on_policy else plugin.run_experts
+    assert hooked["moe_forward_native"] is experts
     assert all(path_of(name) for name in names)
+
+
+SILU = {
+    "activation": "silu",
+    "apply_router_weight_on_input": False,
+    "gemm1_alpha": None,
+    "gemm1_clamp_limit": None,
+}
+GPT_OSS = {**SILU, "gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5}
+
+
+def make_layer(dtype: torch.dtype, *, biased: bool, size: int = 24) -> dict[str, Any]:
+    """Return the weights of 5 experts with hidden size 40, as attributes of SGLang's layer."""
+    torch.manual_seed(1)
+    layer: dict[str, Any] = {
+        "num_experts": 5,
+        "w13_weight": (torch.randn(5, 2 * size, 40) / 6).to(dtype),
+        "w2_weight": (torch.randn(5, 40, size) / 5).to(dtype),
+    }
+    if biased:
+        layer["w13_weight_bias"], layer["w2_weight_bias"] = (
+            torch.randn(5, 2 * size),
+            torch.randn(5, 40),
+        )
+    return layer
+
+
+def make_tokens(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, the ids and the weights of 11 tokens with 2 experts each; expert 3 has no token."""
+    ids = torch.rand(11, 5).index_fill(1, torch.tensor([3]), -1).topk(2).indices
+    return torch.randn(11, 40).to(dtype), ids, torch.rand(11, 2)
+
+
+def test_the_experts_compute_what_sglang_computes(plugin: ModuleType, tmp_path: Path) -> None:
+    def loop(*_: Any) -> None:
+        pytest.fail("SGLang's loop was called")
+
+    calls, got = [], []
+    for dtype, config, biased in product(
+        (torch.float32, torch.bfloat16), (SILU, GPT_OSS), (False, True)
+    ):
+        layer = make_layer(dtype, biased=biased)
+        x, ids, weights = make_tokens(dtype)
+        calls.append(("moe_forward_native", (x, ids, weights), {**layer, "config": config}))
+        route = (weights, ids, None)
+        ours = plugin.run_experts(
+            loop, SimpleNamespace(**layer), x, route, SimpleNamespace(**config)
+        )
+        assert ours.dtype == dtype
+        got.append(ours)
+    for output, expected in zip(got, of_sglang(calls, tmp_path), strict=True):
+        error = 1e-5 if output.dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(output, expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "config"),
+    [
+        (torch.float32, 20, SILU),  # no multiple of 8
+        (torch.bfloat16, 2048, SILU),  # large products in bf16 are oneDNN's
+        (torch.float32, 24, {**SILU, "activation": "gelu"}),
+        (torch.float32, 24, {**SILU, "apply_router_weight_on_input": True}),
+        (torch.float32, 24, {**SILU, "gemm1_alpha": 1.0}),
+    ],
+)
+def test_other_experts_stay_with_sglang(
+    plugin: ModuleType, dtype: torch.dtype, size: int, config: dict[str, Any]
+) -> None:
+    layer = SimpleNamespace(**make_layer(dtype, biased=False, size=size))
+    x, ids, weights = make_tokens(dtype)
+    left = plugin.run_experts(
+        lambda *arguments: arguments, layer, x, (weights, ids, None), SimpleNamespace(**config)
+    )
+    assert left[1] is x
+    assert left[2][1] is ids

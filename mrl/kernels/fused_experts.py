@@ -1,0 +1,137 @@
+"""`fused_experts`: the experts of an MoE layer with a gated activation, for a batch of tokens, on CPUs.
+
+An inference op without a gradient. csrc/fused_experts.h has its order of sums: the bits of a token
+do not depend on the other tokens.
+
+Dimensions: T tokens, k experts of each, E experts, H hidden size, I size of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mrl.kernels import backend
+
+_MULTIPLE = 8
+
+
+class GatedActivation(NamedTuple):
+    """`gate * sigmoid(alpha * gate) * (up + up_shift)` of the products [2I] of the first projection.
+
+    The defaults are SwiGLU (arXiv 2002.05202).
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    """gate is at most `limit`, and up within [-limit, limit]; None for no limit."""
+    up_shift: float = 0.0
+    interleaved: bool = False
+    """Whether the products alternate (gate, up, gate, up, ...); otherwise all gates come first."""
+
+
+SWIGLU = GatedActivation()
+
+
+def gpt_oss_swiglu(alpha: float, limit: float) -> GatedActivation:
+    """Return the clamped SwiGLU of gpt-oss: limited, with `up + 1`, and with interleaved products."""
+    return GatedActivation(alpha, limit, up_shift=1.0, interleaved=True)
+
+
+def supports_fused_experts(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
+    """Return whether `fused_experts` computes with these dtypes, devices, sizes and strides."""
+    return x.dtype in backend.FLOAT_TYPES and all(
+        each.dtype == x.dtype
+        and each.device.type == "cpu"
+        and each.is_contiguous()
+        and each.shape[-1] > 0
+        and each.shape[-1] % _MULTIPLE == 0
+        for each in (x, w13, w2)
+    )
+
+
+def fused_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: GatedActivation = SWIGLU,
+    *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, [T, H] in the dtype of `x`.
+
+    Products, sums and what is between the projections are fp32.
+
+    Args:
+        x: [T, H] in fp32, bf16 or fp16; H and I are multiples of 8. All tensors are contiguous.
+        w13: [E, 2I, H], gate and up projections, in the dtype of `x`.
+        w2: [E, H, I], down projections, in the dtype of `x`.
+        topk_ids: int[T, k]; -1 for no expert.
+        topk_weights: f32[T, k].
+        activation: what is between the projections.
+        w13_bias: [E, 2I], any float; None for no bias.
+        w2_bias: [E, H], likewise.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device or stride, and for an id of -2 or less, or of E
+            or more.
+    """
+    if not supports_fused_experts(x, w13, w2) or x.dim() != 2 or w13.dim() != 3:
+        given = ", ".join(
+            f"{name} {list(each.shape)} of {each.dtype} on {each.device} with strides "
+            f"{list(each.stride())}"
+            for name, each in (("x", x), ("w13", w13), ("w2", w2))
+        )
+        raise ValueError(
+            f"fused_experts: got {given}, expected x [T, H], w13 [E, 2I, H] and w2 [E, H, I], "
+            f"contiguous, on the CPU, of one dtype of {list(backend.FLOAT_TYPES)}, and H and I "
+            f"multiples of {_MULTIPLE}"
+        )
+    (num_tokens, hidden), num_experts, size = x.shape, len(w13), w2.shape[-1]
+    legend = f"E = {num_experts} experts, H = {hidden}, I = {size}, T = {num_tokens} tokens"
+    device, dtypes, integers = x.device, (x.dtype,), (torch.int32, torch.int64)
+    backend.check_tensor("w13", w13, (num_experts, 2 * size, hidden), dtypes, device, legend)
+    backend.check_tensor("w2", w2, (num_experts, hidden, size), dtypes, device, legend)
+    top_k = topk_ids.shape[-1]
+    backend.check_tensor("topk_ids", topk_ids, (num_tokens, top_k), integers, device, legend)
+    weights = (topk_weights, (num_tokens, top_k), (torch.float32,))
+    backend.check_tensor("topk_weights", *weights, device, legend)
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    if w13_bias is not None:
+        shape = (num_experts, 2 * size)
+        backend.check_tensor("w13_bias", w13_bias, shape, floats, device, legend)
+    if w2_bias is not None:
+        backend.check_tensor("w2_bias", w2_bias, (num_experts, hidden), floats, device, legend)
+    out = torch.empty_like(x)
+    backend.run(
+        "fused_experts",
+        device,
+        type=backend.FLOAT_TYPES.index(x.dtype),
+        x=x,
+        w13=w13,
+        w2=w2,
+        w13_bias=_float32(w13_bias),
+        w2_bias=_float32(w2_bias),
+        ids=topk_ids.to(torch.int64).contiguous(),
+        weights=topk_weights.contiguous(),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        hidden_size=hidden,
+        expert_size=size,
+        interleaved=activation.interleaved,
+        alpha=activation.alpha,
+        limit=-1.0 if activation.limit is None else activation.limit,
+        up_shift=activation.up_shift,
+        out=out,
+    )
+    return out
+
+
+def _float32(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
