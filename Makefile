@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench peers gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -132,6 +132,13 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.route_wire
 	$(BIN)/python -m benchmarks.replay_overhead toy --steps 8
+
+peers: setup $(VENV)/.peers  ## The demo and long answers beside TRL, generation beside transformers; 25 minutes
+	$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
+
+$(VENV)/.peers: $(VENV)/.installed requirements/trl.txt requirements/peers.txt
+	$(STAGE) "setup: TRL and its packages" $(PIP) --upgrade --target $(VENV)/peers -r requirements/trl.txt -r requirements/peers.txt
+	@touch $@
 
 # In a folder of its own: tests/algorithms/test_trl.py says why.
 $(VENV)/.trl: $(VENV)/.installed requirements/trl.txt

@@ -1,0 +1,1 @@
+"""The runs that `benchmarks.peers` compares, each in a process of its own."""
