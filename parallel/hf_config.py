@@ -12,7 +12,7 @@ from mrl.errors import InputError
 from mrl.system.json_text import parse_json
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
-from parallel.architectures.common import rope_settings
+from parallel.architectures.common import rope_scaling_factor, rope_settings
 from parallel.dims import ModelSizes
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -143,6 +143,7 @@ class HfModel:
         try:
             _ = model.sizes, model.context_len
             _check_positive(config, model.rotary_base, folder / "config.json")
+            _ = model.rope_scaling_factor
             settings = model.architecture.transformer_config(config)
         except KeyError as error:
             raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None
@@ -197,6 +198,7 @@ class HfModel:
             "model_type": self.architecture.model_type,
             **dataclasses.asdict(self.sizes),
             "rope_theta": self.rotary_base,
+            "rope_scaling_factor": self.rope_scaling_factor,
             "tie_word_embeddings": self.tied_embeddings,
             **self.architecture.transformer_config(self.config),
         }
@@ -219,6 +221,11 @@ class HfModel:
     def rotary_base(self) -> float:
         """RoPE theta, from the key of transformers 4 or 5."""
         return rope_settings(self.config)["rope_theta"]
+
+    @property
+    def rope_scaling_factor(self) -> float | None:
+        """The factor by which RoPE type llama3 divides low frequencies; None for other types."""
+        return rope_scaling_factor(self.config)
 
     @property
     def tied_embeddings(self) -> bool:

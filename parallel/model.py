@@ -53,6 +53,8 @@ def build_chunks(
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
             rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
+            rope_scaling=model.rope_scaling_factor is not None,
+            rope_scaling_factor=model.rope_scaling_factor or 1.0,
             share_embeddings_and_output_weights=model.tied_embeddings,
             pre_process=mesh.pp_rank == 0 and virtual == 0,
             post_process=mesh.is_last_stage and virtual == dims.vpp - 1,

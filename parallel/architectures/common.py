@@ -11,11 +11,20 @@ from typing import Any
 
 from mrl.errors import InputError
 from parallel.architectures.base import HfConfig, Rule
+from parallel.dims import ModelSizes
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 ATTENTION, HF_ATTENTION = f"{LAYER}.self_attention", f"{HF_LAYER}.self_attn"
 EXPERT = f"{LAYER}.mlp.experts.local_experts.{{expert}}"
 SHARED_EXPERT = f"{LAYER}.mlp.shared_experts"
+LLAMA3 = "llama3"
+"""The RoPE type of Llama 3.1 and later."""
+LLAMA3_FIXED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Settings of that RoPE type that are constants in Megatron."""
 
 
 def rope_settings(hf: HfConfig) -> dict[str, Any]:
@@ -28,6 +37,27 @@ def rope_settings(hf: HfConfig) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope["rope_theta"] if "rope_theta" in rope else hf["rope_theta"]
     return {**rope, "rope_type": kind, "rope_theta": float(theta)}
+
+
+def rope_scaling_factor(hf: HfConfig) -> float | None:
+    """Return the factor of RoPE type llama3; None for all other types.
+
+    Raises InputError if one of the type's other settings differs from Megatron's constant.
+    """
+    rope = rope_settings(hf)
+    if rope["rope_type"] != LLAMA3:
+        return None
+    refuse(
+        hf,
+        (
+            (
+                rope.get(key) != value,
+                f"RoPE type {LLAMA3} with {key} {rope.get(key)!r} is not supported, only {value}",
+            )
+            for key, value in LLAMA3_FIXED.items()
+        ),
+    )
+    return float(rope["factor"])
 
 
 def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:
@@ -97,6 +127,23 @@ def head_dim(hf: HfConfig) -> int:
 
 def query_groups(hf: HfConfig) -> int:
     return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+def dense_sizes(hf: HfConfig) -> ModelSizes:
+    """Return the sizes of a model without MoE layers."""
+    return ModelSizes(
+        num_layers=hf["num_hidden_layers"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=query_groups(hf),
+        vocab_size=hf["vocab_size"],
+        dense_ffn_size=hf["intermediate_size"],
+        num_experts=0,
+    )
+
+
+def no_moe_layers(hf: HfConfig) -> tuple[int, ...]:
+    """Return the numbers of the MoE layers of a dense model: none."""
+    return ()
 
 
 def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:

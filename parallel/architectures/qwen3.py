@@ -9,22 +9,6 @@ from typing import Any
 
 from parallel.architectures import common
 from parallel.architectures.base import Architecture, HfConfig, Rule
-from parallel.dims import ModelSizes
-
-
-def moe_layer_numbers(hf: HfConfig) -> tuple[int, ...]:
-    return ()
-
-
-def sizes(hf: HfConfig) -> ModelSizes:
-    return ModelSizes(
-        num_layers=hf["num_hidden_layers"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=common.query_groups(hf),
-        vocab_size=hf["vocab_size"],
-        dense_ffn_size=hf["intermediate_size"],
-        num_experts=0,
-    )
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
@@ -47,8 +31,8 @@ def rules(hf: HfConfig) -> list[Rule]:
 
 ARCHITECTURE = Architecture(
     model_type="qwen3",
-    sizes=sizes,
+    sizes=common.dense_sizes,
     transformer_config=transformer_config,
     rules=rules,
-    moe_layer_numbers=moe_layer_numbers,
+    moe_layer_numbers=common.no_moe_layers,
 )

@@ -39,8 +39,19 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+DENSE = ("qwen3", "qwen2", "llama")
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "llama": ("Llama", {}),
     "qwen3_moe": (
         "Qwen3Moe",
         {

@@ -17,7 +17,7 @@ from parallel.expected_tensors import check_tensors, expected_shapes
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_finite_tensors, check_names
 from parallel.weights import canonical_name
-from tests.parallel.models import SETTINGS, YARN, write_tiny
+from tests.parallel.models import LLAMA3, SETTINGS, YARN, write_tiny
 
 OLD_ROPE = {"rope_parameters": None, "rope_theta": 10000.0}
 EVERY: list[tuple[dict[str, Any], str]] = [
@@ -33,6 +33,9 @@ EVERY: list[tuple[dict[str, Any], str]] = [
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((name, changes, text) for name in SETTINGS for changes, text in EVERY),
     ("qwen3", {"rope_parameters": YARN}, "only default"),
+    ("llama", {"rope_parameters": YARN}, "only default and llama3"),
+    ("llama", {"mlp_bias": True}, "mlp_bias"),
+    ("qwen2", {"rope_parameters": LLAMA3}, "only default"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "no gradient"),
     ("qwen2_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
     ("mixtral", {"num_experts_per_tok": 1}, "no gradient"),
@@ -98,6 +101,13 @@ def test_configs_of_transformers_4_mean_the_same(model_type: str, folders: dict[
     assert settings_of(folders[model_type], **old) == settings_of(folders[model_type])
 
 
+@pytest.mark.parametrize("key", ["low_freq_factor", "original_max_position_embeddings"])
+def test_a_llama3_rope_that_megatron_cannot_compute_is_refused(key: str, tmp_path: Path) -> None:
+    folder = write_tiny("llama", tmp_path / "model", rope_parameters={**LLAMA3, key: 2.0})
+    with pytest.raises(InputError, match=rf"{key} 2.0 is not supported, only"):
+        HfModel.read(folder)
+
+
 def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
     sizes = {name: HfModel.read(folder).sizes for name, folder in folders.items()}
     numbers = {
@@ -106,6 +116,8 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
     }
     assert numbers == {
         "qwen3": (48, 0, 0, 0),
+        "qwen2": (48, 0, 0, 0),
+        "llama": (48, 0, 0, 0),
         "qwen3_moe": (48, 4, 16, 0),
         "qwen2_moe": (48, 4, 16, 24),
         "mixtral": (0, 4, 48, 0),
@@ -114,6 +126,8 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
     layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
     assert layers == {
         "qwen3": (),
+        "qwen2": (),
+        "llama": (),
         "qwen3_moe": (1, 3, 4),
         "qwen2_moe": (2, 4),
         "mixtral": (1, 2, 3, 4),
@@ -125,6 +139,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
 def test_the_plan_names_the_model(folders: dict[str, Path]) -> None:
     lines = {name: HfModel.read(folder).describe() for name, folder in folders.items()}
     assert lines["qwen3"] == "qwen3, dense, 4 layers"
+    assert lines["llama"] == "llama, dense, 4 layers"
     assert lines["qwen2_moe"] == "qwen2_moe, 4 experts in 2 of 4 layers"
     assert lines["deepseek_v3"] == "deepseek_v3, 8 experts in 3 of 4 layers"
 

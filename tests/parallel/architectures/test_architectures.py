@@ -29,6 +29,8 @@ from tests.parallel.conftest import weighted
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss
 from tests.parallel.models import (
     COMMON,
+    DENSE,
+    LLAMA3,
     SETTINGS,
     YARN,
     reference_logprobs,
@@ -41,10 +43,15 @@ from tests.release import release
 TEMPERATURE = 0.8  # of test_layouts.build
 TOLERANCE = 1e-5
 PARITY = 4e-6
-MOE_TYPES = [name for name in SETTINGS if name != "qwen3"]
+MOE_TYPES = [name for name in SETTINGS if name not in DENSE]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in SETTINGS},
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama tied, llama3 rope": (
+        "llama",
+        {"tie_word_embeddings": True, "head_dim": 24, "rope_parameters": LLAMA3},
+    ),
     "qwen2_moe renormalised, no bias": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False}),
     "qwen2_moe mlp_only": ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}),
     "deepseek_v3 no q latent, no yarn, no groups": (

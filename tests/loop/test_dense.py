@@ -1,0 +1,66 @@
+"""Dense models in the whole loop: engine and trainer agree, with all weights and with an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.errors import InputError
+from mrl.toy_model import build_tokenizer
+from tests.loop.conftest import Toy, trained
+from tests.parallel.models import LLAMA3, write_tiny
+from tests.ranks import run_ranks
+from tests.release import release
+
+TIED = {"tie_word_embeddings": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**TIED, "rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", TIED),
+}
+
+
+def write_model(name: str, folder: Path) -> Toy:
+    model_type, changes = MODELS[name]
+    tokenizer = build_tokenizer()
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    write_tiny(
+        model_type,
+        folder,
+        vocab_size=128,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        **special,
+        **changes,
+    )
+    tokenizer.save_pretrained(folder)
+    return Toy(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("llama", False), ("qwen2", True), release("qwen2", False), release("qwen3", False)],
+)
+def test_engine_and_trainer_agree(name: str, lora: bool, tmp_path: Path) -> None:
+    model = write_model(name, tmp_path / "model")
+    more = ["moe.routing_replay=off", "train.num_steps=3"]
+    if lora:
+        more += ["lora.rank=4", "lora.targets=[q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"]
+    overrides = model.overrides(tmp_path / "run", *more)
+    run_ranks(1, trained, overrides, folder=tmp_path / "out")
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert 0 < row["mismatch/logprob_abs_max"] < 1e-4
+        assert row["rollout/canary_abs_mean"] < 1e-5
+        assert not any(key.startswith("routing/") for key in row)
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def test_replay_of_a_dense_model_is_refused(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    with pytest.raises(InputError, match=r"routing_replay is r3, but .* has no MoE layers"):
+        trained(model.overrides(tmp_path / "run"))
