@@ -16,7 +16,7 @@ from mrl.config.logging import LoggingConfig
 from mrl.config.lora import LoraConfig
 from mrl.config.recipe import DebugConfig, Recipe
 from mrl.config.reward import RewardConfig
-from mrl.config.rollout import EngineConfig, EnvironmentConfig, RolloutConfig
+from mrl.config.rollout import EnvironmentConfig, RolloutConfig, SharedRolloutConfig
 from mrl.config.service import ServiceConfig
 from mrl.config.training import (
     CheckpointConfig,
@@ -36,7 +36,6 @@ __all__ = [
     "DataConfig",
     "DebugConfig",
     "DiagnosisConfig",
-    "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
     "EvalSetConfig",
@@ -53,6 +52,7 @@ __all__ = [
     "RolloutConfig",
     "ServiceConfig",
     "SftConfig",
+    "SharedRolloutConfig",
     "SourceConfig",
     "TrainConfig",
     "dump_recipe",

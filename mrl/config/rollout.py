@@ -12,7 +12,7 @@ from mrl.config.dtypes import Dtype
 from mrl.config.training import ModelConfig
 
 
-class EngineConfig(Branch):
+class SharedRolloutConfig(Branch):
     """Configuration of a rollout engine, which is the same for all runs that share the engine
     (docs/tenants.md)."""
 
@@ -80,7 +80,7 @@ class EngineConfig(Branch):
         return model.dtype if self.dtype == "auto" else self.dtype
 
 
-class RolloutConfig(EngineConfig):
+class RolloutConfig(SharedRolloutConfig):
     prompts_per_step: int = Field(default=16, ge=1)
     """Number of prompts that each step trains on."""
     samples_per_prompt: int = Field(default=8, ge=1)

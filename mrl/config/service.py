@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, field_validator
 from mrl.config.adapter import Experts
 from mrl.config.asynchronous import WorkerConfig
 from mrl.config.branch import Branch, one_or_several
-from mrl.config.rollout import EngineConfig, RolloutConfig
+from mrl.config.rollout import RolloutConfig, SharedRolloutConfig
 from mrl.config.training import ModelConfig, MoeConfig, ParallelConfig
 from mrl.config.watch import WatchConfig
 
@@ -117,7 +117,7 @@ class ServiceConfig(Branch):
     """Fields of Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig,
     under their own names, for all tenants; see docs/megatron.md."""
     train: ServiceTrainConfig = ServiceTrainConfig()
-    rollout: EngineConfig = EngineConfig()
+    rollout: SharedRolloutConfig = SharedRolloutConfig()
     asynchronous: WorkerConfig = Field(default=WorkerConfig(), alias="async")
     moe: ServiceMoeConfig = ServiceMoeConfig()
     watch: WatchConfig = WatchConfig()

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
-from mrl.config.rollout import EngineConfig
+from mrl.config.rollout import SharedRolloutConfig
 from mrl.config.watch import WatchConfig
 from mrl.errors import RankLost
 from mrl.system import heartbeat
@@ -235,7 +235,9 @@ def least_limits_of_service(config: ServiceConfig) -> dict[str, float]:
     return _least_limits(config.watch, config.rollout, config.tenants.max_reward_s)
 
 
-def _least_limits(watch: WatchConfig, rollout: EngineConfig, rewards: float) -> dict[str, float]:
+def _least_limits(
+    watch: WatchConfig, rollout: SharedRolloutConfig, rewards: float
+) -> dict[str, float]:
     engine = rollout.stall_timeout_s + rollout.start_timeout_s
     request = rollout.request_timeout_s + engine
     return {

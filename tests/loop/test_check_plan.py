@@ -174,7 +174,7 @@ def test_a_config_that_cannot_be_read(qwen: Path, capsys: pytest.CaptureFixture[
     file = qwen / "config.json"
     config = json.loads(file.read_text())
     for text, says in (
-        (json.dumps({**config, "model_type": "llama"}), "model_type 'llama'"),
+        (json.dumps({**config, "model_type": "gemma2"}), "model_type 'gemma2'"),
         (json.dumps({**config, "hidden_size": "many"}), "hidden_size"),
         ("[]", "expected an object, got list"),
         ("{", "not valid JSON"),

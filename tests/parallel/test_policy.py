@@ -146,12 +146,12 @@ def test_a_folder_that_is_not_a_model_is_refused(model_path: Path, tmp_path: Pat
     empty.mkdir()
     with pytest.raises(InputError, match=r"no config\.json"):
         HfModel.read(empty)
-    (empty / "config.json").write_text('{"model_type": "llama"}')
+    (empty / "config.json").write_text('{"model_type": "gemma2"}')
     with pytest.raises(InputError, match="safetensors"):
         HfModel.read(empty)
     shutil.copy(model_path / "model.safetensors", empty)
     with pytest.raises(
-        InputError, match=r"'llama' is not in .*: expected one of deepseek_v3, .*qwen3_moe"
+        InputError, match=r"'gemma2' is not in .*: expected one of deepseek_v3, .*qwen3_moe"
     ):
         HfModel.read(empty)
 

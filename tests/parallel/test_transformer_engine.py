@@ -18,7 +18,7 @@ import pytest
 
 from mrl.system.releases import numbers
 from parallel.versions import import_failure
-from tests.parallel.models import SETTINGS, write_tiny
+from tests.parallel.models import DENSE, SETTINGS, write_tiny
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(sys.prefix) / "te"
@@ -58,7 +58,7 @@ def test_its_parameters_have_rules_and_take_the_weights(found, model_type) -> No
     model = found["models"][model_type]
     assert (model["missing"], model["unknown"], model["differ"]) == ([], [], [])
     experts = [name for name in model["names"] if ".experts." in name]
-    assert bool(experts) == (model_type != "qwen3")
+    assert bool(experts) == (model_type not in DENSE)
     assert all(name.split(".weight")[1].isdigit() for name in experts)
     assert all(f"{kind}.weight0" in " ".join(experts) for kind in ("fc1", "fc2") if experts)
     for name, is_dense in model["flags"].items():

@@ -162,4 +162,4 @@ def test_architectures_come_from_their_folder_alone(package: Path) -> None:
             load_architecture(spec)
     assert "outside_plugins.evil" not in sys.modules
     with pytest.raises(InputError, match=r"model\.architecture=path/file\.py"):
-        load_architecture("llama")
+        load_architecture("gemma2")
