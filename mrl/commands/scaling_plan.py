@@ -27,6 +27,7 @@ from mrl.planner.verdict import Verdict, verdict
 from mrl.planner.workload import Workload, recipe_workload
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.lora import check_lora
+from mrl.preflight.moe import check_moe
 from mrl.preflight.roles import roles_of
 from mrl.run import console
 from parallel.architectures import find_architecture
@@ -158,6 +159,7 @@ def read_plan(
         Path(recipe.model.path), config, find_architecture(config, recipe.model.architecture)
     )
     shape = read_shape(config, model.architecture)
+    check_moe(recipe, model)
     if adapter := check_lora(recipe, model):
         shape = dataclasses.replace(shape, adapter=count_adapter(model, adapter))
     trainers = roles_of(recipe, world).num_trainers

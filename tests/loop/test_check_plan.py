@@ -175,6 +175,7 @@ def test_a_config_that_cannot_be_read(qwen: Path, capsys: pytest.CaptureFixture[
     config = json.loads(file.read_text())
     for text, says in (
         (json.dumps({**config, "model_type": "gemma2"}), "model_type 'gemma2'"),
+        (json.dumps({**config, "model_type": "llama"}), "has no MoE layers; set it to off"),
         (json.dumps({**config, "hidden_size": "many"}), "hidden_size"),
         ("[]", "expected an object, got list"),
         ("{", "not valid JSON"),
