@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from mrl.commands import ALL
 from mrl.commands.foreign_commands import hint_for
 from mrl.errors import ExitCode, InputError, RunFailed
@@ -23,6 +21,7 @@ from mrl.jobs.report import show
 from mrl.run.console import escape
 from mrl.system.disk import refusal
 from mrl.system.streams import open_missing, silence_unwritable
+from mrl.system.threads import compute_with_one_thread
 from mrl.version import __version__
 
 
@@ -73,7 +72,7 @@ def _is_closed(fd: int) -> bool:
 
 
 def _run(argv: list[str] | None) -> None:
-    _use_one_thread()
+    compute_with_one_thread()
     args = _parse(argv)
     try:
         args.run(args)
@@ -103,18 +102,6 @@ def _run(argv: list[str] | None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: interrupted; {args.after_interrupt}", file=sys.stderr)
         sys.exit(ExitCode.INTERRUPTED)
-
-
-def _use_one_thread() -> None:
-    """Compute with one CPU thread, here and in child processes, as torchrun does, unless
-    OMP_NUM_THREADS is set.
-
-    Small matrix products on CPUs take many times longer with two threads than with one. The number
-    of threads also changes the order of summation, and therefore the results.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
-        torch.set_num_threads(1)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -25,6 +25,7 @@ from mrl.jobs.train import train as run_train
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
 from mrl.system.processes import die_with_torchrun
+from mrl.system.threads import MARK, compute_with_one_thread
 from parallel.mesh import destroy_mesh, world_size
 
 
@@ -115,19 +116,16 @@ def _session() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one CPU thread inside the `with` block, unless OMP_NUM_THREADS is set.
-    `mrl.cli._use_one_thread` says why."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
+    """Compute with one CPU thread inside the `with` block, or as the recipe says, unless
+    OMP_NUM_THREADS is set (mrl/system/threads.py)."""
     before = torch.get_num_threads()
-    os.environ["OMP_NUM_THREADS"] = "1"  # for child processes
-    torch.set_num_threads(1)
+    changed = compute_with_one_thread()
     try:
         yield
     finally:
-        del os.environ["OMP_NUM_THREADS"]
         torch.set_num_threads(before)
+        if changed:
+            del os.environ["OMP_NUM_THREADS"], os.environ[MARK]
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -179,6 +179,7 @@ def make_engine(
         return_routes=recipe.captures_routes,
         # Only a rank that leads a node starts a process, so only it needs the engine's GPUs.
         gpu_ids=gpu_ids(device, layout.ranks_per_node) if leads_node else (),
+        cpu_threads=plan.engine_threads,
         # A resumed run does not repeat the random numbers of its start.
         seed=engine_seed(recipe.seed, number, plan.resume_step or 0),
         num_nodes=layout.num_nodes,

@@ -127,8 +127,9 @@ class EngineConfig:
     log_path: Path
     return_routes: bool = True
     gpu_ids: Sequence[int | str] = ()
-    """CUDA_VISIBLE_DEVICES of the engine's process on this node: one GPU for each of the engine's ranks
-    on the node. Empty for an engine on CPUs."""
+    """GPUs of the ranks on this node, as in CUDA_VISIBLE_DEVICES; empty for an engine on CPUs."""
+    cpu_threads: int = 1
+    """Threads of each rank of an engine on CPUs."""
     seed: int = 0
     """Seed of the engine's own random numbers, which change with every start(). They matter only where
     sampling ignores the seeds of requests: on GPUs without deterministic inference."""
@@ -139,8 +140,7 @@ class EngineConfig:
     weight_push: Callable[..., Any] | None = None
     """`Push` of the transport (mrl/weight_sync/transports); None selects the engine's default."""
     adapter: Adapter | None = None
-    """If set, updates bring the matrices of this adapter, the base model keeps the checkpoint's
-    weights, and only sleep(1) is allowed."""
+    """If set, updates bring the matrices of this adapter only, and only sleep(1) is allowed."""
 
 
 class EngineServer(Protocol):

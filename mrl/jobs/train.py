@@ -101,6 +101,7 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
     from parallel import prepare
 
     prepare()
+    import torch
     import torch.distributed as dist
 
     from mrl.jobs.bytes_held import bytes_held
@@ -119,6 +120,8 @@ def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
         lambda: made[0].step if made else None,
     ):
         mesh = init_mesh(plan.dims, recipe.seed, timeout_s=recipe.longest_wait_s)
+        if mesh.device.type == "cpu":
+            torch.set_num_threads(plan.threads.number)
         # All ranks use the step of rank 0, which has claimed the folder.
         found = [plan.checkpoint_step]
         dist.broadcast_object_list(found)

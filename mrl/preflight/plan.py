@@ -7,6 +7,8 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from mrl.algorithms.base import Algorithm
 from mrl.algorithms.describe import describe
 from mrl.config import Recipe
@@ -17,6 +19,7 @@ from mrl.data.eval_sets import EvalSet
 from mrl.engines import engine_names
 from mrl.preflight.engine_layout import EngineLayout
 from mrl.preflight.roles import Roles
+from mrl.preflight.threads import CpuThreads, choose_threads
 from mrl.rewards.terms import terms_of
 from mrl.run.history import Update
 from mrl.types import Prompt
@@ -63,6 +66,17 @@ class Plan:
         """The prompts of all sources, in the order of the data."""
         return [prompt for source in self.sources for prompt in source.prompts]
 
+    @functools.cached_property
+    def threads(self) -> CpuThreads:
+        """The CPU threads of trainer ranks and engines."""
+        return choose_threads(self.recipe, self.model.config["hidden_size"], self.roles.world)
+
+    @property
+    def engine_threads(self) -> int:
+        """The threads of each rank of an engine on CPUs; an engine of several ranks binds one core
+        to each."""
+        return self.threads.number if self.recipe.rollout.tensor_parallel_size == 1 else 1
+
     @property
     def num_engines(self) -> int:
         return self.roles.num_engines(self.recipe.rollout)
@@ -92,6 +106,7 @@ class Plan:
             ("rollout", f"saved: {source}" if source else
              f"{_engine_name(rollout.engine)}, {_engines(self)}, "
              f"{_dtype(rollout.engine_dtype(recipe.model), elsewhere)}"),
+            *([] if elsewhere or torch.cuda.is_available() else [("threads", self.threads.describe())]),
             ("algorithm", f"{describe(recipe.algorithm)}, routing replay {recipe.moe.routing_replay}"),
             *([("critic", f"{self.critic.path}: {self.critic.describe()}")] if self.critic else []),
             *_data_rows(self),

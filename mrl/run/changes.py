@@ -46,10 +46,10 @@ RULES = (
     Rule(Kind.FREE, "how long the run is", ("train.num_steps",)),
     Rule(
         Kind.FREE,
-        "the trainer's memory and batching within a step",
+        "the trainer's memory, threads and batching within a step",
         (
             *("train.micro_batch_tokens", "train.recompute", "train.logprob_chunk_tokens"),
-            "optimizer.use_distributed_optimizer",
+            *("train.cpu_threads", "optimizer.use_distributed_optimizer"),
         ),
     ),
     Rule(

@@ -110,6 +110,7 @@ def server_environment(
     batch_invariant: bool = False,
     return_routing_weights: bool = False,
     serves_adapter: bool = False,
+    cpu_threads: int = 1,
 ) -> dict[str, str]:
     """Return the variables that are added to the trainer's environment. PYTHONPATH is put in front of
     the trainer's PYTHONPATH. `first_rank` is the engine's first rank on this node.
@@ -138,8 +139,7 @@ def server_environment(
     plugins += [CPU_ADAPTER_PLUGIN] * serves_adapter
     environment = common | {
         "SGLANG_USE_CPU_ENGINE": "1",
-        # A toy model on two threads is 20 to 40 times slower than on one.
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(cpu_threads),
         # With two ranks SGLang would compile a few tiny functions at the first request.
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",

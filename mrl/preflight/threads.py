@@ -1,0 +1,40 @@
+"""Choose the CPU threads of a run's trainer ranks and engines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mrl.config import Recipe
+from mrl.system.threads import SMALLEST_WIDTH, given_threads, shared_threads, usable_cores
+
+
+@dataclass(frozen=True)
+class CpuThreads:
+    """The number of threads of each process that computes, and why it is this number."""
+
+    number: int
+    why: str
+
+    def describe(self) -> str:
+        """Return the text for `mrl check`."""
+        return f"{self.number} for each trainer rank and engine: {self.why}"
+
+
+def choose_threads(recipe: Recipe, width: int, world: int) -> CpuThreads:
+    """Choose the threads for a model with the hidden size `width` on `world` ranks.
+
+    In this order: `train.cpu_threads` if it is a number, OMP_NUM_THREADS, and the cores of this
+    machine divided by its ranks. Colocated engines take turns with the trainer and get as many.
+    """
+    if recipe.train.cpu_threads != "auto":
+        return CpuThreads(recipe.train.cpu_threads, "train.cpu_threads")
+    if given := given_threads():
+        return CpuThreads(given, "OMP_NUM_THREADS")
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    number = shared_threads(width, num_ranks)
+    if width < SMALLEST_WIDTH:
+        why = f"products of width {width} are too small for more"
+    else:
+        why = f"{usable_cores()} core(s) for {num_ranks} rank(s)"
+    return CpuThreads(number, why)

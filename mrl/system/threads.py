@@ -1,0 +1,54 @@
+"""CPU threads of the processes that compute on CPUs: trainer ranks and engines.
+
+A product of small matrices takes about 10 us. A second thread that has gone to sleep between two
+products takes about 100 us to wake up, and one that waits awake takes its core from other processes,
+such as the engine's. So only models with wide layers gain from more threads (docs/kernels.md).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+SMALLEST_WIDTH = 512
+"""The hidden size from which products are long enough for several threads."""
+MARK = "MRL_ONE_THREAD"
+"""The environment variable that tells that mrl, and not the user, has set OMP_NUM_THREADS."""
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def compute_with_one_thread() -> bool:
+    """Compute with one thread, here and in child processes, unless OMP_NUM_THREADS is set. Return
+    whether this changed anything.
+
+    The number of threads also changes the order of sums, and therefore the results.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return False
+    os.environ |= {"OMP_NUM_THREADS": "1", MARK: "1"}
+    torch.set_num_threads(1)
+    return True
+
+
+def given_threads() -> int | None:
+    """Return OMP_NUM_THREADS if the user has set it to a number; None otherwise."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and MARK not in os.environ else None
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, by its affinity and its cgroup's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = QUOTA.read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cores
+
+
+def shared_threads(width: int, num_processes: int) -> int:
+    """Return the threads of each of `num_processes` processes that compute at the same time on this
+    machine, for a model with the hidden size `width`."""
+    return max(1, usable_cores() // num_processes) if width >= SMALLEST_WIDTH else 1
