@@ -75,6 +75,7 @@ def register():
 def fork_children(result, server_args):
     """Make multiprocessing fork from now on. No thread is running yet that a child would need."""
     gc.freeze()  # keeps the memory of the imports shared with them
+    gc.enable()  # it was off for the imports (child.py)
     multiprocessing.set_start_method("fork", force=True)
 
 
