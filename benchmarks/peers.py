@@ -94,7 +94,7 @@ def parts(toy: str, wide: str, *, quick: bool) -> list[Part]:
     return [
         Part("toy", "a step of the demo: 128 answers of 32 tokens", demo, ("trl", "before"),
              (("step_s", "trl", 1.5), ("generate_s", "before", 1 / 3))),
-        Part("long tail", "answers of 1 to 512 tokens, 110 on average", tail, ("trl", "before"),
+        Part("long tail", "answers of 1 to 512 tokens, 300 on average", tail, ("trl", "before"),
              (("step_s", "trl", 0.7),)),
         Part("engine, toy", "generation alone, 128 answers of 32 tokens", engine,
              ("transformers", "before")),

@@ -15,6 +15,7 @@ from mrl.jobs.report import reporting
 from mrl.jobs.restart_command import train_command
 from mrl.run.callbacks import Callback
 from mrl.run.folder import RunFolder
+from mrl.system.imports import importing
 from mrl.system.memory_error import noting_bytes
 from mrl.system.stop import remembering_signals
 
@@ -37,12 +38,13 @@ def train(
     (`--allow`). Returns the reason why the run stopped before its last step, or an empty string if
     all steps are done.
     """
-    from mrl.preflight import check
-    from mrl.preflight.ranks import check_ranks
-    from mrl.preflight.roles import roles_of
-    from mrl.preflight.room import check_room
-    from mrl.run import console
-    from parallel.connections import set_connections
+    with importing():
+        from mrl.preflight import check
+        from mrl.preflight.ranks import check_ranks
+        from mrl.preflight.roles import roles_of
+        from mrl.preflight.room import check_room
+        from mrl.run import console
+        from parallel.connections import set_connections
 
     check_ranks(recipe, world, "train")
     roles, rank = roles_of(recipe, world), int(os.environ.get("RANK", "0"))
@@ -98,18 +100,19 @@ def roll_out(job: Job, watch: WatchConfig, roles: Roles, rank: int) -> None:
 
 
 def _train(plan: Plan, folder: RunFolder, callbacks: Sequence[Callback]) -> str:
-    from parallel import prepare
+    with importing():
+        from parallel import prepare
 
-    prepare()
-    import torch
-    import torch.distributed as dist
+        prepare()
+        import torch
+        import torch.distributed as dist
 
-    from mrl.jobs.bytes_held import bytes_held
-    from mrl.jobs.out_of_memory import memory_advice
-    from mrl.run import console
-    from mrl.trainer import Trainer
-    from mrl.watch.start import EngineRanks, least_limits, watching
-    from parallel.mesh import compare_clocks, init_mesh, join_store
+        from mrl.jobs.bytes_held import bytes_held
+        from mrl.jobs.out_of_memory import memory_advice
+        from mrl.run import console
+        from mrl.trainer import Trainer
+        from mrl.watch.start import EngineRanks, least_limits, watching
+        from parallel.mesh import compare_clocks, init_mesh, join_store
 
     made: list[Trainer] = []
     recipe, command = plan.recipe, train_command(folder)

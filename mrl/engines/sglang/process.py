@@ -26,9 +26,9 @@ from mrl.system.processes import children_without_usr1
 from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
-TERM_GRACE_S = 1.0
-"""The wait after SIGTERM. It is short, because SGLang looks for the signal only every 5 s and then
-finishes its requests, and at stop() there are no requests."""
+TERM_GRACE_S, KILL_GRACE_S = 0.2, 1.0
+"""The waits after SIGTERM and after SIGKILL. The first is short, because SGLang looks for the signal
+only every 5 s and then finishes its requests, and at stop() there are no requests."""
 COMM_LEN = 15
 """Length to which Linux cuts the name of a process; a process that has died has only this name."""
 PART_PREFIX = "sglang::"
@@ -231,7 +231,7 @@ class ServerProcess:
         # The session's id cannot be reused while one of its processes exists.
         kill_session(popen.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            popen.wait(TERM_GRACE_S)
+            popen.wait(KILL_GRACE_S)
         self._popen = None
         self._parts = {}
         for file in self._shared_memory:
