@@ -89,6 +89,7 @@ SAME: dict[str, str] = {
 OTHER = {
     "train.micro_batch_tokens": "train.micro_batch_tokens=70",
     "train.logprob_chunk_tokens": "train.logprob_chunk_tokens=7",
+    "train.cpu_threads": "train.cpu_threads=2",
 }
 APART = "rollout.placement=disaggregated rollout.num_ranks=1"
 RANKS = {

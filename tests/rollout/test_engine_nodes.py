@@ -153,7 +153,8 @@ def test_each_engine_gets_the_gpus_of_its_own_ranks(monkeypatch, tmp_path) -> No
     monkeypatch.setattr(engine_nodes, "load_engine", lambda name: made_of)
     rollout = SimpleNamespace(engine="sglang", weight_sync="tensor")
     recipe = SimpleNamespace(rollout=rollout, model=None, captures_routes=False, seed=1, lora=None)
-    plan = SimpleNamespace(recipe=recipe, engines=EngineLayout(2, 2, 2), resume_step=None)
+    layout = EngineLayout(2, 2, 2)
+    plan = SimpleNamespace(recipe=recipe, engines=layout, resume_step=None, engine_threads=1)
     made = [
         engine_nodes.make_engine(
             plan,
