@@ -17,8 +17,9 @@ from mrl.engines.base import SamplingParams
 from mrl.engines.sglang.engine import Engine
 from mrl.types import SampleGroup, VersionSpan
 
-# The toy model hardly ever stops by itself: with these it does about every 60 tokens.
-SAMPLING = SamplingParams(max_new_tokens=300, stop_token_ids=(0, 1))
+# The toy model hardly ever stops by itself: with this it does about every 120 tokens. Some samples must
+# have begun before two groups have ended, also where other processes delay their requests.
+SAMPLING = SamplingParams(max_new_tokens=300, stop_token_ids=(0,))
 CONFIG = RolloutConfig(
     max_response_len=300, prompts_per_step=2, samples_per_prompt=2, over_sampling=3,
     partial_rollouts="resume",
@@ -91,7 +92,7 @@ def test_samples_go_on_under_newer_weights(engine: Engine, oracle, moved) -> Non
             if early:
                 assert torch.equal(sample.token_ids[:old_end], early[k].token_ids)
             assert_each_segment_is_its_weights(sample, old_end, oracle, model)
-    assert num_resumed >= 3
+    assert num_resumed >= 1
     metrics = backlog.end_step(plan, done, [], 1)
     assert metrics["rollout/resumed_samples"] == num_resumed
     assert 0 < metrics["rollout/off_policy_tokens"] < 1
