@@ -235,9 +235,11 @@ def test_bytes_that_a_rank_moves_are_progress_where_it_loads_or_saves(tmp_path: 
         for phase, is_progress in (("load:checkpoint", True), ("save", True), ("rollout", False)):
             with heartbeat.phase(phase):
                 before = own.see().pulse
-                assert own.see().pulse == before  # to wait is none
+                waited = own.see().pulse.beats - before.beats
+                assert waited <= is_progress  # seeing reads too: it may complete one more beat
                 file.read_bytes()
-                assert (own.see().pulse != before) == is_progress
+                moved = own.see().pulse.beats - before.beats
+                assert moved >= 4 if is_progress else moved == 0
         with heartbeat.phase("save:finish"):  # a fork writes for the rank
             before, said = own.see().pulse, os.pipe()
             if not (pid := os.fork()):
