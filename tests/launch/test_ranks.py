@@ -14,10 +14,17 @@ import pytest
 from mrl.launch import ranks
 from mrl.launch.ranks import LauncherWatchdog
 from mrl.system.launcher import LAUNCH_FOLDER, signal_arrived, signal_watchdog_running
-from mrl.system.proc import is_stopped
+from mrl.system.proc import is_stopped, stat_of
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether the process sleeps in its own program. `Popen` returns before its environment is set."""
+    found = stat_of(pid)
+    has_rank = b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    return found is not None and found.state == "S" and has_rank
 
 
 @pytest.fixture
@@ -26,6 +33,8 @@ def sleeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[
     made = [
         subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": str(rank)}) for rank in (2, 3)
     ]
+    for each in made:
+        wait_until(lambda each=each: _sleeps(each.pid), "it has started")
     monkeypatch.setattr(ranks, "children", lambda: [each.pid for each in made])
     monkeypatch.setattr(ranks, "STOPPED_S", 2.0)
     monkeypatch.setattr(ranks, "IDLE_S", 4.0)
