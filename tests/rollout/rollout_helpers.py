@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from slow_steps import server_args as slow_steps_args
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
@@ -28,6 +31,8 @@ GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(","))
 """The GPUs of the engine under test; empty runs it on the CPU."""
 TOLERANCE = 2e-3 if GPUS else 1e-5
 """The bound for log-probs against transformers in float32 on a CPU."""
+SLOW = Path(tempfile.gettempdir()) / f"mrl-slow-steps-{os.getpid()}"
+"""While this file exists, each step of this process's engines waits; see slow_steps.py."""
 follows_seeds = pytest.mark.skipif(
     bool(GPUS), reason="on GPUs SGLang's sampling does not follow the request's seed"
 )
@@ -72,7 +77,10 @@ def make_engine(
         "tensor_parallel_size": int(os.environ.get("MRL_CONFORMANCE_TP", "1")),
         "expert_parallel_size": int(os.environ.get("MRL_CONFORMANCE_EP", "1")),
         "data_parallel_attention_size": int(os.environ.get("MRL_CONFORMANCE_DP", "1")),
-        "server_args": json.loads(os.environ.get("MRL_CONFORMANCE_SERVER_ARGS", "{}")),
+        "server_args": {
+            **slow_steps_args(SLOW),
+            **json.loads(os.environ.get("MRL_CONFORMANCE_SERVER_ARGS", "{}")),
+        },
         **config,
     }
     engine_class = load_engine(os.environ.get("MRL_CONFORMANCE_ENGINE", "sglang"))
@@ -88,6 +96,16 @@ def make_engine(
     if num_nodes > 1:
         return cast(Engine, OnNodes(engine_class, engine_config))
     return cast(Engine, engine_class(engine_config))  # tests of SGLang alone look inside
+
+
+@contextlib.contextmanager
+def slow_steps() -> Iterator[None]:
+    """What generates here is still in the middle when its first short request has come back."""
+    SLOW.touch()
+    try:
+        yield
+    finally:
+        SLOW.unlink()
 
 
 class OnNodes:

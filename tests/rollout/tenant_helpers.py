@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from adapter_helpers import ATTENTION, EXPERT, matrices_of, merged_oracle
-from rollout_helpers import score
+from rollout_helpers import SLOW, score
+from slow_steps import server_args as slow_steps_args
 from torch import Tensor
 
 from mrl.config import ModelConfig, RolloutConfig
@@ -49,6 +50,7 @@ def make_tenants(
         "max_response_len": 32,
         "start_timeout_s": 240.0,
         "max_total_tokens": 4096,
+        "server_args": slow_steps_args(SLOW),
         **config,
     }
     engine = EngineConfig(

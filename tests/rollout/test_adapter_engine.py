@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_helpers import ATTENTION, KINDS, matrices_of, merged_oracle
-from rollout_helpers import make_engine, make_prompts, make_requests, score
+from rollout_helpers import make_engine, make_prompts, make_requests, score, slow_steps
 from torch import Tensor
 
 from mrl.config.adapter import lora_name
@@ -223,21 +223,22 @@ def test_a_newer_version_beside_a_request_in_flight(attention: Served):
     short = make_requests(1, SamplingParams(8, 8), seed=1)
     long = make_requests(3, SamplingParams(LONG, LONG), seed=2)
     running = engine.endpoint.generate([*short, *long], concurrent=True)
-    assert next(running).request_id == "1-0"
-    attention.push(2, 42)
-    assert attention.loaded() == ["mrl@41", "mrl@42"]
-    assert engine.endpoint.in_flight.any_open
-    new = make_requests(
-        2, SamplingParams(8, 8), seed=1
-    )  # the same prompt: another's prefix is cached
-    requests = [Request(f"new-{r.request_id}", r.token_ids, r.seed, r.sampling) for r in new]
-    for completion in engine.endpoint.generate(requests, concurrent=True):
-        request = next(r for r in requests if r.request_id == completion.request_id)
-        assert check(attention.oracles[1], request, completion) < TOLERANCE
-        assert [s.version for s in completion.weight_versions] == [42]
-        assert completion.routing is not None
-        assert completion.routing.num_cached_rows == 0
-    assert engine.endpoint.in_flight.any_open  # the long ones have not ended yet
+    with slow_steps():
+        assert next(running).request_id == "1-0"
+        attention.push(2, 42)
+        assert attention.loaded() == ["mrl@41", "mrl@42"]
+        assert engine.endpoint.in_flight.any_open
+        new = make_requests(
+            2, SamplingParams(8, 8), seed=1
+        )  # the same prompt: another's prefix is cached
+        requests = [Request(f"new-{r.request_id}", r.token_ids, r.seed, r.sampling) for r in new]
+        for completion in engine.endpoint.generate(requests, concurrent=True):
+            request = next(r for r in requests if r.request_id == completion.request_id)
+            assert check(attention.oracles[1], request, completion) < TOLERANCE
+            assert [s.version for s in completion.weight_versions] == [42]
+            assert completion.routing is not None
+            assert completion.routing.num_cached_rows == 0
+        assert engine.endpoint.in_flight.any_open  # the long ones have not ended yet
     done = {c.request_id: c for c in running}
     for request in long:
         completion = done[request.request_id]
@@ -255,8 +256,9 @@ def test_requests_that_were_aborted_hold_no_adapter(attention: Served):
     attention.push(1, 51)
     many = make_requests(40, SamplingParams(LONG, LONG), seed=3)
     running = engine.endpoint.generate([*make_requests(1, SamplingParams(8, 8), seed=1), *many])
-    next(running)
-    engine.endpoint.abort()
+    with slow_steps():
+        next(running)
+        engine.endpoint.abort()
     lengths = [len(c.output_ids) for c in running]
     assert min(lengths) == 0 < max(lengths)
     attention.push(2, 52)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_helpers import score
+from rollout_helpers import score, slow_steps
 from transformers import AutoTokenizer
 
 from mrl.collect.multi_turn import MultiTurnRollout
@@ -194,7 +194,8 @@ def test_an_abort_masks_and_keeps_what_there_is(play, engine):
         if [len(call) for call in calls] == [6, 1]:
             engine.endpoint.abort()
 
-    groups = play(OneEndsFirst(engine.endpoint, stop), max_turns=2)
+    with slow_steps():
+        groups = play(OneEndsFirst(engine.endpoint, stop), max_turns=2)
     reasons = [s.finish_reason for s in samples_of(groups)]
     assert reasons.count("abort") == 5
     for group in groups:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rollout_helpers import make_prompts, make_requests, score
+from rollout_helpers import make_prompts, make_requests, score, slow_steps
 from tenant_helpers import TENANTS, Tenant, cached_rows, loaded, make_tenants
 
 from mrl.engines.base import KV_CACHE, EngineLost, Request, SamplingParams
@@ -94,19 +94,20 @@ def test_a_tenant_is_updated_while_others_generate(tenants):
     long = make_requests(3, SamplingParams(LONG, LONG), seed=3)
     short = renamed(make_requests(1, SamplingParams(4, 4), seed=4), "short")
     running = [t.endpoint.generate([*short, *long], concurrent=True) for t in (ada, cleo)]
-    for each in running:
-        assert next(each).request_id == "short-4-0"
-    ada.push(5)
-    assert loaded(ada.endpoint) == ["ada@4", "ada@5"]
-    assert ada.endpoint.in_flight.any_open
-    assert cleo.endpoint.in_flight.any_open
-    # Canaries run beside what others have in flight.
-    sequences = [prompt.token_ids for prompt in make_prompts(3, seed=7, num_tokens=30)]
-    for sequence, got in zip(sequences, ada.endpoint.sequence_logprobs(sequences), strict=True):
-        expected, _ = score(ada.oracle(5), sequence, 1, 1.0)
-        assert (got[1:] - expected).abs().max() < TOLERANCE
-    new = renamed(make_requests(2, SamplingParams(8, 8), seed=3), "new")
-    assert ada.worst(5, new, list(ada.endpoint.generate(new, concurrent=True))) < TOLERANCE
+    with slow_steps():
+        for each in running:
+            assert next(each).request_id == "short-4-0"
+        ada.push(5)
+        assert loaded(ada.endpoint) == ["ada@4", "ada@5"]
+        assert ada.endpoint.in_flight.any_open
+        assert cleo.endpoint.in_flight.any_open
+        # Canaries run beside what others have in flight.
+        sequences = [prompt.token_ids for prompt in make_prompts(3, seed=7, num_tokens=30)]
+        for sequence, got in zip(sequences, ada.endpoint.sequence_logprobs(sequences), strict=True):
+            expected, _ = score(ada.oracle(5), sequence, 1, 1.0)
+            assert (got[1:] - expected).abs().max() < TOLERANCE
+        new = renamed(make_requests(2, SamplingParams(8, 8), seed=3), "new")
+        assert ada.worst(5, new, list(ada.endpoint.generate(new, concurrent=True))) < TOLERANCE
     for tenant, each in zip((ada, cleo), running, strict=True):
         done = list(each)
         assert tenant.worst(4, long, done) < TOLERANCE
@@ -122,9 +123,10 @@ def test_an_abort_reaches_the_tenants_own_requests_alone(tenants):
     long = make_requests(2, SamplingParams(LONG, LONG), seed=3)
     short = renamed(make_requests(1, SamplingParams(4, 4), seed=4), "short")
     running = [t.endpoint.generate([*short, *long]) for t in (ada, bob)]
-    for each in running:
-        next(each)
-    ada.endpoint.abort()
+    with slow_steps():
+        for each in running:
+            next(each)
+        ada.endpoint.abort()
     assert {c.finish_reason for c in running[0]} == {"abort"}
     assert bob.worst(6, long, list(running[1])) < TOLERANCE
 
@@ -141,9 +143,10 @@ def test_a_tenant_that_is_dropped_touches_nobody(tenants, engine, toy_folder, tm
         long = make_requests(2, SamplingParams(LONG, LONG), seed=3)
         short = renamed(make_requests(1, SamplingParams(4, 4), seed=4), "short")
         running = [t.endpoint.generate([*short, *long]) for t in (ada, eve)]
-        for each in running:
-            next(each)
-        engine.remove_endpoint("eve")
+        with slow_steps():
+            for each in running:
+                next(each)
+            engine.remove_endpoint("eve")
         assert "eve" not in [each.name for each in engine.endpoints]
         with pytest.raises(RuntimeError, match="'eve' was removed"):
             list(running[1])

@@ -18,6 +18,7 @@ from rollout_helpers import (
     make_prompts,
     make_requests,
     score,
+    slow_steps,
 )
 from transformers import Qwen3MoeForCausalLM
 
@@ -120,25 +121,26 @@ def test_two_threads_get_what_each_would_get_alone(engine, start, oracle, length
 
 
 def test_what_is_refused_while_calls_are_open(engine, start, toy_weights):
-    one = start(make_call("a", 2))
-    next(one)
-    two = start(make_call("bb", 1))
-    next(two)
-    with pytest.raises(
-        RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
-    ):
-        engine.endpoint.update_weights(make_buckets(toy_weights, 1), 1)
-    for ask in (engine.sleep, lambda: engine.endpoint.sequence_logprobs([torch.arange(4)])):
+    with slow_steps():
+        one = start(make_call("a", 2))
+        next(one)
+        two = start(make_call("bb", 1))
+        next(two)
         with pytest.raises(
-            RuntimeError, match=r"the engine is .* generating, .* leave generate\(\)"
+            RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
         ):
-            ask()
-    with pytest.raises(RuntimeError, match=r"generate: the engine is .* generating"):
-        engine.endpoint.generate(make_call("ccc", 1))
-    # An abort reaches the call that has the request, and no other.
-    engine.endpoint.abort(["bb 1"])
-    assert [c.finish_reason for c in two] == ["abort"]
-    engine.endpoint.abort(["a 1"])
+            engine.endpoint.update_weights(make_buckets(toy_weights, 1), 1)
+        for ask in (engine.sleep, lambda: engine.endpoint.sequence_logprobs([torch.arange(4)])):
+            with pytest.raises(
+                RuntimeError, match=r"the engine is .* generating, .* leave generate\(\)"
+            ):
+                ask()
+        with pytest.raises(RuntimeError, match=r"generate: the engine is .* generating"):
+            engine.endpoint.generate(make_call("ccc", 1))
+        # An abort reaches the call that has the request, and no other.
+        engine.endpoint.abort(["bb 1"])
+        assert [c.finish_reason for c in two] == ["abort"]
+        engine.endpoint.abort(["a 1"])
     ends = {c.request_id: (c.finish_reason, len(c.output_ids)) for c in one}
     assert ends["a 2"] == ("length", LONG)
     assert ends["a 1"][0] == "abort"
@@ -148,9 +150,10 @@ def test_what_is_refused_while_calls_are_open(engine, start, toy_weights):
 def test_a_call_that_ends_does_not_resume_the_others(engine, start, new_weights):
     one = start(make_call("a", 2))
     two = start(make_call("bb", 2))
-    next(one)
-    next(two)
-    engine.pause()
+    with slow_steps():
+        next(one)
+        next(two)
+        engine.pause()
     two.close()
     assert "paused, generating" in engine.state
     engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
@@ -169,13 +172,14 @@ def test_updates_under_two_calls(engine, start, oracle, new_oracle, new_weights,
     """Two updates in one request: its spans say so, and no new request reads an older prefix."""
     calls = [make_call("a", 3), make_call("bb", 3)]
     running = [start(requests) for requests in calls]
-    for completions in running:
-        next(completions)
-    update(engine, new_weights, 1, mode)
     middle = make_call("ccc", 1)
-    late = start(middle)
-    next(late)
-    update(engine, toy_weights, 2, mode)
+    with slow_steps():
+        for completions in running:
+            next(completions)
+        update(engine, new_weights, 1, mode)
+        late = start(middle)
+        next(late)
+        update(engine, toy_weights, 2, mode)
     for requests, completions in zip([*calls, middle], [*running, late], strict=True):
         by_id = {r.request_id: r for r in requests}
         for completion in completions:
@@ -229,8 +233,9 @@ def test_requests_that_wait_through_an_update_read_no_older_prefix(
     first, second = make_call("a", 1, length=150)
     same = [dataclasses.replace(second, request_id=f"wait {k}", seed=k) for k in range(40)]
     running = start([first, *same])
-    next(running)
-    update(engine, new_weights, 1, mode)
+    with slow_steps():
+        next(running)
+        update(engine, new_weights, 1, mode)
     waited = 0
     for completion in running:
         if [span.version for span in completion.weight_versions] != [1]:
@@ -252,9 +257,10 @@ def test_a_stale_prefix_does_not_pass_for_new_weights(
     running = start(make_call("a", 1), stale_prefixes=planted == "marked")
     if planted == "refused":  # mrl believes that there are keys
         monkeypatch.setattr(in_flight, "version_key", lambda *_: None)
-    next(running)
-    update(engine, new_weights, 1, "in_place")
-    engine.endpoint.abort()
+    with slow_steps():
+        next(running)
+        update(engine, new_weights, 1, "in_place")
+        engine.endpoint.abort()
     list(running)
     again = [dataclasses.replace(make_call("a", 1)[0], request_id="again")]
     if planted == "refused":
@@ -272,10 +278,11 @@ def test_a_stale_prefix_does_not_pass_for_new_weights(
 def test_a_wrong_stamp_is_refused(engine, start, toy_weights):
     """The server says another version than was pushed."""
     running = start(make_call("a", 1))
-    next(running)
-    engine.connection.post(
-        "/update_weight_version", {"new_version": "7", "abort_all_requests": False}
-    )
+    with slow_steps():
+        next(running)
+        engine.connection.post(
+            "/update_weight_version", {"new_version": "7", "abort_all_requests": False}
+        )
     with pytest.raises(RuntimeError, match="sampled with weight version 7, expected 0"):
         list(running)
 

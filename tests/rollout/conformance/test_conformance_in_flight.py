@@ -13,6 +13,7 @@ from rollout_helpers import (
     make_buckets,
     make_requests,
     score,
+    slow_steps,
 )
 
 from mrl.engines.base import SamplingParams
@@ -36,10 +37,11 @@ def new_weights(toy_weights):
 
 def test_abort(engine, requests, oracle):
     running = engine.endpoint.generate(requests)
-    assert next(running).request_id == "1-0"
-    with pytest.raises(RuntimeError, match="sleep: the engine is awake, generating"):
-        engine.sleep()
-    engine.endpoint.abort(["2-0", "2-3"])
+    with slow_steps():
+        assert next(running).request_id == "1-0"
+        with pytest.raises(RuntimeError, match="sleep: the engine is awake, generating"):
+            engine.sleep()
+        engine.endpoint.abort(["2-0", "2-3"])
     rest = {c.request_id: c for c in running}
     assert rest.keys() == {f"2-{i}" for i in range(5)}
     for i in range(5):
@@ -61,8 +63,9 @@ def test_abort_of_what_still_waits(engine):
         *make_requests(40, SamplingParams(LONG, LONG), seed=3),
     ]
     running = engine.endpoint.generate(many)
-    next(running)
-    engine.endpoint.abort()
+    with slow_steps():
+        next(running)
+        engine.endpoint.abort()
     lengths = [len(c.output_ids) for c in running if c.finish_reason == "abort"]
     assert len(lengths) == 40
     assert min(lengths) == 0 < max(lengths)
@@ -72,13 +75,15 @@ def test_abort_of_what_still_waits(engine):
 def test_leaving_early_leaves_nothing_running(engine, requests):
     (whole,) = engine.endpoint.generate(requests[:1])
     running = engine.endpoint.generate(requests)
-    next(running)
-    running.close()
+    with slow_steps():
+        next(running)
+        running.close()
     (again,) = engine.endpoint.generate(requests[:1])
     assert torch.equal(again.output_ids, whole.output_ids)
     running = engine.endpoint.generate(requests)
-    next(running)
-    engine.endpoint.abort()
+    with slow_steps():
+        next(running)
+        engine.endpoint.abort()
     assert {c.finish_reason for c in running} == {"abort"}
 
 
@@ -86,12 +91,13 @@ def test_leaving_early_leaves_nothing_running(engine, requests):
 def test_update_in_mid_flight(engine, requests, oracle, new_weights, mode):
     """Each token says which weights made it, and each row of routes which weights chose it."""
     running = engine.endpoint.generate(requests)
-    next(running)
-    with pytest.raises(
-        RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
-    ):
-        engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
-    engine.pause(mode)
+    with slow_steps():
+        next(running)
+        with pytest.raises(
+            RuntimeError, match=r"update_weights: .* generating, .*; pause\(\) it first"
+        ):
+            engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
+        engine.pause(mode)
     engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
     engine.resume()
     completions = list(running)
@@ -123,8 +129,9 @@ def test_update_in_mid_flight(engine, requests, oracle, new_weights, mode):
 def test_rows_of_an_old_cache_say_so(engine, requests, new_weights):
     """SGLang keeps its prefix cache through an update in mid-flight: later readers must be told."""
     running = engine.endpoint.generate(requests)
-    next(running)
-    engine.pause("in_place")
+    with slow_steps():
+        next(running)
+        engine.pause("in_place")
     engine.endpoint.update_weights(make_buckets(new_weights, 1), 1)
     engine.resume()
     list(running)
