@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mrl.engines.sglang.route_memory import RouteReader, find_reference
 from mrl.engines.sglang.spans import cut_spans, row_versions, version_spans
 from mrl.errors import InputError
 from mrl.sampling_mask import SamplingMask
+from mrl.system.releases import numbers
 from mrl.types import RoutingTrace, VersionSpan
 
 
@@ -56,26 +58,33 @@ def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
     return RouteShape(config.num_hidden_layers, layer_numbers, num_experts, topk, with_weights)
 
 
-def refuse_unfaithful(config: Any, *, on_gpu: bool, return_routes: bool) -> None:
+ROUTES_OF_MIXTRAL_SINCE = "0.5.22"
+"""The first SGLang whose Mixtral gives the recorder of routes the layers' numbers."""
+
+
+def refuse_unfaithful(
+    config: Any, *, on_gpu: bool, return_routes: bool, release: str | None = None
+) -> None:
     """Raise InputError for a model that SGLang would run wrongly, or not at all.
 
-    These defects were found in SGLang 0.5.20. Its Qwen MoE models make every layer sparse, whatever
-    config.json says: the experts of a dense layer keep their random initialisation, and nothing is
-    logged. Its Mixtral does not pass layer numbers to the recorder of routes. Its Qwen2-MoE adds the
-    shared expert with a Triton kernel, which needs a GPU. Its attention for CPUs takes the cached
-    latents of DeepSeek's prompts for values.
+    `release` is SGLang's, by default the installed one. Its Qwen MoE models make every layer sparse,
+    whatever config.json says: the experts of a dense layer keep their random initialisation, and
+    nothing is logged. Its attention for CPUs takes the cached latents of DeepSeek's prompts for
+    values. Before 0.5.22 its Mixtral did not give layer numbers to the recorder of routes.
     """
-    if config.model_type == "mixtral" and return_routes:
+    release = release or version("sglang")
+    if (
+        config.model_type == "mixtral"
+        and return_routes
+        and numbers(release) < numbers(ROUTES_OF_MIXTRAL_SINCE)
+    ):
         raise InputError(
-            "model 'mixtral': SGLang cannot record its routes; expected moe.routing_replay=r2 or off"
+            f"model 'mixtral': SGLang {release} cannot record its routes; install SGLang "
+            f"{ROUTES_OF_MIXTRAL_SINCE} or later, or set moe.routing_replay=r2 or off"
         )
-    not_on_a_cpu = {
-        "qwen2_moe": "SGLang's shared expert does not run on a CPU",
-        "deepseek_v3": "SGLang's latent attention is wrong on a CPU",
-    }
-    if config.model_type in not_on_a_cpu and not on_gpu:
+    if config.model_type == "deepseek_v3" and not on_gpu:
         raise InputError(
-            f"model {config.model_type!r}: {not_on_a_cpu[config.model_type]}; roll it out on GPUs"
+            "model 'deepseek_v3': SGLang's latent attention is wrong on a CPU; roll it out on GPUs"
         )
     dense = list(getattr(config, "mlp_only_layers", None) or [])
     sparse_step = getattr(config, "decoder_sparse_step", None) or 1

@@ -173,6 +173,10 @@ NAMES: dict[str, Name] = {
     "CpuDeviceMixin.empty_cache": since(
         "0.5.20", f"{_SRT}.platforms.cpu.CpuDeviceMixin.empty_cache", "self"
     ),
+    "fused_gate_sigmoid_mul_add": since(
+        "0.5.20", "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        "hidden_states", "gate_weight", "shared_output", "final_hidden_states",
+    ),
     # plugins/cpu, and plugins/on_policy in its place
     "_run_sdpa_forward_extend": since(
         "0.5.20",

@@ -1,6 +1,6 @@
 """SGLang plugin for all processes of a server without CUDA.
 
-It closes four gaps and makes attention, experts, sleep and the start cheaper:
+It closes five gaps and makes attention, experts, sleep and the start cheaper:
 
 1. SGLang stores captured routes in a host buffer whose allocator pins memory, which needs CUDA.
    Here the allocator does not pin.
@@ -15,17 +15,19 @@ It closes four gaps and makes attention, experts, sleep and the start cheaper:
    (`release_memory_occupation`). Here it returns torch.cpu.
 4. With a CUDA build of torch, the ranks of a server would use NCCL, which needs GPUs. Here SGLang
    does not find the NCCL library, and the ranks use gloo, as with a CPU build.
-5. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
+5. SGLang adds the shared expert of Qwen2-MoE, times the sigmoid of its gate, with a Triton kernel.
+   Here torch does.
+6. SGLang spawns its scheduler and detokenizer, because CUDA does not survive a fork, and each of
    them imports all of SGLang again, which takes two thirds of a start's CPU time. Here they are
    forked.
-6. SGLang's attention on CPUs loops in Python over the requests of a batch. Here one call of
+7. SGLang's attention on CPUs loops in Python over the requests of a batch. Here one call of
    mrl.kernels.paged_attention computes a layer, in an order of sums that depends neither on the
    batch nor on what is cached. `fits_kernel` says which calls stay with SGLang. Under
    `batch_invariant` and `true_on_policy` the attention is that of plugins/on_policy.
-7. SGLang's experts on CPUs are a loop in Python. Here one call of mrl.kernels.fused_experts
+8. SGLang's experts on CPUs are a loop in Python. Here one call of mrl.kernels.fused_experts
    computes a layer, unless `fits_experts` leaves it to SGLang or the experts are those of
    plugins/on_policy.
-8. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
+9. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
    whenever the prefix cache is flushed or memory is released, several times a step. Here it does
    nothing. Reference counts free the tensors, and Python still collects by its own thresholds.
 """
@@ -63,6 +65,7 @@ def register():
     give_cpu_module()
     hook("find_nccl_library", find_no_nccl, "REPLACE")
     hook("_set_envs_and_config", fork_children, "AFTER")
+    hook("fused_gate_sigmoid_mul_add", add_shared_expert, "REPLACE")
     hook("CpuDeviceMixin.empty_cache", lambda platform: None, "REPLACE")
     if find_spec("mrl_on_policy") is not None:
         hook("moe_forward_native", without_other_ranks_experts, "AROUND")
@@ -210,6 +213,15 @@ def fits_experts(x, w13, w2, weights):
     if weights.dtype != torch.float32 or not supports_fused_experts(x, w13, w2):
         return False
     return x.dtype == torch.float32 or w2[0].numel() <= LARGEST_HALF_EXPERT
+
+
+def add_shared_expert(hidden_states, gate_weight, shared_output, final_hidden_states):
+    """Add the gated shared expert to `final_hidden_states` [T, H], with gate_weight [H].
+
+    The dot product of a token sums in an order that does not depend on the other tokens.
+    """
+    gate = (hidden_states * gate_weight).sum(dim=-1, keepdim=True).sigmoid()
+    final_hidden_states.addcmul_(gate, shared_output)
 
 
 def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):

@@ -1,4 +1,4 @@
-"""Dense models in the whole loop: engine and trainer agree, with all weights and with an adapter."""
+"""Architectures other than the toy's in the whole loop: the engine and the trainer agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**TIED, "rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", TIED),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1}),
 }
+DENSE = ("llama", "qwen2", "qwen3")
 
 
 def write_model(name: str, folder: Path) -> Toy:
@@ -42,13 +45,23 @@ def write_model(name: str, folder: Path) -> Toy:
 
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [("llama", False), ("qwen2", True), release("qwen2", False), release("qwen3", False)],
+    [
+        ("llama", False),
+        ("qwen2", True),
+        release("qwen2", False),
+        release("qwen3", False),
+        ("mixtral", False),
+        ("qwen2_moe", False),
+        release("mixtral", True),
+        release("qwen2_moe", True),
+    ],
 )
 def test_engine_and_trainer_agree(name: str, lora: bool, tmp_path: Path) -> None:
     model = write_model(name, tmp_path / "model")
-    more = ["moe.routing_replay=off", "train.num_steps=3"]
+    more = ["train.num_steps=3", f"moe.routing_replay={'off' if name in DENSE else 'r3'}"]
     if lora:
-        more += ["lora.rank=4", "lora.targets=[q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"]
+        targets = "q_proj,v_proj,o_proj" + (",gate_proj,up_proj,down_proj" if name in DENSE else "")
+        more += ["lora.rank=4", f"lora.targets=[{targets}]"]
     overrides = model.overrides(tmp_path / "run", *more)
     run_ranks(1, trained, overrides, folder=tmp_path / "out")
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -56,7 +69,10 @@ def test_engine_and_trainer_agree(name: str, lora: bool, tmp_path: Path) -> None
     for row in rows:
         assert 0 < row["mismatch/logprob_abs_max"] < 1e-4
         assert row["rollout/canary_abs_mean"] < 1e-5
-        assert not any(key.startswith("routing/") for key in row)
+        if name in DENSE:
+            assert not any(key.startswith("routing/") for key in row)
+        else:
+            assert row["routing/replay_coverage"] == 1.0
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
