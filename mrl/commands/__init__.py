@@ -22,12 +22,14 @@ from mrl.commands import (
     tenants,
     toy_model,
     train,
+    upcycle,
     view,
     why,
 )
 
 ALL: tuple[ModuleType, ...] = (
     toy_model,
+    upcycle,
     recipe,
     check,
     train,

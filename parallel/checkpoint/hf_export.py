@@ -10,23 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from mrl.config.adapter import Adapter
-from mrl.errors import DiskFailed, InputError
+from mrl.errors import InputError
 from mrl.version import __version__
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
-from parallel.checkpoint.hf_writer import write_safetensors
+from parallel.checkpoint.hf_writer import copy_files, new_folder, write_safetensors
 from parallel.checkpoint.manifest import read_manifest, step_of
 from parallel.checkpoint.model_identity import saved_adapter
 from parallel.checkpoint.saved_tensors import SavedTensors
@@ -36,11 +33,6 @@ from parallel.lora.peft_folder import write_peft_folder
 from parallel.lora.rules import adapter_rules
 from parallel.shards import split
 
-COPIED = (
-    "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "generation_config.json", "preprocessor_config.json", "LICENSE*",
-)  # fmt: skip
-"""Files that are copied from the base model's folder. Code files are not copied."""
 TAGS = ("mixture-of-experts", "reinforcement-learning", "mrl")
 
 
@@ -87,7 +79,7 @@ def export_checkpoint(
     refuse_critic(folder, saved, model)
     if adapter is None or merged:
         _check_base(model)
-    with _new_folder(target) as partial:
+    with new_folder(target) as partial:
         if adapter is not None and not merged:
             what, tensors = "adapter", adapter_tensors(saved, model, adapter)
             path = os.path.abspath(model.path)
@@ -100,7 +92,7 @@ def export_checkpoint(
             where = write_safetensors(partial, tensors, max_bytes)
             num_files, num_tensors = len(set(where.values())), len(where)
             _write_config(partial, model.config, content["dtype"])
-            _copy_files(model.path, partial)
+            copy_files(model.path, partial)
         name = Path(os.path.abspath(target)).name
         card = model_card(name, model.path.resolve().name, content, notes, merged=merged)
         (partial / "README.md").write_text(card)
@@ -128,46 +120,6 @@ def _check_base(model: HfModel) -> None:
             f"no model folder {model.path}, from which the tokenizer is copied; give the base model's "
             "folder with --model PATH"
         )
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    for pattern in COPIED:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder to write into, which becomes `target` at the end of the block.
-
-    Raises InputError if the folder could not become `target`, and DiskFailed if writing fails. If
-    writing fails, the hidden folder is removed.
-    """
-    target = Path(os.path.abspath(target))  # a folder cannot be renamed to `.` or `..`
-    partial = target.parent / f".{target.name}.partial"
-    try:
-        if os.path.lexists(target):
-            if target.is_symlink() or not target.is_dir() or any(target.iterdir()):
-                raise InputError(f"{target} is not an empty folder; give a new one")
-            if target == Path.cwd():
-                raise InputError(f"{target} is the folder that you are in; give a new one")
-            target.rmdir()  # a mount point cannot be replaced: find that out before hours of writing
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(
-            f"{target} cannot be made: {error.strerror}; give another folder"
-        ) from None
-    try:
-        yield partial
-        partial.rename(target)
-    except (OSError, SafetensorError) as error:
-        raise DiskFailed(
-            f"the export to {target} failed: {error}; no partial output remains"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:

@@ -1,15 +1,27 @@
-"""Write tensors into safetensors files of bounded size, with one file in memory at a time."""
+"""Write a Hugging Face folder: safetensors files of bounded size, with one of them in memory at a
+time, and the tokenizer of another folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mrl.errors import DiskFailed, InputError
+
 INDEX = "model.safetensors.index.json"
+COPIED = (
+    "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "generation_config.json", "preprocessor_config.json", "LICENSE*",
+)  # fmt: skip
+"""Files that are copied from one model folder to another. Code files are not copied."""
 
 
 def write_safetensors(
@@ -62,3 +74,44 @@ def write_safetensors(
 def _temporary(number: int) -> str:
     """Return the name that file number `number` has until the number of files is known."""
     return f"model-{number:05d}.safetensors.partial"
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a hidden folder to write into, which becomes `target` at the end of the block.
+
+    Raises InputError if the folder could not become `target`, and DiskFailed if writing fails. If
+    writing fails, the hidden folder is removed.
+    """
+    target = Path(os.path.abspath(target))  # a folder cannot be renamed to `.` or `..`
+    partial = target.parent / f".{target.name}.partial"
+    try:
+        if os.path.lexists(target):
+            if target.is_symlink() or not target.is_dir() or any(target.iterdir()):
+                raise InputError(f"{target} is not an empty folder; give a new one")
+            if target == Path.cwd():
+                raise InputError(f"{target} is the folder that you are in; give a new one")
+            target.rmdir()  # a mount point cannot be replaced: find that out before hours of writing
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"{target} cannot be made: {error.strerror}; give another folder"
+        ) from None
+    try:
+        yield partial
+        partial.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise DiskFailed(
+            f"{target} could not be written: {error}; no partial output remains"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the tokenizer and the other files of COPIED from one model folder to another."""
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)

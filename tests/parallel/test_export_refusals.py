@@ -105,7 +105,7 @@ def test_a_disk_that_runs_full_leaves_nothing(checkpoint: Path, tmp_path: Path) 
     )
     assert done.returncode == ExitCode.DISK
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"mrl: the export to {target} failed: ")
+    assert last.startswith(f"mrl: {target} could not be written: ")
     assert "File too large" in last
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
