@@ -195,8 +195,8 @@ def _check_exact(tensors: HfTensors, granularity: int) -> None:
     half = {tensors.dtype(name) for name in tensors.names} & {"BF16", "F16"}
     if half and granularity & (granularity - 1):
         raise InputError(
-            f"--granularity {granularity}: the weights are {half.pop()}, in which {granularity} times a "
-            "weight is not exact, so the MoE would compute something else; give a power of 2"
+            f"--granularity {granularity}: {granularity} times a weight is not exact in {half.pop()}, "
+            "so the MoE would compute something else; give a power of 2"
         )
 
 

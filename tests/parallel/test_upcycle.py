@@ -95,7 +95,7 @@ def test_bf16_and_several_files(tmp_path: Path) -> None:
     assert moe.config.get("dtype", moe.config.get("torch_dtype")) == "bfloat16"
     assert largest_difference(source, target) < 1e-5  # 2 and 1/2 are exact in bf16
     assert (target / "tokenizer.json").read_text() == "{}"
-    with pytest.raises(InputError, match="--granularity 3: the weights are BF16"):
+    with pytest.raises(InputError, match="3 times a weight is not exact in BF16"):
         upcycle(source, tmp_path / "third", Upcycling(6, 3, 3))
     record = json.loads((target / "mrl_upcycle.json").read_text())
     assert record["source"] == "dense"

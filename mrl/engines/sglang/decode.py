@@ -61,6 +61,9 @@ def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
 ROUTES_OF_MIXTRAL_SINCE = "0.5.22"
 """The first SGLang whose Mixtral gives the recorder of routes the layers' numbers."""
 
+UNTIED = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""The models whose output layer SGLang never ties to the embedding."""
+
 
 def refuse_unfaithful(
     config: Any, *, on_gpu: bool, return_routes: bool, release: str | None = None
@@ -70,7 +73,8 @@ def refuse_unfaithful(
     `release` is SGLang's, by default the installed one. Its Qwen MoE models make every layer sparse,
     whatever config.json says: the experts of a dense layer keep their random initialisation, and
     nothing is logged. Its attention for CPUs takes the cached latents of DeepSeek's prompts for
-    values. Before 0.5.22 its Mixtral did not give layer numbers to the recorder of routes.
+    values. Its MoE models do not tie the output layer to the embedding, and those of UNTIED other than
+    Qwen3-MoE ignore head_dim. Before 0.5.22 its Mixtral gave the recorder of routes no layer numbers.
     """
     release = release or version("sglang")
     if (
@@ -86,6 +90,20 @@ def refuse_unfaithful(
         raise InputError(
             "model 'deepseek_v3': SGLang's latent attention is wrong on a CPU; roll it out on GPUs"
         )
+    if config.model_type in UNTIED and getattr(config, "tie_word_embeddings", False):
+        raise InputError(
+            f"model {config.model_type!r} with tie_word_embeddings: SGLang would not tie its output "
+            "layer; save the model with tie_word_embeddings=false and the embedding as lm_head.weight"
+        )
+    if config.model_type in ("mixtral", "qwen2_moe") and (
+        size := getattr(config, "head_dim", None)
+    ):
+        heads, hidden_size = config.num_attention_heads, config.hidden_size
+        if size * heads != hidden_size:
+            raise InputError(
+                f"model {config.model_type!r} with head_dim {size}: SGLang would take hidden_size / "
+                f"num_attention_heads, {hidden_size} / {heads}"
+            )
     dense = list(getattr(config, "mlp_only_layers", None) or [])
     sparse_step = getattr(config, "decoder_sparse_step", None) or 1
     if config.model_type in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1):
