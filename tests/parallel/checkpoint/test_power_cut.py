@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.parallel.layouts import join_mesh
 from tests.ranks import run_ranks
 
 STEPS = 3
+ROW = {"prompt": "1 + 1", "completion": "2", "reward": 1}
 
 
 def runs(model_path: Path, disk: Path, kept: Path) -> list[int]:
@@ -32,7 +34,7 @@ def runs(model_path: Path, disk: Path, kept: Path) -> list[int]:
         store = Checkpoints(folder.checkpoints, mesh, keep=2, record=folder)
         saved = [0] * len(recorder.cuts)
         for step in range(STEPS):
-            folder.write_rollouts(step, [b'{"reward": 1}\n'])
+            folder.write_rollouts(step, [json.dumps(ROW).encode() + b"\n"])
             folder.add_metrics({"step": step})
             store.save(step + 1, policy, {"step": step + 1})
             saved += [step] * (len(recorder.cuts) - len(saved))
@@ -58,6 +60,6 @@ def test_a_power_cut_at_any_moment_costs_no_checkpoint_that_has_its_name(
         assert load_recipe(folder.config).output_dir == str(tmp_path / "disk/runs/one")
         assert folder.history.read()[0]["event"] == "start"
         for done in range(step):
-            assert folder.read_rollouts(done) == [{"reward": 1}], cut
+            assert folder.read_rollouts(done) == [ROW], cut
         mend(folder.metrics, found, step)
         assert [row["step"] for row in folder.read_metrics()][:step] == list(range(step)), cut
