@@ -17,8 +17,10 @@ from mrl.config import load_recipe
 from mrl.drill import FAULTS, Drill
 from mrl.drill.chain import problems_of_end
 from mrl.drill.job import Job, Unexpected, is_alive
-from mrl.drill.stopped import flip
+from mrl.drill.bad_reward import NUM_GOOD
+from mrl.drill.stopped import BAD_REWARD, flip
 from mrl.errors import InputError
+from mrl.preflight.reward_trial import MAX_ROWS
 from mrl.run.failure import Failure, write_failure
 from tests.loop.conftest import COMMAND_TIMEOUT_S, TOY_RECIPE, Toy, environment
 from tests.loop.forked import Command
@@ -51,6 +53,13 @@ def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert any("exit code 0, expected 71 or 75" in text for text in found)
     one.kill()
     assert one.left() == [f"{one.scratch / 'litter'} is left"]
+
+
+@pytest.mark.parametrize("name", ["raises", "hangs"])
+def test_its_rewards_pass_the_trial_before_a_run(name: str, toy: Toy, tmp_path: Path) -> None:
+    """Otherwise the start would be refused, and the fault never be provoked in training."""
+    assert NUM_GOOD >= MAX_ROWS
+    main(["check", str(TOY_RECIPE), *toy.overrides(tmp_path, f"reward={BAD_REWARD}:{name}")])
 
 
 LISTENS = """

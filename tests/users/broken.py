@@ -29,7 +29,7 @@ OVERRIDES = {
     "model.path=toy/modle": "no folder toy/modle",
     "model.path=experts": "routes a token to 99 experts, but has 8",
     "model.path=untokenized": "no usable tokenizer",
-    "output_dir=cut.jsonl": "not a folder that can be written",
+    "output_dir=cut.jsonl": "cut.jsonl is not a folder; choose another",
     "rollout.server_args={mem_fracton: 1}": "did you mean 'mem_fraction_static'",
     "megatron={recompute_granularty: full}": "did you mean 'recompute_granularity'",
 }
