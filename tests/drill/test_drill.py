@@ -15,9 +15,9 @@ import pytest
 from mrl.cli import main
 from mrl.config import load_recipe
 from mrl.drill import FAULTS, Drill
+from mrl.drill.bad_reward import NUM_GOOD
 from mrl.drill.chain import problems_of_end
 from mrl.drill.job import Job, Unexpected, is_alive
-from mrl.drill.bad_reward import NUM_GOOD
 from mrl.drill.stopped import BAD_REWARD, flip
 from mrl.errors import InputError
 from mrl.preflight.reward_trial import MAX_ROWS
