@@ -107,7 +107,7 @@ inline void AttendBlock(const PagedAttentionInput& in, int64_t row, int64_t firs
     float& largest = scratch->largest[row + r];
     const float before = largest;
     const float sum = ExpOfBlock(weights.of_keys[r], first, last, &largest);
-    const float shrink = scalar::Exp(before - largest).exp;  // of -inf it multiplies zeros
+    const float shrink = scalar::Exp(before - largest).exp;  // at first it multiplies zeros
     scratch->weight[row + r] = scratch->weight[row + r] * shrink + sum;
     weights.shrink[r] = shrink;
   }
@@ -135,7 +135,7 @@ inline bool AttendTileOf(const PagedAttentionInput& in, const QueryTile& tile, i
                        (group * heads + row % heads) * in.query_head_stride;
     float* to = scratch->queries.data() + row * in.key_size;
     for (int64_t i = 0; i < in.key_size; ++i) to[i] = Element::Read(from[i]);
-    scratch->largest[row] = -__builtin_inff();
+    scratch->largest[row] = -__FLT_MAX__;  // finite: a block may have scores of -inf alone
     scratch->weight[row] = 0;
   }
   std::fill_n(scratch->sums.begin(), num_rows * in.value_size, 0.0f);

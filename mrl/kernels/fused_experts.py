@@ -92,6 +92,10 @@ def fused_experts(
             f"contiguous, on the CPU, of one dtype of {list(backend.FLOAT_TYPES)}, and H and I "
             f"multiples of {_MULTIPLE}"
         )
+    if topk_ids.dim() != 2:
+        raise ValueError(f"topk_ids: got {list(topk_ids.shape)}, expected [T, k]")
+    if activation.limit is not None and not activation.limit >= 0:
+        raise ValueError(f"limit: got {activation.limit}, expected at least 0, or None")
     (num_tokens, hidden), num_experts, size = x.shape, len(w13), w2.shape[-1]
     legend = f"E = {num_experts} experts, H = {hidden}, I = {size}, T = {num_tokens} tokens"
     device, dtypes, integers = x.device, (x.dtype,), (torch.int32, torch.int64)

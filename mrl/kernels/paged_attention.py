@@ -87,6 +87,9 @@ def paged_attention(
             f"req_to_token: got {req_to_token.dtype} {list(req_to_token.shape)}, expected i32[R, P] "
             "with stride 1 in the last dimension"
         )
+    backend.check_tensor(
+        "req_to_token", req_to_token, tuple(req_to_token.shape), (torch.int32,), device, legend
+    )
     bounds = {"req_pool_indices": (req_pool_indices, 0), "seq_lens": (seq_lens, 0)}
     if query_starts is not None:
         bounds["query_starts"] = (query_starts, 1)
@@ -94,8 +97,8 @@ def paged_attention(
         backend.check_tensor(name, tensor, (num_requests + extra,), integers, device, legend)
     if not groups or heads % groups:
         raise ValueError(f"paged_attention: {heads} heads are not divisible by {groups} groups")
-    if window is not None and window < 0:
-        raise ValueError(f"window: got {window}, expected at least 0, or None")
+    if window is not None and not (isinstance(window, int) and 0 <= window < 1 << 63):
+        raise ValueError(f"window: got {window}, expected an integer of at least 0, or None")
     shape = (num_queries, heads, value_size)
     result: Tensor = query.new_empty(shape) if out is None else out
     backend.check_tensor("out", result, shape, dtypes, device, legend)

@@ -169,5 +169,9 @@ def test_bad_input_is_refused() -> None:
         topk_ids=layer.topk_ids.index_fill(0, torch.tensor([2]), 5),
     )
     refuse("token 0 has expert -2", topk_ids=layer.topk_ids.index_fill(0, torch.tensor([0]), -2))
+    refuse(r"topk_ids: got \[\], expected", topk_ids=torch.tensor(0))
+    for limit in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"limit: got {limit}, expected at least 0"):
+            fused_experts(*layer, GatedActivation(limit=limit))
     with pytest.raises(ValueError, match=r"w2_bias: got shape \[5\]"):
         fused_experts(*layer, w2_bias=torch.zeros(5))

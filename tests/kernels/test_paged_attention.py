@@ -110,6 +110,16 @@ def test_large_scores() -> None:
     check(batch)
 
 
+def test_a_block_whose_scores_are_all_minus_infinity() -> None:
+    """As SDPA: such positions have weight 0."""
+    query, k_cache = torch.full((1, 1, 16), 1e20), torch.zeros(100, 1, 16)
+    k_cache[:64] = -1e20
+    v_cache, table = torch.randn(100, 1, 16), torch.arange(100, dtype=torch.int32)[None]
+    place, length = torch.tensor([0]), torch.tensor([100])
+    result = paged_attention(query, k_cache, v_cache, table, place, length, scale=0.25)
+    torch.testing.assert_close(result[0, 0], v_cache[64:, 0].mean(0), atol=1e-6, rtol=1e-5)
+
+
 def test_strided_inputs() -> None:
     """The query is a part of the fused projection; MLA's values are a part of its keys."""
     batch = make([3, 80], heads=4, groups=1, sizes=(24, 16))
@@ -258,8 +268,10 @@ def test_bad_input_is_refused() -> None:
     refuse("request 1 has a slot out of range", seq_lens=torch.tensor([5, 10]))
     refuse("query_starts: got 0 to 3", query_starts=torch.tensor([0, 1, 3]))
     refuse("request 0 has 5 positions and -1 queries", query_starts=torch.tensor([0, -1, 2]))
-    with pytest.raises(ValueError, match="window: got -1"):
-        paged_attention(*batch, scale=1.0, window=-1)
+    refuse("req_to_token: got device meta", req_to_token=table.to("meta"))
+    for window in (-1, 3.0, 1 << 63):
+        with pytest.raises(ValueError, match=f"window: got {window}, expected an integer"):
+            paged_attention(*batch, scale=1.0, window=window)  # pyright: ignore[reportArgumentType]
     for out in (torch.empty(2, 4, 24), torch.empty(4, 2, 16).transpose(0, 1)):
         with pytest.raises(ValueError, match="out: got"):
             paged_attention(*batch, scale=1.0, out=out)

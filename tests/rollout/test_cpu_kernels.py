@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import namedtuple
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from mrl.engines.sglang.compat import path_of
 from mrl.engines.sglang.settings import CPU_STUBS
+from mrl.kernels import oracle
 
+Route = namedtuple("Route", "topk_weights topk_ids router_logits")
 LENGTHS, NEW = (1, 9, 64, 65, 150), (1, 3, 64, 1, 20)
 
 
@@ -168,6 +171,60 @@ def test_the_experts_compute_what_sglang_computes(plugin: ModuleType, tmp_path: 
     for output, expected in zip(got, of_sglang(calls, tmp_path), strict=True):
         error = 1e-5 if output.dtype == torch.float32 else 3e-2
         torch.testing.assert_close(output, expected, atol=error, rtol=error)
+
+
+def loop_like_sglang(layer: Any, x: Tensor, route: Any, config: Any) -> Tensor:
+    """Compute experts as SGLang's loop does: it refuses id -1, a repeated id and no tokens."""
+    weights, ids, _ = route
+    assert len(x)
+    assert (ids >= 0).all()
+    assert all(len(row.unique()) == len(row) for row in ids)
+    return oracle.fused_experts(x, layer.w13_weight, layer.w2_weight, ids, weights).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_local", "topk", "num_tokens"), [(1, 2, 5), (2, 4, 9), (3, 4, 20), (8, 2, 30), (2, 2, 0)]
+)
+def test_experts_of_other_ranks_in_the_loop(
+    plugin: ModuleType, num_local: int, topk: int, num_tokens: int, dtype: torch.dtype
+) -> None:
+    """Under expert parallelism a token may choose more experts than this rank has."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(num_tokens, 2 * num_local + topk, generator=generator).topk(topk).indices
+    ids = ids.masked_fill(ids >= num_local, -1)
+    weights = torch.rand(num_tokens, topk, generator=generator)
+    layer = SimpleNamespace(
+        w13_weight=(torch.randn(num_local, 40, 40, generator=generator) / 6).to(dtype),
+        w2_weight=(torch.randn(num_local, 40, 20, generator=generator) / 5).to(dtype),
+    )
+    layer.w2_weight[0] = torch.finfo(dtype).max  # it must not reach tokens that have not chosen it
+    ids = ids.masked_fill(ids == 0, -1)
+    x = torch.randn(num_tokens, 40, generator=generator).to(dtype)
+    route = Route(weights, ids, None)
+    result = plugin.without_other_ranks_experts(loop_like_sglang, layer, x, route, None)
+    expected = oracle.fused_experts(x, layer.w13_weight, layer.w2_weight, ids, weights)
+    error = 1e-5 if dtype == torch.float32 else 3e-2
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected.double(), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_shared_expert_has_the_same_bits_in_any_batch(
+    plugin: ModuleType, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    hidden, shared, routed = (torch.randn(61, 40).to(dtype) for _ in range(3))
+    gate = torch.randn(40).to(dtype)
+    together = routed.clone()
+    plugin.add_shared_expert(hidden, gate, shared, together)
+    expected = routed + (hidden @ gate).sigmoid()[:, None] * shared
+    error = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(together, expected, atol=error, rtol=error)
+    for i in range(len(hidden)):
+        alone = routed[i : i + 1].clone()
+        plugin.add_shared_expert(hidden[i : i + 1], gate, shared[i : i + 1], alone)
+        assert torch.equal(alone[0], together[i])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,3 +187,21 @@ def test_a_request_that_truncates_changes_nobodys_token():
     assert torch.equal(ids[plain], alone[plain])
     assert torch.equal(ids[2::4], probs.argmax(-1)[2::4])
     assert torch.equal(ids[3::4], mixed[3::4])
+
+
+def test_a_mask_has_the_log_prob_of_the_token_that_is_returned():
+    """With top_k equal to the vocabulary, the token that SGLang drew is replaced by another."""
+    plugin = plugin_of("cpu", "mrl_sglang_cpu")
+    capture = namedtuple("Capture", "weights selected_weight")(torch.rand(1, 8), torch.rand(1))
+    info = SimpleNamespace(
+        top_ks=torch.tensor([8], dtype=torch.int32),
+        top_ps=torch.ones(1),
+        min_ps=torch.zeros(1),
+        sampling_seed=torch.tensor([3]),
+    )
+    arguments = (None, capture.weights, info, torch.tensor([7]))
+    _, found = plugin.sample_by_kind(lambda *_: (torch.tensor([0]), capture), *arguments, False)
+    assert found.selected_weight is None  # SGLang then looks it up by the token
+    assert found.weights is capture.weights
+    _, kept = plugin.sample_by_kind(lambda *_: (torch.tensor([0]), capture), *arguments, True)
+    assert kept is capture

@@ -55,6 +55,9 @@ FIXED = {
     "adapters come from the trainer, and go when no request uses them": (
         "lora_paths", "max_loaded_loras", "enable_lora_overlap_loading",
     ),
+    "requests say how they are sampled, and log-probs and masks rely on it": (
+        "preferred_sampling_params",
+    ),
     "code of the checkpoint never runs": ("trust_remote_code",),
     "routes are not recorded for drafted tokens": ("speculative_algorithm",),
 }  # fmt: skip

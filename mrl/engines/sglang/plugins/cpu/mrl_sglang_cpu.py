@@ -54,6 +54,9 @@ DEFAULT_SEED = 42
 LARGEST_HALF_EXPERT = 1 << 16
 """The largest H x I of an expert in bf16 or fp16 for which fused_experts replaces SGLang's loop."""
 
+WHOLE_VECTORS = 32
+"""A multiple of the number of elements that torch computes at once, for every dtype."""
+
 
 def register():
     take("ALLOC_MEMORY_FUNCS")["cpu"] = allocate_unpinned
@@ -218,28 +221,32 @@ def fits_experts(x, w13, w2, weights):
 def add_shared_expert(hidden_states, gate_weight, shared_output, final_hidden_states):
     """Add the gated shared expert to `final_hidden_states` [T, H], with gate_weight [H].
 
-    The dot product of a token sums in an order that does not depend on the other tokens.
+    A token's bits do not depend on the other tokens: each dot product is summed alone, and the sigmoid
+    is taken of whole vectors, since torch computes the last elements of a tensor in another way.
     """
-    gate = (hidden_states * gate_weight).sum(dim=-1, keepdim=True).sigmoid()
+    dots = (hidden_states * gate_weight).sum(dim=-1, keepdim=True)
+    gate = dots.expand(-1, WHOLE_VECTORS).contiguous().sigmoid()[:, :1]
     final_hidden_states.addcmul_(gate, shared_output)
 
 
 def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):
-    """Replace id -1, which stands for an expert of another rank under expert parallelism and which
-    SGLang's loop cannot handle. It becomes an expert of this rank that the token has not chosen, with
-    weight 0.
+    """Compute the experts of a layer by SGLang's loop: x [T, H] -> [T, H].
+
+    Under expert parallelism, id -1 stands for an expert of another rank, which the loop cannot
+    handle, nor can it handle a batch without tokens. In both cases it gets each pair of a token and a
+    chosen expert of this rank as a token with one expert.
     """
-    weights, ids, logits = topk_output
-    elsewhere = ids < 0
-    if elsewhere.any():
-        num_experts = layer.w13_weight.shape[0]
-        used = torch.zeros(len(ids), num_experts, dtype=torch.int64)
-        used.scatter_add_(1, ids.clamp(min=0).to(torch.int64), (~elsewhere).to(torch.int64))
-        spare = used.argsort(dim=1, stable=True)  # those not chosen come first
-        number = (elsewhere.cumsum(1) - 1).clamp(min=0)
-        ids = torch.where(elsewhere, spare.gather(1, number).to(ids.dtype), ids)
-        topk_output = type(topk_output)(weights.masked_fill(elsewhere, 0), ids, logits)
-    return original(layer, x, topk_output, moe_runner_config)
+    weights, ids, _ = topk_output
+    rows, places = (ids >= 0).nonzero(as_tuple=True)
+    if len(rows) == ids.numel() and len(rows):
+        return original(layer, x, topk_output, moe_runner_config)
+    out = torch.zeros(*ids.shape, x.shape[-1], dtype=weights.dtype)
+    if len(rows):
+        chosen, ones = ids[rows, places, None], torch.ones_like(weights[rows, places, None])
+        pairs = type(topk_output)(ones, chosen, None)
+        found = original(layer, x[rows], pairs, moe_runner_config)
+        out[rows, places] = found.to(weights.dtype) * weights[rows, places, None]
+    return out.sum(dim=1).to(x.dtype)
 
 
 def allocate_unpinned(
@@ -271,6 +278,8 @@ def sample_by_kind(original, sampler, probs, info, positions, is_simple):
         # As SGLang's sampling_from_probs_torch does if no request truncates.
         seeds, places = info.sampling_seed[whole], positions[whole]
         ids[whole] = draw(probs[whole], seeds, places).to(ids.dtype)
+    if capture is not None:  # the mask's log-probs are then looked up by token
+        capture = capture._replace(selected_weight=None)
     return ids, capture
 
 
