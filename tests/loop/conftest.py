@@ -78,9 +78,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
-def trained(overrides: list[str]) -> None:
+def trained(overrides: list[str], recipe: Path = TOY_RECIPE) -> None:
     """`mrl train` on this rank, less the imports of a new process."""
-    train(load_recipe(TOY_RECIPE, overrides), world_size())
+    train(load_recipe(recipe, overrides), world_size())
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""`make smollm`: a pretrained language model, trained on this machine (docs/smollm.md)."""
