@@ -1,1 +1,1 @@
-"""`make smollm`: a pretrained language model, trained on this machine (docs/smollm.md)."""
+"""SmolLM2-135M-Instruct, a pretrained language model, trained on this machine."""

