@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +21,7 @@ def convert(packages: Path, folder: Path) -> None:
     """Write config.json, fp32 weights, the tokenizer and its chat template to `folder`."""
     disable_progress_bar()
     (file,) = packages.glob(PATTERN)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     # The weights are plain fp32 now, and transformers saves no model that it calls quantised.
