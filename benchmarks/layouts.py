@@ -81,7 +81,12 @@ SPARSE = [
     Layout(4, ETP2 | EP2), Layout(4, VPP2 | CP2), Layout(4, CP2 | EP2 | ALLGATHER),
 ]  # fmt: skip
 DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)]
-ARCHITECTURES = {"qwen3": DENSE, "qwen2_moe": SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE}
+ARCHITECTURES = {
+    "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
+    "qwen2_moe": SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}}
+"""What differs from the tiny models of tests/parallel/models.py."""
 
 
 def lora(experts: Experts, layouts: Iterable[Layout]) -> list[Layout]:
@@ -123,7 +128,10 @@ LORA_SPARSE = [
     *lora("shared_outer", [Layout(4, TP2 | CP2 | EP2, distributed_optimizer=True)]),
 ]
 LORA_ARCHITECTURES = {
-    "qwen3": lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
+    **dict.fromkeys(
+        ("qwen3", "qwen2", "llama"),
+        lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
+    ),
     **dict.fromkeys(("qwen2_moe", "mixtral", "deepseek_v3"), LORA_SPARSE),
 }
 REFUSED = [
@@ -173,7 +181,7 @@ def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
     model, samples = write_model(folder / "qwen3_moe"), make_samples()
     cases = [(model, samples, [*FLOAT32, *BFLOAT16, *LORA])]
     for model_type, layouts in ARCHITECTURES.items():
-        tiny = write_tiny(model_type, folder / model_type)
+        tiny = write_tiny(model_type, folder / model_type, **CHANGES.get(model_type, {}))
         cases.append((tiny, tiny_samples(tiny), layouts + LORA_ARCHITECTURES[model_type]))
     for model, samples, layouts in cases:
         if wanted := [layout for layout in layouts if only in ("", layout.name)]:
