@@ -214,7 +214,7 @@ def test_a_shared_expert_has_the_same_bits_in_any_batch(
     plugin: ModuleType, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    hidden, shared, routed = (torch.randn(61, 40).to(dtype) for _ in range(3))
+    hidden, shared, routed = (torch.randn(513, 40).to(dtype) for _ in range(3))
     gate = torch.randn(40).to(dtype)
     together = routed.clone()
     plugin.add_shared_expert(hidden, gate, shared, together)
