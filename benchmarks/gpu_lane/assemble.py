@@ -50,12 +50,18 @@ DROP = (
     # Kernels of other chips, and those that the triton backends replace.
     "sgl_kernel/sm100/*", "sgl_kernel/flash_ops*", "sgl_kernel/flashmla_ops*",
     "sgl_kernel/spatial_ops*", "sgl_kernel/testing/*", "_mscclpp*",
-    "flashinfer/data/*",  # sources of kernels that are never compiled here
+    "flashinfer/data/*", "flashinfer/norm/*",  # see EMPTY
     # Image generation and benchmarks of SGLang; tuned tables of other GPUs go in `is_dropped`.
     "sglang/multimodal_gen/*", "sglang/jit_kernel/benchmark/*", "sglang/jit_kernel/tests/*",
     "torch_memory_saver_hook_mode_*_cu12*", "torch_memory_saver_hook_mode_preload.abi3.so",
     "torch_memory_saver_hook_mode_torch.abi3.so",
 )  # fmt: skip
+
+
+EMPTY = ("flashinfer/__init__.py",)
+"""Files that are written without their content. SGLang imports flashinfer.sampling on every GPU. Where
+flashinfer.norm can be imported, sgl_kernel takes its RMSNorm in bf16, which flashinfer compiles on first
+use from sources that want cublasLt.h; where it cannot, sgl_kernel uses its own kernel."""
 
 
 def is_dropped(path: str) -> bool:
@@ -95,7 +101,8 @@ def lay_out(wheels: Path, site: Path) -> None:
                 target = site / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(item) as source, open(target, "wb") as sink:
-                    shutil.copyfileobj(source, sink)
+                    if name not in EMPTY:
+                        shutil.copyfileobj(source, sink)
 
 
 def add_libnuma(site: Path, scratch: Path) -> bool:
