@@ -287,7 +287,10 @@ def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
             )
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
     metadata = Metadata({**tensors})
-    if errors := TORCH.take("_validate_global_plan")([], metadata):
+    errors = TORCH.take("_validate_global_plan")([], metadata)
+    if isinstance(errors, bool):  # torch 2.11 returns whether all is well, and logs what is not
+        errors = [] if errors else ["rectangles overlap or reach beyond a tensor (torch's log)"]
+    if errors:
         raise ValueError(f"the ranks' shares do not fit together: {errors[0]}")
     check_coverage(metadata)
     return metadata
