@@ -26,6 +26,9 @@ BUCKET_BYTES = 256 << 20
 START_SHARE = 0.8
 """The share of a part's time in which its engine must have started: the error of an engine that does
 not start has to be on file before the part is killed."""
+MEASURED = ("memory/", "time/", "mismatch/", "decompose/", "routing/", "tokens/", "grad_norm",
+            "rollout/canary", "throughput/")  # fmt: skip
+"""How the names of the metrics begin that `train` keeps."""
 LEAK_BOUND_BYTES = 1 << 20
 """A cycle; more fails the part."""
 AWAKE_SHARE = 0.5
@@ -279,11 +282,13 @@ def routes(folder: Path, device: str) -> dict[str, Any]:
 
 def train(folder: Path, device: str) -> dict[str, Any]:
     """Run the command itself for three steps; return each step's figures of memory and time."""
-    run_child(["-m", "mrl", "train", RECIPE, *train_overrides(folder, device)])
-    text = (folder / "run" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    metrics = folder / "run" / "metrics.jsonl"
+    try:
+        run_child(["-m", "mrl", "train", RECIPE, *train_overrides(folder, device)])
+    finally:  # a run that fails at its end has measured its steps
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        steps = [{k: v for k, v in line.items() if k.startswith(MEASURED)} for line in lines]
+        note(steps=steps)
     assert len(lines) == 3, f"got {len(lines)} steps, expected 3"
-    wanted = ("memory/", "time/", "mismatch/", "routing/", "tokens/", "grad_norm", "canary/")
-    steps = [{k: v for k, v in line.items() if k.startswith(wanted)} for line in lines]
     seconds = " ".join(f"{step['time/step_s']:.1f}" for step in steps)
-    return {"steps": steps, "says": f"steps of {seconds} s, grad_norm {steps[-1]['grad_norm']:.3g}"}
+    return {"says": f"steps of {seconds} s, grad_norm {steps[-1]['grad_norm']:.3g}"}
