@@ -59,9 +59,9 @@ DROP = (
 
 
 EMPTY = ("flashinfer/__init__.py",)
-"""Files that are written without their content. SGLang imports flashinfer.sampling on every GPU. Where
-flashinfer.norm can be imported, sgl_kernel takes its RMSNorm in bf16, which flashinfer compiles on first
-use from sources that want cublasLt.h; where it cannot, sgl_kernel uses its own kernel."""
+"""Files that are written without their content. SGLang imports flashinfer.sampling on every GPU. If
+flashinfer.norm can be imported too, sgl_kernel takes its RMSNorm in bf16, which flashinfer compiles on
+first use from sources that want cublasLt.h; if not, sgl_kernel uses its own kernel."""
 
 
 def is_dropped(path: str) -> bool:

@@ -286,7 +286,8 @@ def train(folder: Path, device: str) -> dict[str, Any]:
     try:
         run_child(["-m", "mrl", "train", RECIPE, *train_overrides(folder, device)])
     finally:  # a run that fails at its end has measured its steps
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        text = metrics.read_text() if metrics.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines()]
         steps = [{k: v for k, v in line.items() if k.startswith(MEASURED)} for line in lines]
         note(steps=steps)
     assert len(lines) == 3, f"got {len(lines)} steps, expected 3"
