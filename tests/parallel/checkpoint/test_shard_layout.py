@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, default_planner
 
 from benchmarks.shard_layout import as_item
 from parallel.checkpoint.shard_writer import Item, ShardWriter, joined_metadata
@@ -66,4 +66,15 @@ def test_shares_that_do_not_fit_together(
     wrong = shares()
     wrong[2] = [shard(name, rows, dtype)]
     with pytest.raises(ValueError, match=message):
+        joined_metadata([items(share) for share in laid_out(tmp_path, wrong)])
+
+
+def test_torch_2_11_says_only_whether_shares_fit_together(tmp_path: Path, monkeypatch) -> None:
+    """There `_validate_global_plan` returns a bool and logs why; no checkpoint could be saved."""
+    of_today = default_planner._validate_global_plan
+    as_in_2_11 = staticmethod(lambda plans, metadata: not of_today(plans, metadata))
+    monkeypatch.setattr(default_planner, "_validate_global_plan", as_in_2_11)
+    assert joined_metadata([items(share) for share in laid_out(tmp_path, shares())])
+    wrong = [*shares()[:2], [shard("split", (1, 3))]]
+    with pytest.raises(ValueError, match="overlap or reach beyond"):
         joined_metadata([items(share) for share in laid_out(tmp_path, wrong)])
