@@ -107,7 +107,9 @@ class Driver:
             record |= {"status": FAILED, "why": why}
         tail = [line for line in text.splitlines() if not line.startswith(FIGURES)][-TAIL_LINES:]
         if record["status"] != PASSED:
-            record["log_tail"] = tail
+            # The record is committed; the paths of this machine say nothing there.
+            names = {str(self.folder): "FOLDER", str(ROOT): "ROOT", sys.prefix: "PYTHON"}
+            record["log_tail"] = [replace_all(line, names) for line in tail]
         self.keep_log(part.name, text)
         self.state.record(part.name, **record)
         self.tell(part.name, record, tail)
@@ -127,6 +129,13 @@ class Driver:
         says = record.get("why") or figures.get("says") or json.dumps(figures)[:300]
         at = time.monotonic() - self.started
         print(f"[{at:5.0f} s] {name}: {words}: {says}", flush=True)
+
+
+def replace_all(text: str, names: Mapping[str, str]) -> str:
+    """Return `text` with each key of `names` replaced by its value."""
+    for old, new in names.items():
+        text = text.replace(old, new)
+    return text
 
 
 def read_figures(text: str) -> dict[str, Any]:
