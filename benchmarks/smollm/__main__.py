@@ -50,7 +50,7 @@ class Form:
     """Whether it is long enough to learn; its evaluations are required to differ."""
 
 
-MOE = ("model.path=runs/smollm/moe", "moe.routing_replay=r3")
+MOE = ("model.path=runs/smollm/moe", "moe.routing_replay=r3", "train.micro_batch_tokens=2048")
 SHORT = ("train.num_steps=3", "eval.every=0", "eval.sets=[]")
 BF16 = ("rollout.dtype=bfloat16",)
 FORMS = (
