@@ -1,1 +1,1 @@
-"""This room collects the scored sample groups of a step, from prompts to rewards, and evaluates."""
+"""Collects the scored sample groups of a step, from prompts to rewards, and runs evaluations."""

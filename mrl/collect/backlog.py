@@ -1,4 +1,4 @@
-"""This module chooses the prompts that a step starts, and keeps those that the step did not finish.
+"""Chooses the prompts that a step starts, and keeps those that it did not finish for later steps.
 
 A prompt has one state at any time: not drawn yet, in the backlog, trained on, or dropped and
 counted. All ranks have the same backlog and draw the same prompts, so they make the same choice
@@ -9,8 +9,8 @@ generated them.
 finish:
 
 - `drop` drops them. Long answers are dropped more often, so the training samples are too short.
-- `resume` (APRIL, arXiv 2509.18521) lets a later step continue them. Tokens of older weights need
-  importance weights.
+- `resume` (APRIL, arXiv 2509.18521) lets a later step continue them. Tokens that older weights
+  sampled need importance weights.
 - `defer` (RollPacker, arXiv 2509.21009) lets a later step generate them again, in a round that has
   only deferred prompts and waits for all of them.
 """
@@ -27,19 +27,19 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
-"""If a step draws a prompt again, 1 shifted left by this many bits is added to the seed. So the
-seed differs from the seeds of all steps."""
+"""If a step draws a prompt more than once, the number of earlier draws, shifted left by this many bits,
+is added to the seed. So the seed differs from the seeds of all steps."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A prompt that a step generates, or that waits in the backlog for a later step."""
+    """A prompt for which a step generates samples, or that waits in the backlog for a later step."""
 
     group: SampleGroup
     seed: int
     """The seed of the group's samples, from the first step that started the prompt. A deferred
-    prompt keeps its seed. With new seeds it would be tried until its answers are short enough,
-    which would favour short answers."""
+    prompt keeps its seed. With a new seed each time, it would be retried until its answers are short
+    enough, which would favour short answers."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class StepPrompts:
     that last generated such a prompt has its tokens and routes."""
 
     def share(self, number: int, num_engines: int) -> tuple[list[Started], int]:
-        """Return the prompts for engine `number`, and how many of its groups must be complete.
+        """Return the prompts for the engine with index `number`, and how many of their groups must be
+        complete.
 
         An engine gets every `num_engines`-th prompt, so that resumed prompts are spread over
         engines.
@@ -70,8 +71,8 @@ class StepPrompts:
 def fresh_prompts(
     prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, first_id: int
 ) -> StepPrompts:
-    """Return a further round of a step, which needs complete groups for all of these prompts. Group
-    i has the id `first_id + i`."""
+    """Return another round of a step, which ends when the groups of all these prompts are complete.
+    Group i has the id `first_id + i`."""
     started = _fresh(prompts, samples_per_prompt, seed)
     numbered = [_numbered(one, first_id + i) for i, one in enumerate(started)]
     return StepPrompts(numbered, len(numbered), is_long_round=False, remaining=[])
@@ -96,8 +97,8 @@ def left_over(
     """Return the prompts that go into the backlog: those in `prompts.started` without a group in
     `trained`.
 
-    `partial` are their unfinished groups, which only `resume` reads. `resume` raises ValueError if
-    the ids in `partial` are not exactly those that are missing in `trained`.
+    `partial` has the unfinished groups of these prompts. It is not used if `policy` is `defer`.
+    Otherwise, raises ValueError unless its ids are exactly those that are missing in `trained`.
     """
     done = {group.samples[0].group_id for group in trained}
     left = {group_id: one for group_id, one in enumerate(prompts.started) if group_id not in done}
@@ -116,7 +117,7 @@ def left_over(
 
 
 class Backlog:
-    """Keeps prompts that were started and not finished for later steps of the run."""
+    """Keeps the prompts that a step has not finished for later steps of the run."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -153,7 +154,7 @@ class Backlog:
         partial: Sequence[SampleGroup],
         version: int,
     ) -> dict[str, float]:
-        """Keep the prompts that were not trained on; return the step's metrics.
+        """Keep the prompts that were not trained on, and return the step's metrics.
 
         `trained` and `partial` are the complete and the unfinished groups of all engines. `version`
         is the version of the step's weights.
@@ -180,11 +181,11 @@ class Backlog:
         return [PendingPrompt(group, one.seed) for group, one in pairs]
 
     def take_up(self, waiting: Iterable[PendingPrompt]) -> list[PendingPrompt]:
-        """Fill the backlog with the pending prompts of a checkpoint; return those that do not
+        """Fill the backlog with the pending prompts of a checkpoint, and return those that do not
         belong in a backlog.
 
-        The recipe may have changed. Prompts with partial rollouts that do not fit it start again
-        without tokens.
+        The recipe may have changed. A prompt whose partial rollout does not fit the recipe starts
+        again without tokens.
         """
         size, policy = self._config.samples_per_prompt, self._config.partial_rollouts
         self.waiting, rest = [], []
@@ -199,8 +200,8 @@ class Backlog:
 
 
 def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
-    """Return the number of samples from more than one version, and the share of loss tokens that
-    were sampled by weights older than `version`."""
+    """Return metrics: the number of samples from more than one version, and the share of loss tokens
+    that were sampled by weights older than `version`."""
     samples = [sample for group in groups for sample in group.samples]
     older = sum(
         int(sample.loss_mask[span.start : span.end].sum())

@@ -32,14 +32,14 @@ from parallel.policy import Policy
 
 @dataclass
 class Round:
-    """The prompts and evaluation that engines generate and that are then scored together."""
+    """The prompts and the evaluation whose samples are generated and then scored together."""
 
     version: int
     """The version of the trainer's weights."""
     prompts: StepPrompts | None = None
-    """None for an evaluation that is no part of a step."""
+    """None for an evaluation that is not part of a step."""
     batch: Assignment | None = None
-    """The assignment of `prompts`; None if that is None."""
+    """The assignment of `prompts`; None if `prompts` is None."""
     evaluated: Assignment | None = None
     """The assignment of an evaluation; None if the round has no evaluation."""
     is_generated: bool = False
@@ -47,8 +47,7 @@ class Round:
 
     @property
     def assignments(self) -> list[Any]:
-        """The assignments of this round. Their type is that of the pool; the evaluation comes
-        last."""
+        """The assignments of this round, of the pool's type. The evaluation comes last."""
         return [each for each in (self.batch, self.evaluated) if each is not None]
 
 
@@ -73,7 +72,7 @@ class Collector:
         self.plan, self.mesh, self._folder = plan, mesh, folder
         self.supply, self.pool, self.schedule = supply, pool, schedule
         self.start_text = pool.start_text
-        """A phrase for the terminal that describes `start`."""
+        """A phrase that describes `start` on the terminal."""
         self.groups: list[SampleGroup] = []
         """The step's groups in prompt order, with rewards."""
         self.evaluation: dict[str, float] = {}
@@ -124,15 +123,15 @@ class Collector:
 
     @phase("rollout")
     def rollout(self, clock: Clock) -> None:
-        """Generate the current round, or wait until other ranks have generated it, timed as
-        `rollout`."""
+        """Generate the samples of the current round, or wait until other ranks have generated them.
+        `clock` times this as `rollout`."""
         assert self.round is not None
         self.round.is_generated = self.pool.rollout(self.round.assignments, self._step, clock)
 
     @phase("score")
     def score(self, clock: Clock) -> None:
-        """If the current round is generated, share its groups and rewards with all ranks, timed as
-        `score`. Dynamic sampling may then begin another round."""
+        """If the current round is generated, share its groups and rewards with all ranks, which `clock`
+        times as `score`. Dynamic sampling may then begin another round."""
         ended = self.round
         assert ended is not None
         if not ended.is_generated:
@@ -192,13 +191,13 @@ class Collector:
         return self.pool.engine_spans()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON-able state, on rank 0: the position in the data and the pending prompts."""
+        """Return JSON-serializable state, on rank 0: position in the data and pending prompts."""
         return self.schedule.state_dict(self._step)
 
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        """Continue at `step` from a `state_dict`, perhaps of another kind of collector.
+        """Continue at `step` from a `state_dict`, perhaps from another kind of collector.
 
         With `other_data`, the data has changed: the state is not used, and the data is read from
         its beginning.
@@ -230,7 +229,7 @@ class Collector:
 def evaluate(
     policy: Policy, collector: Collector | SavedCollector, version: int
 ) -> dict[str, float]:
-    """Return `eval/*` of the policy's weights on the recipe's evaluation sets. A collective."""
+    """Return the metrics `eval/*` of the policy on the recipe's evaluation sets. A collective."""
     clock = Clock()
     collector.begin_evaluation(version)
     while not collector.is_over:

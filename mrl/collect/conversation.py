@@ -43,7 +43,7 @@ class Conversation:
     routing: RoutingTrace | None = None
     """The routes of all tokens before the last token of the last completion."""
     turn_ends: tuple[int, ...] = ()
-    """The number of tokens up to the end of each completion that brought tokens."""
+    """For each completion that has tokens, the length of the conversation at its end."""
     sampling_mask: SamplingMask | None = None
     """The sampling mask of all tokens; None if completions have no sampling masks."""
     finish_reason: FinishReason | None = None
@@ -51,7 +51,7 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Number of completions so far that brought tokens."""
+        """Number of completions so far that have tokens."""
         return len(self.turn_ends)
 
     @staticmethod
@@ -65,7 +65,8 @@ class Conversation:
         conversation.
 
         Raises ValueError if the completion has no tokens although it was not aborted, if its spans
-        do not cover exactly its tokens, or if either it or the earlier turns lack routes.
+        do not cover exactly its tokens, or if it has routes and the earlier turns do not, or the
+        reverse.
         """
         new = completion.output_ids
         if completion.finish_reason == "abort" and not len(new):

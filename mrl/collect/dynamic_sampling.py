@@ -16,8 +16,8 @@ from mrl.config import RolloutConfig
 from mrl.types import Prompt, SampleGroup
 
 ROUND_SHIFT = 56
-"""The seed of a further round has the round's number above this bit, so it differs from all seeds
-of steps and of prompts that a step draws twice."""
+"""The number of earlier rounds, shifted left by this many bits, is added to a round's seed. So the seed
+differs from all seeds of steps and of prompts that a step draws twice."""
 
 
 class DynamicSampling:
@@ -48,7 +48,7 @@ class DynamicSampling:
             (self._kept if has_signal(group.rewards) else self._zero_variance).append(group)
 
     def next_round(self, draw: Callable[[int], list[Prompt]], seed: int) -> StepPrompts:
-        """Return one further prompt for each missing group. The group ids continue those of earlier
+        """Return one new prompt for each missing group. The group ids continue those of earlier
         rounds."""
         return fresh_prompts(
             draw(self.num_missing),
@@ -75,8 +75,8 @@ class DynamicSampling:
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of rounds, drawn prompts, missing groups and zero-variance groups by
-        cause, and the mean reward over all drawn prompts. The mean over the step's groups is
-        biased, because groups that are all right or all wrong were replaced."""
+        cause, and the mean reward over all drawn prompts. A mean over only the step's groups would
+        be biased, because groups that are all right or all wrong were replaced."""
         everything = [*self._kept, *self._zero_variance]
         rewards = [group.rewards for group in everything if group.rewards is not None]
         causes = zero_variance_metrics(rewards)

@@ -5,7 +5,7 @@ episodes, in the order of prompts and samples. The environments answer when the 
 complete. So the requests and their tokens do not depend on how long a completion or an environment
 takes.
 
-Dimensions: T tokens of an episode so far, G samples a prompt.
+Dimensions: T tokens of an episode so far, G samples per prompt.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MultiTurnRollout:
         ]
         self._step_samples = step_samples or len(self._episodes)
         self._waiting = list(range(len(groups)))
-        """Indices of the prompts whose groups were not yielded yet."""
+        """Indices of the prompts whose groups have not been yielded yet."""
         self._started = False
         self._num_turns = 0
         """Number of turns that are complete for all live episodes."""
@@ -209,7 +209,7 @@ class MultiTurnRollout:
 
     def _observe(self, number: int, observation: Observation) -> None:
         """Append an observation to the conversation. End the episode if the context has no room for
-        it and a further turn."""
+        it and another turn."""
         episode = self._episodes[number]
         conversation = episode.conversation
         try:
@@ -223,8 +223,8 @@ class MultiTurnRollout:
             episode.conversation = conversation.with_tokens(torch.tensor(ids, dtype=torch.int64))
 
     def _refuse(self, number: int, error: ValueError) -> None:
-        """End an episode whose observation cannot be rendered as tokens, as a failure of its
-        environment."""
+        """End an episode whose observation cannot be rendered as tokens, and count this as a failure
+        of its environment."""
         self._environments.count_failure(str(error))
         self._fail(number)
 

@@ -38,8 +38,8 @@ class PromptSupply:
         return self.backlog.begin_step(self.draw, step_seed(self._seed, step))
 
     def take_up(self, waiting: list[PendingPrompt]) -> list[PendingPrompt]:
-        """Put the pending prompts of a checkpoint into the backlog and into `first`; return the
-        latter, whose samples are generated again."""
+        """Put the pending prompts of a checkpoint into the backlog or, if their samples are generated
+        again, into `first`. Return those in `first`."""
         rest = self.backlog.take_up(waiting)
         self.first = [*(one.group.prompt for one in rest), *self.first]
         return rest
@@ -47,9 +47,9 @@ class PromptSupply:
     def pending(
         self, ahead: Sequence[PendingPrompt], backlog: Sequence[SampleGroup]
     ) -> dict[str, Any]:
-        """Return JSON-able state: the position in the data and all pending prompts.
+        """Return JSON-serializable state: the position in the data and all pending prompts.
 
-        `ahead` are pending prompts that were generated before their step. `backlog` are the groups
+        `ahead` are pending prompts that were rolled out before their step. `backlog` are the groups
         of the backlog, with the tokens and routes from all ranks.
         """
         first = [PendingPrompt(SampleGroup(prompt, [])) for prompt in self.first]

@@ -1,4 +1,4 @@
-"""This module reads a step's scored groups from the rollouts that another run saved."""
+"""Reads a step's scored groups from the rollouts that another run saved."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class SavedCollector:
     def load_state_dict(
         self, state: dict[str, Any], step: int, *, other_data: bool = False
     ) -> None:
-        """Keep the state for later checkpoints. Which file is read depends only on the number of
-        the step."""
+        """Keep the state for later checkpoints. It is not used here, because only the number of the
+        step determines which file is read."""
         self._state = {} if other_data else state
 
     def close(self) -> None:

@@ -37,8 +37,8 @@ class Scoring:
         self._tokenizer = tokenizer
         self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         self._runners: dict[str | None, RewardRunner] = {}
-        """The rewards of data sources, by `Prompt.reward`. The key None has the recipe's own
-        reward."""
+        """The runners of the data sources' rewards, by `Prompt.reward`. The runner of the recipe's own
+        reward has the key None."""
         self.environments: EnvironmentRunner | None = None
         """The environments of conversations; None if the recipe has no environment."""
         # Workers are started in this thread, and exit when it ends, so it lives as long as the run.
@@ -58,7 +58,7 @@ class Scoring:
             undo.pop_all()
 
     def begin_step(self) -> None:
-        """Reset the groups and the counts of failures for a new step."""
+        """Reset the groups and the failure counts for a new step."""
         self._begun, self._num_scored = [], 0
         for runner in self._runners.values():
             runner.begin_step()
@@ -71,8 +71,8 @@ class Scoring:
         return None if self.environments is None else ConcurrentEpisodes(self.environments)
 
     def begin(self, group: SampleGroup) -> None:
-        """Start to score a complete group, and return at once. If an environment has scored the
-        group, it keeps its rewards."""
+        """Start to score a complete group, and return at once. A group that an environment has scored
+        keeps its rewards."""
         runner = self._runner_of(group.prompt)
         if runner is None:
             self._begun.append((group, None))
@@ -99,8 +99,8 @@ class Scoring:
     def score(self, group: SampleGroup) -> tuple[SampleGroup, int]:
         """Score one group. Return the group and the number of samples that could not be scored.
 
-        Any thread may call this. Failures are counted and limited over as many samples as a step
-        has, because the groups do not belong to a step yet.
+        Any thread may call this. The groups do not belong to a step yet, so failures are counted and
+        limited over periods of as many samples as a step has.
         """
         return self._thread.submit(self._score, group).result()
 

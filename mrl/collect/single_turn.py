@@ -62,7 +62,7 @@ class SingleTurnRollout:
 
         The limits in `sampling` apply to complete samples. For a sample that has C tokens already,
         the limits of the request are smaller by C. A sample has at most `context_len` tokens. If a
-        partial sample may have no further token, which happens when a run continues with shorter
+        partial sample has no room for another token, which happens when a run continues with shorter
         limits, it ends with the finish reason `length`.
 
         `on_sample(group, k)` is called when sample k of a group is complete and the group is not.
@@ -118,14 +118,14 @@ class SingleTurnRollout:
         return self._groups.pop(group_id)
 
     def _room(self, group_id: int, sample: Sample) -> int:
-        """Return how many further tokens the sample may have."""
+        """Return how many more tokens the sample may have."""
         room = self._samplings[group_id].max_new_tokens - len(sample.response_ids)
         if self._context_len is None:
             return room
         return min(room, self._context_len - len(sample.token_ids))
 
     def _cut_off(self, group_id: int) -> None:
-        """End those partial samples of a group that may have no further token."""
+        """End the partial samples of a group that have no room for another token."""
         samples = self._groups[group_id].samples
         for k, sample in enumerate(samples):
             is_partial = sample.finish_reason == PARTIAL and len(sample.response_ids) > 0
@@ -153,7 +153,7 @@ class SingleTurnRollout:
 
 
 def _remaining(sampling: SamplingParams, num_done: int, room: int) -> SamplingParams:
-    """Return the parameters for continuing a sample of `num_done` tokens by at most `room`
+    """Return the parameters for adding at most `room` tokens to a sample with `num_done` generated
     tokens."""
     if not num_done:
         return sampling  # unchanged, so that the engine refuses a prompt that is too long
@@ -175,7 +175,7 @@ def _empty_sample(group_id: int, prompt: Prompt) -> Sample:
 
 
 def _continued(sample: Sample, completion: Completion) -> Sample:
-    """Return the sample with a completion appended, which continues its tokens."""
+    """Return the sample with the completion appended to its tokens."""
     num_new = completion.output_ids.numel()
     if not num_new:
         return dataclasses.replace(sample, finish_reason=completion.finish_reason)

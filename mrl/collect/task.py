@@ -70,8 +70,8 @@ class Task:
     def run(self, endpoint: PolicyEndpoint) -> None:
         """Generate the remaining groups. A complete group is scored while others are generated.
 
-        Raises EngineLost, and InputError if the engine returns no sampling masks although the task
-        needs them.
+        Raises EngineLost if the engine is lost, and InputError if the engine returns no sampling masks
+        although the task needs them.
         """
         for group in self.rollout.finished(endpoint):
             if self.needs_masks and lacks_masks(group):
@@ -108,7 +108,7 @@ class EngineTasks:
         """Scores the groups of steps."""
 
     def of_step(self, started: Sequence[Started], num_wanted: int) -> Task:
-        """Return a task for the prompts of a step that this engine generates."""
+        """Return a task for this engine's prompts of a step."""
         return self._task(self._plan.recipe, self.scoring, started, "rollout", num_wanted)
 
     def of_evaluation(self) -> list[Task]:
@@ -187,7 +187,7 @@ def make_rollout(
 
 
 def lacks_masks(group: SampleGroup) -> bool:
-    """Return whether a sample with generated tokens has no sampling mask."""
+    """Return whether any sample with generated tokens lacks a sampling mask."""
     return any(s.num_generated and s.sampling_mask is None for s in group.samples)
 
 

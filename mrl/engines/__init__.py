@@ -41,10 +41,9 @@ def engine_names() -> list[str]:
 
 def load_engine(name: str) -> Callable[..., RolloutEngine]:
     """Import the module of an engine, and return its class `Engine` or its function `build_engine`.
-    Either is called with an `EngineConfig`.
 
-    Raises InputError for an unknown name, or a module that has neither. mrl/system/plugins.py
-    describes how a name is looked up.
+    Both take an `EngineConfig`. Raises InputError for an unknown name, or a module that has neither.
+    mrl/system/plugins.py describes how a name is looked up.
     """
     engine: Any = resolve(_KIND, name)
     if not callable(engine):
@@ -56,11 +55,10 @@ def load_engine(name: str) -> Callable[..., RolloutEngine]:
 
 
 def node_class(engine: Callable[..., RolloutEngine], name: str) -> Callable[..., RolloutNode]:
-    """Return the attribute `Node` of an engine, the class of its processes on the nodes after the
-    first.
+    """Return an engine's `Node`, the class of its process on each node other than the first.
 
-    The class is called with an `EngineConfig` and the number of the node. Raises InputError, with
-    `name` in the message, for an engine that cannot span nodes.
+    The class takes an `EngineConfig` and the node's rank. Raises InputError, with `name` in the
+    message, for an engine that cannot span nodes.
     """
     found = getattr(engine, "Node", None)
     if found is None:

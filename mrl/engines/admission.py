@@ -1,4 +1,4 @@
-"""The interface of the policy by which a gate (gate.py) admits requests to an engine."""
+"""The interface of the policy that decides which requests a gate (gate.py) admits to an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Demand:
     num_waiting: int
     """Requests that are not in the engine yet."""
     tokens_each: int
-    """Tokens that each waiting request is expected to hold at its end
+    """Tokens that each waiting request is expected to hold when it ends
     (`AdmissionPolicy.tokens_each`)."""
     tokens_in_flight: int
     """Tokens that the tenant's requests in the engine are expected to hold when they end."""
@@ -27,8 +27,11 @@ class Demand:
 
 
 class AdmissionPolicy(Protocol):
-    """Decides how many requests of each tenant are sent to the engine, as
-    `mrl.service.schedule.Admission` does. The gate calls it from any thread, one call at a time."""
+    """Decides how many requests of each tenant are sent to the engine.
+
+    `mrl.service.schedule.Admission` implements it. The gate calls it from any thread, one call at a
+    time.
+    """
 
     def tokens_each(self, tenant: str, max_tokens: int) -> int:
         """Return how many tokens a request of the tenant is expected to hold, at most `max_tokens`."""
@@ -37,8 +40,8 @@ class AdmissionPolicy(Protocol):
     def admit(
         self, free_tokens: int, capacity_tokens: int, demands: Sequence[Demand]
     ) -> Mapping[str, int]:
-        """Return how many of the waiting requests of each tenant are sent now. `free_tokens` is
-        `capacity_tokens` less the tokens in flight of all tenants, and at least 0."""
+        """Return how many of each tenant's waiting requests to send now. `free_tokens` is
+        `capacity_tokens` minus the tokens in flight of all tenants, and at least 0."""
         ...
 
     def finished(self, tenant: str, num_tokens: int) -> None:

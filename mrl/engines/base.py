@@ -2,7 +2,7 @@
 
 An engine is an `EngineServer`, one server process, with a `PolicyEndpoint` for each policy that it
 serves. The server is started, put to sleep and stopped as a whole; an endpoint receives the weights of
-one policy and answers requests for it. An engine with one policy (`RolloutEngine`) lives like this:
+one policy and answers requests for it. An engine with one policy (`RolloutEngine`) is used like this:
 
     start() -> wake(WEIGHTS) -> endpoint.update_weights() -> wake(KV_CACHE, CUDA_GRAPH)
             -> endpoint.sequence_logprobs(), endpoint.generate()
@@ -13,10 +13,10 @@ current state does not allow raises RuntimeError, which names the state. Once th
 hangs, every call raises EngineLost; start() then starts another process.
 
 If an engine serves adapters (mrl/config/adapter.py), its base model keeps the checkpoint's weights.
-Updates bring the matrices of an adapter, and a request finishes with the version under which it was
+Updates load the matrices of an adapter, and a request finishes with the version under which it was
 sent. Before the first update, the base model answers requests.
 
-An engine generates token sequences. Prompts, sample groups and long tails are the concern of
+An engine generates token sequences. Prompts, sample groups and long tails are handled in
 mrl/collect/single_turn.py.
 
 Dimensions: P tokens of a request, C tokens of its completion.
@@ -43,14 +43,14 @@ WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 CUDA_GRAPH = "cuda_graph"
 MEMORY_TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)
-"""The parts of an engine's device memory that it can give back, in the order in which they wake."""
+"""The parts of an engine's device memory that it can release, in the order in which they wake."""
 
 PauseMode = Literal["in_place", "retract"]
 
 PORT_CLASH = "a port was already in use"
 """Part of the error message when a start fails because another program has just taken a port."""
 START_ATTEMPTS = 3
-"""How often a start is tried, each time with other ports, before a port clash ends the run."""
+"""How many times a start is tried, each time with other ports, before a port clash ends the run."""
 
 
 class EngineLost(RuntimeError):
@@ -60,20 +60,20 @@ class EngineLost(RuntimeError):
     """
 
     is_explained = False
-    """Whether a call that ran alone in the engine was the cause. This call is not tried again."""
+    """Whether the cause is known: a call that ran alone in the engine. That call is not retried."""
 
 
 class RequestFailed(RunFailed):
-    """One request cannot be answered, others can: the engine refused it, or died twice with it."""
+    """The engine refused one request, or died twice while it was in flight; others can go on."""
 
 
 class EndsEngine(RequestFailed):
-    """Two engines died with this request in flight. In the second engine, its call ran alone."""
+    """Two engines died with this request in flight, and its call ran alone in the second one."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens to be continued: a prompt, or a prompt and the part of its answer that exists already."""
+    """Tokens to continue: a prompt, or a prompt and the part of its answer generated so far."""
 
     request_id: str
     """Unique among the requests in flight."""
@@ -93,22 +93,22 @@ class Completion:
     """i64[C]. An aborted completion has the tokens generated so far (possibly none) except the last,
     because it is unknown whether the last token ended the sequence."""
     logprobs: Tensor
-    """f32[C]: the engine's log-probs at the sampling temperature. They are over the kept tokens if
-    there is a sampling mask, otherwise over the whole vocabulary."""
+    """f32[C]: the engine's log-probs at the sampling temperature. They are normalized over the kept
+    tokens if there is a sampling mask, otherwise over the whole vocabulary."""
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: tuple[VersionSpan, ...]
     """The version of the weights that sampled each token: spans that cover [P, P + C) in order."""
     routing: RoutingTrace | None
     """Routes of all P + C - 1 routed tokens; None if routes are off or nothing was generated."""
     num_retractions: int = 0
-    """How often the engine retracted the request for lack of KV memory, and later computed it again."""
+    """How often the engine retracted the request for lack of KV memory, and later recomputed it."""
     sampling_mask: SamplingMask | None = None
     """The kept tokens for each of the C tokens; None unless `SamplingParams.sampling_mask` is set."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Size and timings of a weight update. Time in neither field was spent on gathering weights."""
+    """Size and timings of a weight update. The rest of its time was spent on gathering weights."""
 
     num_bytes: int
     push_s: float
@@ -120,7 +120,7 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine's constructor takes. The constructor starts no process."""
+    """All arguments of an engine's constructor, which starts no process."""
 
     model: ModelConfig
     rollout: RolloutConfig
@@ -134,13 +134,13 @@ class EngineConfig:
     """Seed of the engine's own random numbers, which change with every start(). They matter only where
     sampling ignores the seeds of requests: on GPUs without deterministic inference."""
     keep_weights_on_host: bool = False
-    """Allow sleep(1) on GPUs, which takes host memory for a copy of the weights."""
+    """Whether sleep(1) is allowed on GPUs. It takes host memory for a copy of the weights."""
     num_nodes: int = 1
     """Number of nodes over which the `rollout.tensor_parallel_size` ranks are spread evenly."""
     weight_push: Callable[..., Any] | None = None
     """`Push` of the transport (mrl/weight_sync/transports); None selects the engine's default."""
     adapter: Adapter | None = None
-    """If set, updates bring the matrices of this adapter only, and only sleep(1) is allowed."""
+    """If set, updates load only the matrices of this adapter, and only sleep(1) is allowed."""
 
 
 class EngineServer(Protocol):
@@ -153,8 +153,8 @@ class EngineServer(Protocol):
         (host:port on this machine). `meanwhile` is called repeatedly until the engine is ready, and
         raises RuntimeError if another node has failed.
 
-        Raises InputError for a mistake in the recipe, RuntimeError with the last lines and the path of
-        the log if the engine dies or is not ready in time, and RuntimeError if it is running already.
+        Raises InputError for a mistake in the recipe. Raises RuntimeError if the engine is running
+        already, and, with the path and the last lines of the log, if it dies or is not ready in time.
         After EngineLost, this first removes what is left of the lost process.
         """
         ...
@@ -187,22 +187,22 @@ class EngineServer(Protocol):
         ...
 
     def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop generating, for all requests of the server, so that update_weights() may follow. Calls
-        of generate() that begin while the server is paused wait for resume().
+        """Stop generating, for all requests of the server, to allow update_weights(). Calls of
+        generate() that begin while the server is paused wait for resume().
 
         `in_place` keeps the KV cache of running requests: tokens after the update attend to keys and
         values of the older weights. `retract` drops it, and it is computed again after resume(). It is
         then unknown which weights chose the routes of the tokens before the update, so under R3 these
-        tokens leave the loss. To keep them in the loss, abort() the requests, update, and send prompt
+        tokens are excluded from the loss. To keep them, abort() the requests, update, and send prompt
         and partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
 
         The prefix cache stores prefixes under keys, which name the weight version. After the update, a
         request that was retracted or had not begun gets the key of the new version, so it reads nothing
         that older weights computed (plugins/server/mrl_weight_versions.py). A running request keeps the
-        old key, which no later request uses. Calls with `stale_prefixes`, and calls that run alone,
-        have no key: rows that they read from the cache have the version that computed these rows, or
-        UNKNOWN_VERSION, in `RoutingTrace.row_versions`. If a call that runs alone ends while the server
-        is paused, the server resumes.
+        old key, which no later request uses. Calls with `stale_prefixes`, and calls that run alone, use
+        no key: for rows that they read from the cache, `RoutingTrace.row_versions` has the version that
+        computed the row, or UNKNOWN_VERSION. If a call that runs alone ends in a pause, the server
+        resumes.
         """
         ...
 
@@ -211,8 +211,8 @@ class EngineServer(Protocol):
         ...
 
     def start_profile(self, folder: Path, name: str, *, with_stack: bool) -> None:
-        """Begin to trace the generation. Each process of the engine will write one file into `folder`;
-        the file's name begins with `name`. An engine may lack this method and `stop_profile`.
+        """Start to trace generation. Each process of the engine will write one file into `folder`; the
+        file's name begins with `name`. An engine may lack this method and `stop_profile`.
 
         Raises RuntimeError while a call of generate() is open, or if the engine refuses.
         """
@@ -226,7 +226,7 @@ class EngineServer(Protocol):
 class PolicyEndpoint(Protocol):
     """One policy that a server serves. All methods block, and all may raise EngineLost.
 
-    generate() and abort() may be called from any thread, also between two completions. Several calls
+    generate() and abort() may be called from any thread, even between two completions. Several calls
     of generate() may be open at once if all of them are `concurrent`; only one thread at a time may use
     the iterator of a call. All other methods are for one thread. update_weights() changes the weights
     for all open calls. sequence_logprobs() raises RuntimeError while a call is open.
@@ -243,13 +243,13 @@ class PolicyEndpoint(Protocol):
         WEIGHTS must be awake. While a call of generate() is open, the server must be paused. Calls
         that begin during the update wait until it ends. Weights have Hugging Face's names, and only
         the last bucket has `is_last`. Raises ValueError if a bucket carries another version, if a
-        weight is missing, unknown, repeated or of another shape, and if a paused engine has had
-        `version` before. Raises RuntimeError if the engine refuses a bucket or finally holds other
-        weights than were sent. After an error, generate() raises until an update succeeds.
+        weight is missing, unknown, repeated or of another shape, or if the engine is not idle and has
+        had `version` before. Raises RuntimeError if the engine refuses a bucket, or ends up with
+        weights other than those sent. After an error, generate() raises until an update succeeds.
 
-        With an adapter, the buckets bring all of its matrices, 2-D and under PEFT's names. No pause is
-        needed: a request in flight finishes with the version under which it was sent, even if the
-        update fails. A version that no request uses is dropped.
+        With an adapter, the buckets contain all of its matrices, 2-D and under PEFT's names. No pause
+        is needed: a request in flight finishes with the version under which it was sent, even if the
+        update fails. Versions that no request uses any more are dropped.
         """
         ...
 
@@ -277,15 +277,15 @@ class PolicyEndpoint(Protocol):
 
         `concurrent` allows other concurrent calls at the same time; no two open calls may share a
         request id. The engine batches requests of all calls, so the last bits depend on the other
-        requests, and the prefix cache is kept. A request reads only prefixes that its own weights
-        computed, or with `stale_prefixes` prefixes that any weights computed. A concurrent call waits
+        requests, and the prefix cache is kept. A request reads only cached prefixes that its own
+        weights computed or, with `stale_prefixes`, that any weights computed. A concurrent call waits
         while the engine is paused or its weights change.
 
         Nothing is sent before the first `next()`. Leaving the iterator early aborts the remaining
         requests. Raises ValueError, before anything is sent, for a request that is empty, repeats an
-        id, is too long for the context or the KV cache, or does not fit the model's tokens or the
-        sampling limits; RequestFailed if the engine refuses a request; RuntimeError for an answer with
-        wrong weights, a wrong length, or NaN; EngineLost if the engine dies, its scheduler does not
+        id, is too long for the context or the KV cache, or exceeds the vocabulary or the sampling
+        limits; RequestFailed if the engine refuses a request; RuntimeError for an answer from the wrong
+        weights, of a wrong length, or with NaN; EngineLost if the engine dies, its scheduler does not
         respond for `rollout.stall_timeout_s`, or it fails a request repeatedly. If an answer takes more
         than `rollout.request_timeout_s`, raises EngineLost if the engine is idle, and RunFailed if it
         is busy. Completions yielded before an error remain valid.
@@ -298,8 +298,8 @@ class PolicyEndpoint(Protocol):
 
 
 class RolloutEngine(EngineServer, Protocol):
-    """A server with one policy. A file of mrl/engines/ offers it as `Engine` or `build_engine`, a class
-    or a function that is called with an `EngineConfig`.
+    """A server with one policy. A module in mrl/engines/ provides it as `Engine` or `build_engine`, a
+    class or a function that takes an `EngineConfig`.
 
     A class may implement `PolicyEndpoint` too: its `endpoint` is then the object itself.
     """
@@ -311,8 +311,8 @@ class RolloutEngine(EngineServer, Protocol):
 
 
 class RolloutNode(Protocol):
-    """An engine's process on a node other than its first. The attribute `Node` of the engine's class is
-    called with an `EngineConfig` and the node's number. An engine without `Node` stays on one node."""
+    """An engine's process on a node other than its first. The engine's class has the attribute `Node`,
+    which takes an `EngineConfig` and the node's rank. An engine without `Node` stays on one node."""
 
     def start(self, address: str) -> None:
         """Remove what is left of an earlier process, and begin to start a new process."""
@@ -342,8 +342,8 @@ def engine_seed(seed: int, *counts: int) -> int:
     """Return the seed of an engine's own random numbers: 31 bits, the same in all runs and on all
     machines.
 
-    `counts`, such as the number of the engine, the step from which a run resumes and the number of
-    starts, distinguish engines that must have different random numbers. See `EngineConfig.seed`.
+    `counts`, such as the engine's index, the step from which a run resumes and how often the engine
+    was started, distinguish engines that need different random numbers (see `EngineConfig.seed`).
     """
     text = "/".join(str(number) for number in (seed, *counts)).encode()
     # SGLang passes it to NumPy, which takes 32 bits.

@@ -2,8 +2,8 @@
 after another.
 
 Any of these requests may have been the cause. A call of generate() with such a request is tried
-once more, alone in the next engine. If that engine dies, too, the requests of this call are the
-cause and are not tried again. If the engine survives, these requests are treated like any others.
+once more, alone in the next engine. If that engine dies as well, the requests of this call are the
+cause and are not tried again. If the engine survives, they are treated like any others.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Named = tuple[str, str]
 
 
 class CrashedRequests:
-    """The requests in flight at the deaths of one engine, over all of its starts. The gate calls these
-    methods under its lock."""
+    """The requests that were in flight when an engine died, over all of its starts. The gate calls
+    these methods under its lock."""
 
     def __init__(self) -> None:
         self._in_crash: set[Named] = set()
-        """Requests that were in flight when the engine died while other calls could be running."""
+        """Requests that were in flight when the engine died, from calls that did not run alone."""
         self._crashed_alone: set[Named] = set()
-        """Requests of a call that ran alone in the engine when it died."""
+        """Requests that were in flight when the engine died, from calls that ran alone."""
 
     def add(self, tenant: str, ids: Iterable[str], *, were_alone: bool) -> None:
-        """Record that the engine died with these requests in flight. `were_alone`: their call ran
-        alone."""
+        """Record that the engine died with these requests in flight. `were_alone`: whether their call
+        ran alone."""
         named = {(tenant, each) for each in ids}
         if were_alone:
             self._in_crash -= named

@@ -1,7 +1,7 @@
-"""A gate in front of an engine that several tenants share: it decides which requests are sent when.
+"""A gate in front of an engine that several tenants share: it decides when each request is sent.
 
 An engine serves requests in the order in which they came, so a thousand requests of one tenant would
-starve the others. Behind a gate, requests wait in the trainer's process, and a policy from outside
+starve the others. Behind a gate, requests wait in the trainer's process, and a separate policy
 (mrl/service/schedule.py) admits them according to the KV memory that is left. Without a policy all
 requests are admitted at once.
 
@@ -30,7 +30,7 @@ class Admitted(NamedTuple):
 
     request: Request
     expected: int
-    """The number of tokens, prompt and answer, that the request is expected to hold at its end."""
+    """The number of tokens, prompt and answer, that the request is expected to hold when it ends."""
     since: float
     """When it was admitted, by the clock of `GateTimes`."""
 
@@ -82,14 +82,14 @@ class AdmissionQueue:
                 gate.note_survived(self, self.ids - self.in_flight_at_loss)
 
     def withdraw(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Remove the requests with these ids (all for None) that were not sent yet, and return them."""
+        """Remove and return the requests with these ids (None: all) that were not sent yet."""
         with self._gate.changing() as gate:
             return gate.take_back(self, request_ids)
 
     def lose(self) -> bool:
         """Record, before close(), that the engine died with requests of this queue in flight.
         Nothing is admitted until another engine has started. Return whether the queue ran alone in
-        the engine and had requests in flight, so that these killed the engine."""
+        the engine and had requests in flight, in which case these requests killed the engine."""
         with self._gate.lock:
             self.in_flight_at_loss = set(self.in_engine)
             return self._gate.note_loss(self)
@@ -105,7 +105,7 @@ class AdmissionQueue:
 
 
 def most_tokens(request: Request) -> int:
-    """Return the most tokens that a request can have: its prompt and the longest answer."""
+    """Return the most tokens that a request can have: its prompt and its longest possible answer."""
     return request.token_ids.numel() + request.sampling.max_new_tokens
 
 
@@ -116,7 +116,7 @@ class _Tenant:
     queues: list[AdmissionQueue] = field(default_factory=list)
     """The tenant's queues that have waiting requests, the oldest first."""
     in_flight: int = 0
-    """Tokens that the tenant's requests in the engine are expected to hold at their end."""
+    """Tokens that the tenant's requests in the engine are expected to hold when they end."""
 
 
 class Gate:
@@ -142,12 +142,12 @@ class Gate:
         self._is_lost = False
         """Whether the engine has died since its last start. Nothing is admitted then."""
         self._ended_alone = False
-        """Whether the engine died while a queue had it alone."""
+        """Whether the engine died while the requests of a queue ran alone in it."""
 
     @contextmanager
     def changing(self) -> Iterator[Gate]:
-        """Hold the lock during the block, then admit what the policy allows. Call `on_admitted` of
-        each queue with new requests, without the lock."""
+        """Hold the lock during the block, then admit what the policy allows. After releasing the lock,
+        call `on_admitted` of each queue from which requests were admitted."""
         with self.lock:
             yield self
             notified = self._admit()
@@ -156,8 +156,8 @@ class Gate:
 
     @property
     def has_culprit(self) -> bool:
-        """Whether an engine that is lost was killed by requests that ran alone in it. The answer is
-        right even before the thread that sent these requests has noticed the loss."""
+        """Whether requests that ran alone in a lost engine killed it. The answer is right even before
+        the thread that sent these requests has noticed that the engine is lost."""
         with self.lock:
             return self._ended_alone or (self._alone is not None and bool(self._alone.in_engine))
 
@@ -283,7 +283,7 @@ class Gate:
         return ended_alone
 
     def note_survived(self, queue: AdmissionQueue, request_ids: Collection[str]) -> None:
-        """Record that a queue has ended, and that the engine survived these of its requests."""
+        """Record that a queue has ended, and that the engine survived its requests `request_ids`."""
         self._crashed.remove(queue.tenant, request_ids)
         if self._alone is queue:
             self._alone = None
@@ -305,7 +305,7 @@ class Gate:
     def take_back(
         self, queue: AdmissionQueue, request_ids: Collection[str] | None
     ) -> list[Request]:
-        """Remove the requests with these ids (all for None) that were not sent yet, and return them."""
+        """Remove and return the requests with these ids (None: all) that were not sent yet."""
         waiting, kept = _split(queue.waiting, request_ids)
         queue.waiting = deque(kept)
         untaken, queue.untaken = _split(queue.untaken, request_ids)
@@ -321,7 +321,7 @@ class Gate:
 def _split(
     requests: Iterable[Request], request_ids: Collection[str] | None
 ) -> tuple[list[Request], list[Request]]:
-    """Split requests into those with these ids (for None, all requests) and the rest."""
+    """Split requests into those with these ids (None: all requests) and the rest."""
     taken, kept = [], []
     for request in requests:
         (taken if request_ids is None or request.request_id in request_ids else kept).append(

@@ -1,8 +1,8 @@
 """Statistics of a gate: how full the engine was over time, whose requests filled it, and how long
 requests waited.
 
-The numbers of requests change only when a request comes, is sent or ends. The gate sees each of these
-events, so its sums are exact for the requests that it has sent, and nobody has to ask the engine.
+The numbers of requests change only when a request arrives, is sent or ends. The gate sees each of
+these events, so its sums are exact for the requests that it has sent, without asking the engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GateTimes:
     running_s  the number of requests in the engine, capped at the number that it can run at once
     cache_s    the number of tokens that its KV cache can hold
     held_s     tokens of prompts and answers, as if each answer grew evenly; added when a request ends
-    counted_s  tokens that the requests in the engine are expected to hold; the gate admits by this sum
+    counted_s  tokens that requests in the engine are expected to hold when they end (for admission)
     busy_s     the time in which the engine has any request
     mix_s      the number of tenants that have requests in the engine
 
@@ -62,8 +62,8 @@ class GateTimes:
         self._sums[f"{tenant}/requests"] += number
 
     def send(self, tenant: str, expected: int) -> float:
-        """Note that a waiting request is sent, which is expected to hold `expected` tokens at its end.
-        Return the time."""
+        """Note that a waiting request is sent and is expected to hold `expected` tokens when it ends.
+        Return the current time."""
         self._advance()
         self._waiting[tenant] -= 1
         self._sent[tenant] += 1

@@ -10,7 +10,8 @@ from mrl.system.mapped_file import map_file, map_registered_file
 from mrl.types import Handle, WeightBucket
 
 DEVICE_FIELD = 6
-"""The index of the device in torch's reduced CUDA tensor (torch/multiprocessing/reductions.py)."""
+"""The index of the device among the fields to which torch reduces a CUDA tensor
+(torch/multiprocessing/reductions.py)."""
 
 
 def handle_of(flat: Tensor | None, path: str | None) -> Handle:
@@ -47,7 +48,7 @@ def file_handle(path: str, num_bytes: int, *, is_registered: bool = False) -> Ha
 
 
 def flat_of(bucket: WeightBucket) -> Tensor:
-    """Return the bucket's tensors end to end as u8[num_bytes]: `bucket.flat`, or a copy if it is
+    """Return the bucket's tensors concatenated as u8[num_bytes]: `bucket.flat`, or a copy if that is
     None."""
     if bucket.flat is not None:
         return bucket.flat

@@ -1,4 +1,4 @@
-"""Sampling parameters, and their check against a model before a request is sent.
+"""Sampling parameters, and the check that they suit a model before a request is sent.
 
 Recipes, evaluation sets, a session's `sample` and every request are checked by the same function.
 Parameters that SGLang's scheduler cannot handle crash it, and then the requests of all other callers
@@ -13,7 +13,7 @@ from mrl.config import RolloutConfig
 from mrl.errors import InputError
 
 MAX_STOP_STRINGS = 32
-"""SGLang's limit for the stop texts of a request (sampling/sampling_params.py, MAX_STOP_COUNT)."""
+"""SGLang's limit on the stop texts per request (sampling/sampling_params.py, MAX_STOP_COUNT)."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def check_sampling_params(
 
 
 def check_temperature(temperature: float, where: str = "") -> None:
-    """Raise InputError for a temperature at which no engine can sample. `where` is put before the
-    name."""
+    """Raise InputError for a temperature at which no engine can sample. In the message, `where` is put
+    before the parameter's name."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
         raise InputError(
             f"{where}temperature is {temperature:g}, expected {LEAST_TEMPERATURE:g} to "

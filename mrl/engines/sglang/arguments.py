@@ -33,7 +33,7 @@ OWNED = {
     "lora_target_modules": "lora.targets",
     "experts_shared_outer_loras": "lora.experts",
 }
-"""Fields that another recipe key sets, with this key."""
+"""Fields that another recipe key sets, mapped to that key."""
 FIXED = {
     "the server is a child process on loopback, behind a key": (
         "host", "port", "api_key", "admin_api_key", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
@@ -61,7 +61,7 @@ FIXED = {
     "code of the checkpoint never runs": ("trust_remote_code",),
     "routes are not recorded for drafted tokens": ("speculative_algorithm",),
 }  # fmt: skip
-"""Fields that no recipe may set, by the reason in the error message."""
+"""Fields that no recipe may set, grouped by the reason that the error message gives."""
 
 
 def check_server_args(server_args: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ CONSEQUENCES = re.compile(
     r"EOFError|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|scheduler died|"
     r"(?:Sub)?process .*(?:failed|died|terminated)|initialization failed|/freeze_gc"
 )
-"""Errors in other processes of the server, as consequences of the process that failed first."""
+"""Errors that other processes of the server report as a consequence of the first failure."""
 CRASHES = re.compile(
     r"Segmentation fault|Fatal Python error|core dumped|CHECK failed|terminate called"
 )
@@ -27,9 +27,9 @@ MAX_CHARS = 300
 def cause(log: str, exit_code: int | None = None) -> str:
     """Return one line that says why the server died; empty if neither `log` nor `exit_code` tells.
 
-    The line is the first of these that is found: a lack of memory, the first exception that is not the
-    consequence of another failure, the first exception of any kind, the last message of a crash, the
-    signal that killed the server.
+    The line is the first of these that is found: an out-of-memory error, the first exception that is
+    not the consequence of another failure, the first exception of any kind, the last message of a
+    crash, the signal that killed the server.
     """
     lines = log.splitlines()
     for line in lines:

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _die_with_parent(parent_pid: int, scratch: str) -> None:
-    """Kill this whole session, schedulers included, when the trainer dies for whatever reason.
+    """Kill this whole session, schedulers included, when the trainer dies for any reason.
 
     PR_SET_PDEATHSIG is not enough: it fires when the *thread* that started this process ends, and it
     kills only this process. Schedulers that are still importing would then keep running.

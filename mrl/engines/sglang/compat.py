@@ -1,4 +1,4 @@
-"""Imports internal names of SGLang by the table in names.py, for plug-ins and the server process."""
+"""Imports SGLang's internals through the table in names.py, for plug-ins and the server process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hook(name: str, function: Callable[..., Any], kind: str) -> None:
 
 
 def parallelism_info(checker: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's numbers in the parallel groups, for the answer to POST /weights_checker.
+    """Return a rank's indices in its parallel groups, for the answer to POST /weights_checker.
     `options` are the keyword arguments of the hooked call; since 0.5.21 they contain the model's
     `role`."""
     role = {"role": options["role"]} if "role" in options else {}

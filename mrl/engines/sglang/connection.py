@@ -66,7 +66,7 @@ class ServerConnection:
         """Start the server and block until it answers. If another program takes the chosen port, try
         again with another port.
 
-        `settings` are fields of ServerArgs that are new at each start. `meanwhile` is called repeatedly
+        `settings` are fields of ServerArgs that differ at each start. `meanwhile` is called repeatedly
         while the server starts, and may raise RuntimeError to end the start. Raises RuntimeError if the
         server dies or is not ready after `timeout_s`, and leaves no process behind.
         """
@@ -99,9 +99,9 @@ class ServerConnection:
         self.process.stop()
 
     def new_request_id(self) -> str:
-        """Return an id that was never used before, because two seconds after an answer SGLang aborts
-        the answered ids once more. All ids have the same length, because an abort ends
-        every request whose id starts with the given id."""
+        """Return an id that was never used before. A reused id would be aborted, because two seconds
+        after an answer SGLang aborts the answered id once more. All ids have the same length, because
+        an abort ends every request whose id starts with the given id."""
         return f"mrl-{next(self._request_numbers):012d}"
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
@@ -129,8 +129,8 @@ class ServerConnection:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Kill the server if one of its processes dies during the block, or is stopped (SIGSTOP) for
-        `rollout.stall_timeout_s`. The kill breaks the connection on which the block waits.
+        """Kill the server if one of its processes dies during the block, or has been stopped (SIGSTOP)
+        for `rollout.stall_timeout_s`. The kill breaks the connection on which the block waits.
 
         SGLang itself takes more than a minute to end after its detokenizer has died.
         """
@@ -180,7 +180,7 @@ class ServerConnection:
         raise self.lost(f"the SGLang server died, exit code {code}")
 
     def _check_halted(self) -> None:
-        """Raise EngineLost if a process of the server is stopped for `rollout.stall_timeout_s`."""
+        """Raise EngineLost if a server process has been stopped for `rollout.stall_timeout_s`."""
         if part := self.process.halted_part(limit_s := self._timeouts.least_s):
             raise self.lost(
                 f"the SGLang server's {part} is stopped (SIGSTOP) for "
@@ -217,7 +217,7 @@ class ServerConnection:
         )
 
     def _num_requests(self) -> int:
-        """Return how many requests the schedulers run or have queued."""
+        """Return how many requests are running or queued in the schedulers."""
         try:
             _, text = self._running_client().get("/v1/loads", timeout_s=self._timeouts.least_s)
         except OSError as error:
@@ -250,8 +250,8 @@ class ServerConnection:
         return client
 
     def room(self) -> tuple[int, int]:
-        """Return (tokens that the KV caches hold, requests that can run at once), each summed over all
-        replicas of the attention."""
+        """Return (token capacity of the KV caches, number of requests that can run at once), each
+        summed over the attention replicas."""
         states = self._states()
         return (
             sum(int(state["memory_usage"]["token_capacity"]) for state in states),
@@ -259,8 +259,8 @@ class ServerConnection:
         )
 
     def cache_of_one(self) -> tuple[int, int]:
-        """Return (tokens that the smallest KV cache of a replica holds, tokens of a page of the
-        cache)."""
+        """Return (token capacity of the smallest KV cache among the attention replicas, page size in
+        tokens)."""
         states = self._states()
         return (
             min(int(state["memory_usage"]["token_capacity"]) for state in states),
@@ -272,7 +272,7 @@ class ServerConnection:
         return json.loads(text)["internal_states"]
 
     def offers(self, path: str) -> bool:
-        """Return whether the server has this POST route. A GET finds out without calling it."""
+        """Return whether the server has this POST route, found with a GET, which does not invoke it."""
         status, _ = self._running_client().get(path, timeout_s=CONTROL_TIMEOUT_S)
         return status != 404
 
@@ -315,7 +315,7 @@ class ServerConnection:
             )
 
     def _refuse_halted(self) -> None:
-        """Raise EngineGone if a starting process is stopped for `rollout.stall_timeout_s`."""
+        """Raise EngineGone if a starting process has been stopped for `rollout.stall_timeout_s`."""
         if part := self.process.halted_part(limit_s := self._timeouts.least_s):
             raise self._failed_start(
                 f"the SGLang server's {part} is stopped (SIGSTOP) while it starts, for "
@@ -323,8 +323,8 @@ class ServerConnection:
             )
 
     def _end_start(self) -> None:
-        """Raise EngineGone because one of the server's processes has died. Before that, the server gets
-        REAP_S to end by itself, so that the error can give its exit code."""
+        """Raise EngineGone because one of the server's processes has died. First give the server REAP_S
+        to end by itself, so that the error can give its exit code."""
         deadline = time.monotonic() + REAP_S
         while time.monotonic() < deadline:
             self._check_start()
@@ -335,7 +335,7 @@ class ServerConnection:
         )
 
     def _failed_start(self, what: str) -> EngineGone:
-        """Return the error of a start that failed because of `what`."""
+        """Return the error for a failed start; `what` says how it failed."""
         return self._with_log(EngineGone(f"engine: {what}"))
 
 

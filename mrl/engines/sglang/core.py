@@ -19,7 +19,7 @@ FLUSH_TIMEOUT_S = 60.0
 
 class ServerCore:
     """The connection, model limits, device memory and routes of a server, for the server and its
-    endpoints. This class knows no endpoint."""
+    endpoints. It has no reference to the endpoints."""
 
     def __init__(self, config: EngineConfig, adapters: AdapterLimits | None) -> None:
         """Raises InputError as `SGLangServer` does."""
@@ -27,7 +27,7 @@ class ServerCore:
         self.launch = launch = read_launch(config, adapters=adapters)
         self.manifest = Manifest(Path(config.model.path), launch.hf_config)
         self.cache_len = launch.context_len
-        """The most tokens of one request that the KV cache holds; `context_len` before the first
+        """The most tokens that one request can have in the KV cache; `context_len` before the first
         start."""
         self.routes = RouteReader()
         self.connection = ServerConnection(
@@ -53,12 +53,12 @@ class ServerCore:
 
     @property
     def has_server(self) -> bool:
-        """Whether there is a server, which may still be starting, and it is not lost."""
+        """Whether there is a server that is not lost. It may still be starting."""
         return self.connection.client is not None
 
     @property
     def memory_state(self) -> str:
-        """The state of the device memory in words: stopped, awake or asleep, with the tags asleep."""
+        """The state of the device memory in words: stopped, awake, or asleep with the sleeping tags."""
         if not self.has_server:
             return "stopped"
         asleep = ", ".join(self.memory.asleep)

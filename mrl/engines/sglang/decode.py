@@ -30,11 +30,11 @@ class RouteShape:
 
     num_hidden_layers: int
     moe_layer_numbers: tuple[int, ...]
-    """Megatron's numbers of the MoE layers, which begin with 1."""
+    """Megatron's layer numbers of the MoE layers, which are 1-based."""
     num_experts: int
     topk: int
     with_weights: bool = False
-    """Whether the engine returns gate weights with the ids of experts."""
+    """Whether the engine returns gate weights along with the expert ids."""
 
 
 def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
@@ -59,10 +59,10 @@ def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
 
 
 ROUTES_OF_MIXTRAL_SINCE = "0.5.22"
-"""The first SGLang whose Mixtral gives the recorder of routes the layers' numbers."""
+"""The first SGLang release whose Mixtral passes the layer numbers to the recorder of routes."""
 
 UNTIED = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""The models whose output layer SGLang never ties to the embedding."""
+"""The model types whose output layer SGLang never ties to the embedding."""
 
 
 def refuse_unfaithful(
@@ -72,9 +72,9 @@ def refuse_unfaithful(
 
     `release` is SGLang's, by default the installed one. Its Qwen MoE models make every layer sparse,
     whatever config.json says: the experts of a dense layer keep their random initialisation, and
-    nothing is logged. Its attention for CPUs takes the cached latents of DeepSeek's prompts for
-    values. Its MoE models do not tie the output layer to the embedding, and those of UNTIED other than
-    Qwen3-MoE ignore head_dim. Before 0.5.22 its Mixtral gave the recorder of routes no layer numbers.
+    nothing is logged. Its CPU attention uses the cached latents of a DeepSeek prompt as if they were
+    values. The models in UNTIED do not tie the output layer to the embedding, and except for Qwen3-MoE
+    they ignore head_dim. Before 0.5.22, Mixtral passed no layer numbers to the recorder of routes.
     """
     release = release or version("sglang")
     if (

@@ -1,4 +1,4 @@
-"""The device memory of a server: weights, KV cache and CUDA graphs sleep and wake by tags."""
+"""The device memory of a server, whose parts (weights, KV cache, CUDA graphs) sleep and wake by tag."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class DeviceMemory:
     """Knows which tags of an engine are awake, and wakes them or puts them to sleep."""
 
     def __init__(self, connection: ServerConnection, *, can_keep: bool, can_drop: bool) -> None:
-        """`can_keep`: host memory can hold a copy of the weights while they sleep. `can_drop`: the next
-        update brings all weights, so no copy is needed."""
+        """`can_keep`: whether host memory can hold a copy of the weights while they sleep. `can_drop`:
+        whether the next update contains all weights, so that no copy is needed."""
         self._connection = connection
         self._can_keep, self._can_drop = can_keep, can_drop
         self._awake: set[str] = set()
@@ -24,7 +24,7 @@ class DeviceMemory:
         return [tag for tag in MEMORY_TAGS if tag not in self._awake]
 
     def reset(self, awake: Iterable[str] = ()) -> None:
-        """Note which tags are awake after a start. After a stop no tag is awake."""
+        """Note which tags are awake: `awake` after a start, none after a stop."""
         self._awake = set(awake)
 
     def check_level(self, level: int, state: str) -> None:
@@ -56,7 +56,7 @@ class DeviceMemory:
             self._awake |= set(wanted)
 
     def release(self, flush: Callable[[], None]) -> None:
-        """Release all memory that is awake. Before that, `flush` waits until the scheduler is idle."""
+        """Release all memory that is awake, after `flush` has waited until the scheduler is idle."""
         # The cache first, because it must be gone before the weights that filled it.
         tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
         if tags:

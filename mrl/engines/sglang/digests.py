@@ -17,7 +17,7 @@ from mrl.kernels.digest import add_digests, digest_place
 
 ACTION = "mrl_digest"
 UNKNOWN = "?"
-"""The piece in the report of a parameter whose module does not know which piece it holds."""
+"""What a report has in place of the piece if the parameter's module does not know which it holds."""
 SHOWN = 3
 ADVICE = "this ends the run: start it again, it continues from its last checkpoint, and report this"
 
@@ -81,8 +81,8 @@ def _of_one_piece(name: str, place: str, piece: str, by_rank: Mapping[int, int])
 
 
 def _places(name: str, experts: str) -> list[str]:
-    """Return the places of a parameter. `experts` has the numbers of a fused layer's experts, separated
-    by commas; it is empty for other parameters."""
+    """Return the places of a parameter. `experts` has the indices of the experts in a fused parameter,
+    separated by commas; it is empty for other parameters."""
     if not experts:
         return [digest_place(name)]
     before, _, after = name.rpartition(".")
@@ -95,7 +95,7 @@ def check_held(
     optional: frozenset[str] | set[str],
     hint: str,
 ) -> None:
-    """Raise RuntimeError if the engine holds other weights than were sent.
+    """Raise RuntimeError if the engine holds weights other than those sent.
 
     `optional` places may be absent from the engine. `hint` is added to the message.
     """
@@ -113,8 +113,8 @@ def check_held(
 
 
 def _fold(digests: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return digests by place. The digest of an expert for which `other` has no place, such as a fused
-    shared expert, is added to the place of its layer."""
+    """Return digests by place. If `other` has no place for an expert, such as a fused shared expert,
+    the digest of the expert is added to the place of its layer."""
     return add_digests(
         (place if place in other else place.partition(".experts.")[0], digest)
         for place, digest in digests.items()

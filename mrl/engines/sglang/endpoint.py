@@ -37,7 +37,7 @@ class SGLangEndpoint:
         adapter: AdapterManifest | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """With an `adapter`, updates bring its matrices, and SGLang's names of its versions begin with
+        """With an `adapter`, updates load its matrices, and SGLang's names of its versions begin with
         `name`. Without a gate, the endpoint starts with the checkpoint's weights as version 0. With a
         gate, it needs an update before its first request."""
         self.name = name

@@ -1,9 +1,9 @@
-"""Models of the user, from the package that SGLang's variable SGLANG_EXTERNAL_MODEL_PACKAGE names.
+"""The user's own models, from the package named in SGLang's variable SGLANG_EXTERNAL_MODEL_PACKAGE.
 
 When the package is imported, it registers the config of a new `model_type` with transformers. Each
 of its modules has the class of a model as `EntryClass`. SGLang imports the package only when it
-looks for that class. This is too late, because transformers has refused the unknown `model_type`
-before. Therefore SGLang's processes run `import_external_models` as a plugin (plugins/server).
+looks for that class. By then, transformers has already refused the unknown `model_type`. Therefore
+SGLang's processes run `import_external_models` as a plugin (plugins/server).
 """
 
 from __future__ import annotations

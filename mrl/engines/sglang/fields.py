@@ -26,8 +26,8 @@ class Field:
     """The types and choices of a field of ServerArgs, as far as the parser understands them."""
 
     types: tuple[str, ...] = ()
-    """Names of the simple Python types that are allowed, which may include `None`; empty if another
-    type is allowed."""
+    """Names of the allowed types if all of them are simple Python types or `None`; empty
+    otherwise."""
     choices: tuple[Any, ...] = ()
     """The allowed values; empty if all are allowed."""
 
@@ -58,8 +58,8 @@ def read_fields(srt: Path) -> dict[str, Field]:
 
 
 def _constants(file: Path) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield (name, values) of the module-level constants of a file; no values unless a list or a
-    set."""
+    """Yield (name, values) of each module-level constant of a file; the values are empty unless the
+    constant is a list or a set."""
     for node in _parse(file):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, _literal(node.value)
@@ -81,7 +81,7 @@ def _parse(file: Path) -> list[ast.stmt]:
 
 
 def _field(annotation: ast.expr, constants: dict[str, tuple[Any, ...]]) -> Field:
-    """Return the field of an annotation, `TYPE` or `A[TYPE, Arg(...)]`."""
+    """Return the field that an annotation declares, `TYPE` or `A[TYPE, Arg(...)]`."""
     choices: tuple[Any, ...] = ()
     if _name(annotation) == "A" and isinstance(annotation, ast.Subscript):
         annotation, *rest = _elements(annotation.slice)

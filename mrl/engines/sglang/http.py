@@ -56,8 +56,8 @@ class HttpClient:
         return decoded
 
     def stream(self, path: str, body: dict[str, Any], *, timeout_s: float) -> EventStream:
-        """Post a JSON body, and return a stream of the events of the answer. `timeout_s` limits only
-        the post. Raises as post() does; errors may also come while the stream is read."""
+        """Post a JSON body, and return the answer as a stream of events. `timeout_s` limits only the
+        post. Raises as post() does; errors may also be raised while the stream is read."""
         data = json.dumps(body).encode()
         return EventStream(self._port, path, data, self._headers, timeout_s)
 
@@ -120,10 +120,10 @@ class EventStream:
 
 
 class CallTimeouts:
-    """Time limits of control calls, learned from the calls before them, over all starts of an engine.
+    """Time limits of control calls, learned from earlier calls, over all starts of an engine.
 
-    During such a call the scheduler gives no other sign of life, so only the time that the call takes
-    tells a slow engine from one that hangs.
+    During such a call the scheduler reports nothing else, so only the time that the call takes
+    distinguishes a slow engine from one that hangs.
     """
 
     def __init__(self, first_s: float, least_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The open calls of generate() of an endpoint, and the weight versions in the prefix cache.
+"""An endpoint's open calls of generate(), and the weight versions in the prefix cache.
 
 A call may run *alone*: from its first request to its last answer the endpoint has no other open call.
 Concurrent calls come from several threads, and the weights may change while they are open.
@@ -38,12 +38,12 @@ class OpenCall:
     """Whether its requests carry a key (`body.version_key`), and so read from the prefix cache only
     what their own weights computed."""
     cache: str
-    """Suffix of this key. Calls with different suffixes read nothing that the other has cached."""
+    """Suffix of this key. Calls with different suffixes do not read each other's cached prefixes."""
     versions: list[int]
     """The weight versions in force since the call began, the oldest first."""
     in_cache: tuple[int, ...]
-    """The versions whose requests without a key had filled the cache when the call began, the oldest
-    first."""
+    """The versions under which requests without a key had filled the cache when the call began, the
+    oldest first."""
     retracted: bool = False
     sender: RequestSender = field(init=False)
 
@@ -65,8 +65,8 @@ class InFlightRequests:
         """`shape` is None if routes are off. Only the time limits of `config` are used.
         `shares_server`: the server has other endpoints. With `enqueue`, requests wait at a gate.
 
-        `adapter_of` is given if updates bring an adapter, and returns SGLang's name of a version. A
-        request then keeps the version under which it was sent, even if a newer version comes.
+        `adapter_of` is given if updates load an adapter, and returns SGLang's name of a version. A
+        request then keeps the version under which it was sent, even if a newer version is loaded.
         """
         self._connection = connection
         self._routes = routes
@@ -79,7 +79,7 @@ class InFlightRequests:
         self._changed = threading.Condition()
         self._known = KnownPrefixes()
         self._in_cache: list[int] = []
-        """The versions whose requests without a key have filled the prefix cache, the oldest first."""
+        """The versions under which requests without a key filled the prefix cache, the oldest first."""
         self._in_keyed_cache: set[int] = set()
         self.is_paused = False
         self.is_held = False
@@ -96,7 +96,7 @@ class InFlightRequests:
         return not (self._in_cache or self._in_keyed_cache)
 
     def versions_in_use(self) -> set[int]:
-        """Return the versions under which requests in flight were sent, or may just be sent."""
+        """Return the versions under which requests in flight were sent, or may be about to be sent."""
         found: set[int] = set()
         with self._changed:
             for opened in self._open:
@@ -132,8 +132,9 @@ class InFlightRequests:
 
         `is_alone`, `is_keyed` and `cache` become fields of the `OpenCall`. `check_ready` returns the
         weight version, or raises RuntimeError if the state of the engine does not allow a call.
-        Raises RuntimeError if this call or one that is open was to run alone, ValueError for a request
-        id that is in flight already, RunFailed after a wait of `rollout.request_timeout_s`.
+        Raises RuntimeError if calls are open and this call or one of them must run alone, ValueError
+        for a request id that is in flight already, RunFailed after waiting for
+        `rollout.request_timeout_s`.
         """
         deadline = time.monotonic() + self._config.request_timeout_s
         with self._changed:
@@ -215,7 +216,7 @@ class InFlightRequests:
             self._changed.notify_all()
 
     def end_all(self, error: RuntimeError) -> None:
-        """Abort the requests of every open call, and make its next completion raise `error`."""
+        """Abort the requests of all open calls, and make each call's next completion raise `error`."""
         for sender in self._senders():
             sender.end(error)
 
@@ -229,8 +230,8 @@ class InFlightRequests:
             return [opened.sender for opened in self._open]
 
     def pause(self, check: Callable[[], object], *, retract: bool) -> None:
-        """Make later calls wait until `resume`. `retract`: SGLang retracts the requests of open
-        calls. If no call is open, `check` is called, which may raise."""
+        """Make later calls wait until `resume`. `retract`: whether SGLang retracts the requests of open
+        calls. If no call is open, first calls `check`, which may raise."""
         with self._changed:
             if not self._open:  # no call can open between this check and the next line
                 check()
@@ -246,8 +247,8 @@ class InFlightRequests:
 
     @contextlib.contextmanager
     def quiet(self, check: Callable[[], object]) -> Iterator[None]:
-        """Make calls that begin during the block wait for its end. Before the block `check` is called,
-        which may raise."""
+        """Make calls that begin during the block wait for its end. First calls `check`, which may
+        raise."""
         with self._changed:
             check()
             self.is_held = True
@@ -259,8 +260,8 @@ class InFlightRequests:
     def begin_update(self, check: Callable[[], None], version: int) -> bool:
         """Make new calls wait until `end_update`. Return whether the engine is idle.
 
-        Raises what `check` raises. Raises ValueError if `version` was in force before, for an open call
-        or for prefixes in the cache, because old and new tokens could not be told apart.
+        Raises what `check` raises. Unless the engine is idle, raises ValueError if an open call or a
+        cached prefix already has `version`, because old and new tokens could not be told apart.
         """
         with self._changed:
             check()
@@ -276,8 +277,8 @@ class InFlightRequests:
             return is_idle
 
     def end_update(self, version: int | None) -> None:
-        """Let calls open again, and note the version that is in force from now on. With None, which
-        stands for a failed update or no update, no version is noted."""
+        """Let calls open again, and note the version that is in force from now on. `version` is None,
+        and nothing is noted, if the update failed or there was none."""
         with self._changed:
             self.is_held = False
             if version is not None:

@@ -34,7 +34,7 @@ class Launch:
     """Fields of SGLang's ServerArgs."""
     environment: dict[str, str]
     adapters: AdapterLimits | None
-    """Limits of the adapters that the engine can serve; None if updates bring whole weights."""
+    """Limits of the adapters that the engine can serve; None if updates load all weights."""
     node_rank: int
 
     @property
@@ -43,8 +43,8 @@ class Launch:
         return self.hf_config.get_text_config().vocab_size
 
     def start_settings(self, num_starts: int, address: str) -> dict[str, Any]:
-        """Return the fields of ServerArgs that are new at each start. The processes of an engine that
-        spans nodes meet at `address` (host:port); it is empty for an engine on one node."""
+        """Return the fields of ServerArgs that differ at each start. `address` (host:port) is where the
+        processes of an engine that spans nodes meet; it is empty for an engine on one node."""
         # A new server must not repeat the random numbers of a lost one. All nodes get the same seed,
         # because their ranks must draw the same tokens.
         settings: dict[str, Any] = {"random_seed": engine_seed(self.config.seed, num_starts)}
@@ -60,10 +60,10 @@ class Launch:
 def read_launch(
     config: EngineConfig, *, node_rank: int = 0, adapters: AdapterLimits | None = None
 ) -> Launch:
-    """Read the model's configuration, and check that SGLang can run the model. `adapters` are the
-    limits for the adapters of an engine that serves several of them.
+    """Read the model's configuration, and check that SGLang can run the model. `adapters` has the
+    limits of the adapters if the engine serves several.
 
-    Raises InputError in the cases of `mrl.engines.sglang.server.SGLangServer`.
+    Raises InputError in the same cases as `mrl.engines.sglang.server.SGLangServer`.
     """
     rollout, gpu_ids, num_nodes = config.rollout, config.gpu_ids, config.num_nodes
     ranks = rollout.tensor_parallel_size
@@ -106,7 +106,7 @@ def read_launch(
 
 
 def _read_hf_config(model_path: str) -> Any:
-    # Slow to import, and no other module of this room needs it.
+    # Slow to import, and nothing else in this module needs it.
     from transformers import AutoConfig
 
     if not (Path(model_path) / "config.json").is_file():

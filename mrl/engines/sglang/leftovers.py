@@ -16,7 +16,7 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 OWN_PREFIXES = ("sglang_loads_", "sgl_shm_")
-"""The beginnings of SGLang's file names in SHARED_MEMORY. SGLang's processes may also have mapped the
+"""The prefixes of SGLang's own files in SHARED_MEMORY. SGLang's processes may also have mapped the
 trainer's files in this folder."""
 TRACKER_GRACE_S = 5.0
 KILLED_S = 60.0
@@ -24,7 +24,7 @@ KILLED_S = 60.0
 
 
 def session_processes(session: int) -> list[psutil.Process]:
-    """Return the processes of a session that are still running, without zombies."""
+    """Return the processes of a session that are still running, except zombies."""
     return [process for process in psutil.process_iter() if _runs_in(process, session)]
 
 
@@ -43,7 +43,8 @@ def kill_session(session: int, *, spare: int | None = None) -> None:
 
     SIGKILL skips all cleanup of SGLang. Python's resource tracker gets TRACKER_GRACE_S before it is
     killed, because it unlinks semaphores and then ends by itself when the last process that used them
-    has ended. With a spared process, which may still use them, it is not killed.
+    has ended. If a process is spared, the tracker is not killed, because that process may still use
+    the semaphores.
     """
     # The spared process may have mapped some, too.
     files = shared_memory_files(session_processes(session))

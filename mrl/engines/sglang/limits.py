@@ -50,7 +50,7 @@ def check_route_layers(
     model_path: str | Path, moe_layer_numbers: tuple[int, ...], num_experts: int
 ) -> None:
     """Raise InputError if the engine and the recipe's `model.architecture` read different MoE layers
-    (numbered from 1) or numbers of experts from config.json. Routes would then not fit the trainer."""
+    (numbered from 1) or expert counts from config.json. Routes would then not fit the trainer."""
     # Slow to import, and only an architecture from outside needs it here.
     from transformers import AutoConfig
 

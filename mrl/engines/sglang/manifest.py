@@ -1,6 +1,6 @@
-"""The names and shapes of a model's weights, with which an update is checked while it is sent.
+"""The names and shapes of a model's weights, against which an update is checked while it is sent.
 
-SGLang itself ignores unknown names, keeps the old value of a weight that does not come, and dies if a
+SGLang itself ignores unknown names, keeps the old value of a weight that is not sent, and dies if a
 shape is wrong.
 """
 
@@ -27,25 +27,25 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Arrivals:
-    """The names and shapes of the weights that an update brings, and a record of those that arrived."""
+    """The expected names and shapes of the weights in an update, and a record of those that arrived."""
 
     def __init__(self, shapes: Shapes, optional: Collection[str] = (), *, of: str) -> None:
-        """Weights with `optional` names need not come. An optional name that is not in `shapes` may
-        have any shape. `of` is the noun for the owner of the weights in error messages."""
+        """Weights with `optional` names may be missing. An optional name that is not in `shapes` may
+        have any shape. `of` is what error messages call the owner of the weights."""
         self._shapes, self._optional, self._of = dict(shapes), set(optional), of
         self._seen: set[str] = set()
         self._dtypes: set[torch.dtype] = set()
 
     @property
     def required(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that must come, by name."""
+        """The shapes of the weights that must arrive, by name."""
         return {name: shape for name, shape in self._shapes.items() if name not in self._optional}
 
     def arriving(self, buckets: Iterable[WeightBucket], version: int) -> Iterator[WeightBucket]:
-        """Yield the buckets of one update, each after its check.
+        """Check the buckets of one update, and yield each after its check.
 
         Raises ValueError for a bucket of another version, for a weight that is unknown, has another
-        shape or came before, and if the buckets end without all weights or without a last bucket.
+        shape or arrived before, and if the buckets end without all weights or without a last bucket.
         """
         self._seen, self._dtypes = set(), set()
         is_complete = False
@@ -120,8 +120,8 @@ class Manifest(Arrivals):
         return {**sent, output: sent[digest_place(EMBEDDING)]}
 
     def dtype_hint(self, held: set[str]) -> str:
-        """Return a part of an error message that says in which dtypes weights were sent and are `held`;
-        empty if these are the same."""
+        """Return a part of an error message that gives the dtypes in which weights were sent and are
+        `held`; empty if these are the same."""
         sent = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
         if sent == held:
             return ""

@@ -1,4 +1,4 @@
-"""An engine's process on a node that does not lead the engine."""
+"""An engine's process on a node other than its first."""
 
 from __future__ import annotations
 

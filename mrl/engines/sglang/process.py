@@ -27,12 +27,12 @@ from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
 TERM_GRACE_S, KILL_GRACE_S = 0.2, 1.0
-"""The waits after SIGTERM and after SIGKILL. The first is short, because SGLang looks for the signal
-only every 5 s and then finishes its requests, and at stop() there are no requests."""
+"""The waits after SIGTERM and after SIGKILL. The first is short, because SGLang checks for the signal
+only every 5 s, and then only finishes its requests, of which there are none at stop()."""
 COMM_LEN = 15
 """Length to which Linux cuts the name of a process; a process that has died has only this name."""
 PART_PREFIX = "sglang::"
-"""The beginning of the names of schedulers and of the detokenizer."""
+"""The prefix of the process names of the schedulers and the detokenizer."""
 LOOK_S, MAX_LOOK_S = 0.5, 2.0
 """Seconds between two checks for stopped processes, and the most seconds that one check adds to the
 total of a stopped process. If more time has passed since the previous check, as when the trainer was
@@ -41,12 +41,14 @@ TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} | 
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 }
-"""Variables of the trainer. With them SGLang would take itself for one of the trainer's ranks."""
+"""Variables of the trainer that the server does not get. With them SGLang would take itself for one of
+the trainer's ranks."""
 
 DEVICE_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
-"""More variables of the trainer. torch_memory_saver, which puts the engine to sleep, raises
-RuntimeError under `expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks). A
-single connection suits Megatron's tensor parallelism, but would serialise all streams of an engine."""
+"""More variables that the server does not get. torch_memory_saver, which puts the engine to sleep,
+raises RuntimeError under `expandable_segments:True` (torch_memory_saver/entrypoint.py,
+_sanity_checks). A single connection suits Megatron's tensor parallelism, but would serialise all
+streams of an engine."""
 
 
 HIGHEST_PORT = 65_535 - 10_000
@@ -197,13 +199,13 @@ class ServerProcess:
         return "\n".join([f"last lines of {self.log_path}:", *lines])
 
     def why(self) -> str:
-        """Return the path of the log, after the line that says what went wrong if the log has such a
-        line."""
+        """Return the line of the log that says what went wrong, if there is one, and the path of the
+        log."""
         found = cause(self.log_text(), self.exit_code())
         return f"{found}; its log is {self.log_path}" if found else f"its log is {self.log_path}"
 
     def has_port_clash(self) -> bool:
-        """Return whether this start fails because another program uses a port that it needs."""
+        """Return whether this start failed because another program uses a port that it needs."""
         return PORT_IN_USE in self.log_text().lower()
 
     def ending(self, code: int) -> str:

@@ -39,7 +39,7 @@ class SendContext(NamedTuple):
     """The state of the weights at the moment when requests are sent."""
 
     num_updates: int = 0
-    """Number of weight updates between the begin of the call of generate() and the sending."""
+    """Number of weight updates since the call of generate() began."""
     extra_key: str | None = None
     """The key of the requests in the prefix cache (`body.version_key`); None if they have no key."""
     adapter: str | None = None
@@ -105,7 +105,7 @@ class RequestSender:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: dict[str, Request] = {}
-        """Requests by SGLang's id, which is new at each try."""
+        """Unanswered requests by SGLang's id, which is new at each try."""
         self._sent_at: dict[str, float] = {}
         """When each unanswered request was first sent, by `Request.request_id`, the oldest first."""
         self._num_updates: dict[str, int] = {}
@@ -125,7 +125,7 @@ class RequestSender:
 
     def pending_since(self) -> set[int | None]:
         """Return the values of `SendContext.num_updates` of the unanswered requests. None stands for
-        requests that are just being sent."""
+        requests whose sending has only begun."""
         with self._lock:
             return {self._num_updates.get(rid) for rid in self._pending}
 
@@ -192,8 +192,8 @@ class RequestSender:
         return self._queue is not None and not self._queue.is_empty
 
     def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """Abort the requests with these ids, or all. Their answers still come, with the tokens so
-        far."""
+        """Abort the requests with these ids, or all. Their answers still come, with the tokens
+        generated so far."""
         wanted = None if request_ids is None else set(request_ids)
         for request in [] if self._queue is None else self._queue.withdraw(wanted):
             rid = self._connection.new_request_id()
@@ -298,7 +298,7 @@ class RequestSender:
             raise self._ended
 
     def _take(self, rid: str) -> Request | None:
-        """Mark a request as answered, and return it. None if it was answered or sent again before."""
+        """Mark a request as answered, and return it; None if it was already answered or sent again."""
         with self._lock:
             self._aborting.discard(rid)
             return self._pending.pop(rid, None)

@@ -6,10 +6,10 @@ reads the file under /proc and frees the memory. When the scheduler ends, for wh
 kernel frees the rest.
 
 The scheduler does this only if it can also read the trainer's memory: on the same machine, in the
-same container, as the same user. The trainer's memory contains the number of the current call of
-generate(). Routes that were written during an earlier call have been read or never will be, so the
-scheduler frees them. Concurrent calls share a number, so routes
-that one of them never reads are freed only after all of them have ended.
+same container, as the same user. The trainer's memory contains the sequence number of the current
+call of generate(). Routes that were written during an earlier call have been read or never will be,
+so the scheduler frees them. Concurrent calls share a number, so routes that one of them never reads
+are freed only after all of them have ended.
 
 mrl_route_memory.py uses this module in SGLang's processes, and the engine in the trainer.
 """
@@ -32,13 +32,13 @@ from mrl.system.shared_memory import Handle, SharedBytes
 VARIABLE = "MRL_ROUTE_READER"
 """The environment variable that tells the server how to open the trainer's memory, as JSON."""
 MARK = b"mrl-routes"
-"""The beginning of a reference. Read as int32 numbers, it contains no valid expert id."""
+"""The first bytes of a reference. Read as int32 numbers, they contain no valid expert id."""
 MAX_BYTES = 4 << 30
-"""The most bytes that may wait to be read. Further routes are sent as SGLang does, as base64 in
+"""The most bytes that may wait to be read. Beyond that, routes are sent as SGLang does, as base64 in
 JSON."""
 PAGE = 4096
 CLOSED = 0
-"""The number that stands in the trainer's memory while the trainer wants routes as base64 in JSON."""
+"""The number in the trainer's memory while the trainer wants routes as base64 in JSON."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 
@@ -104,12 +104,12 @@ class RouteReader:
             self._num_calls -= 1
 
     def begin(self) -> None:
-        """Take the next number. Must be called while no call of generate() is open."""
+        """Advance to the next call number. Must be called while no call of generate() is open."""
         self._number += 1
         self._memory.write(0, _as_bytes(self._number if self.is_open else CLOSED))
 
     def take(self, reference: Reference) -> np.ndarray:
-        """Return the routes, flat, in the dtype in which they were written, and free their memory.
+        """Return the routes as a flat array of the dtype as written, and free their memory.
 
         Raises RuntimeError if they cannot be read.
         """
@@ -133,7 +133,7 @@ class RouteReader:
 
 
 class RouteWriter:
-    """The scheduler's side, which one thread uses."""
+    """The scheduler's side. Only one thread uses it."""
 
     def __init__(self, reader: Handle, max_bytes: int = MAX_BYTES) -> None:
         self._reader = os.open(reader.path, os.O_RDONLY)
@@ -144,8 +144,8 @@ class RouteWriter:
 
     def add(self, routes: Tensor) -> Reference | None:
         """Write the int32 routes of one request, and return a reference to them; None if the reader is
-        closed, or too many bytes wait to be read. If all numbers of the request fit into one byte or
-        two, they are stored so. Otherwise, as with the bits of gate weights, they stay int32."""
+        closed, or too many bytes wait to be read. The numbers are stored in one or two bytes each if
+        all of them fit. Otherwise, as with the bits of gate weights, they stay int32."""
         self._free_earlier()
         if self._number == CLOSED:
             return None

@@ -1,8 +1,8 @@
 """One SGLang server with its endpoints: a child process on loopback to which mrl speaks over HTTP.
 
-A call of generate() has five steps: flush the prefix cache, send all requests as one streamed batch
-in a fixed order, each with its own seed, check every length and weight version of each answer as it
-finishes, decode its routes, yield the completion.
+A call of generate() flushes the prefix cache, and sends all requests as one streamed batch in a fixed
+order, each with its own seed. As each answer finishes, its lengths and weight versions are checked,
+its routes are decoded, and the completion is yielded.
 
 A server without a gate has one endpoint. A server with a gate (mrl/engines/gate.py) serves tenants: the
 base model is frozen, and every tenant has an endpoint with an adapter of its own. Requests of different
@@ -39,8 +39,8 @@ from mrl.engines.sglang.requests import longest_in_cache
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 PROMPT_LEN = 8
 NEW_TOKENS = 3
-"""New tokens of the first request. The first token comes from the prefill, the others come from decode
-steps, which use the CUDA graphs."""
+"""New tokens of the warm-up request. The first token comes from the prefill, the others come from
+decode steps, which use the CUDA graphs."""
 
 
 class SGLangServer:
@@ -52,7 +52,7 @@ class SGLangServer:
     """
 
     Node = EngineNode
-    """The engine's process on each further node."""
+    """The class of the engine's process on each node other than the first."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class SGLangServer:
             raise
 
     def _warm_up(self) -> None:
-        """Run one prefill and a few decode steps on each data-parallel rank, so that SGLang
-        compiles what it compiles at the first use. Drop the prefix cache afterwards.
+        """Run one prefill and a few decode steps on each data-parallel rank, so that SGLang compiles
+        all that it compiles at first use. Drop the prefix cache afterwards.
 
         SGLang's own warm-up (http_server.py, _execute_server_warmup) runs in a thread of the server,
         and only GET /health tells when it is done. mrl puts the engine to sleep right after its start,
-        and release_memory_occupation asserts that the scheduler is idle (weight_updater.py). During a
-        warm-up it would kill the scheduler, or unmap the memory of the running batch. The request of
-        this function blocks until it is answered.
+        and release_memory_occupation asserts that the scheduler is idle (weight_updater.py). During
+        SGLang's warm-up, that call would kill the scheduler, or unmap the memory of the running batch.
+        This function instead blocks until its request is answered.
         """
         config = self.core.config
         num_replicas = config.data_parallel_attention_size
@@ -245,8 +245,8 @@ class SGLangServer:
         """Add an endpoint for a tenant, before or after the start. It can generate after its first
         update.
 
-        The gate's policy admits requests by `weight` and `max_tokens_in_flight`, the limit for the
-        tenant's tokens, prompt and answer, in the engine.
+        The gate's policy admits requests according to `weight` and `max_tokens_in_flight`, the limit
+        for the tokens, of prompts and answers, that the tenant has in the engine.
 
         Raises ValueError for a name that is malformed or taken, and InputError for an adapter that
         exceeds the engine's limits or that SGLang does not serve.

@@ -2,8 +2,8 @@
 its routes.
 
 Dimensions: P tokens of a request, C tokens of its completion, T = P + C. Row r >= P - 1 of the
-routes was computed when token r + 1 was sampled. The rows before were computed in the prefill of
-the prompt, or earlier if they were read from the prefix cache.
+routes was computed when token r + 1 was sampled. Lower rows were computed in the prefill of the
+prompt, or before it if they were read from the prefix cache.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def row_versions(
       sent. Then there was an update while the request was in the queue or between two chunks of its
       prefill, and the rows before the row of the first token may have either version.
     - After a retraction, rows are computed again or read from the cache. Under one version this makes
-    no difference. Under several versions, the rows of the last span have the version of this span,
-    and the version of all rows before is unknown. An aborted request may have been computed again,
-    by weights that came after its last token, without another token; then the version of all rows
-    is unknown.
+      no difference. Under several versions, the rows of the last span have the version of this span,
+      and the version of all earlier rows is unknown. An aborted request may have been recomputed with
+      weights newer than those of its last token, without sampling another token; then the version of
+      all rows is unknown.
     """
     first, last = spans[0].version, spans[-1]
     num_cached = min(num_cached, prompt_len - 1)
@@ -108,7 +108,7 @@ def row_versions(
 
 
 def cut_spans(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans, cut at position `end`."""
+    """Return the spans up to position `end`, where the last one is cut."""
     return tuple(
         dataclasses.replace(span, end=min(span.end, end)) for span in spans if span.start < end
     )

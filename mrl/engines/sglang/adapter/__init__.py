@@ -1,2 +1,2 @@
-"""LoRA adapters on a base model that never changes: `lora.rollout=adapter`, and tenants of a
-service."""
+"""LoRA adapters on a base model that never changes, for `lora.rollout=adapter` and for the tenants of
+a service."""

@@ -12,7 +12,7 @@ from mrl.engines.sglang.digests import ADVICE, in_hex, listed
 from mrl.kernels.digest import add_digests, digest_place
 
 ACTION = "mrl_adapter "
-"""The beginning of the action; the name of the adapter follows."""
+"""The prefix of the `action` that POST /weights_checker gets; the name of the adapter follows."""
 
 
 def check_exported(exported: Iterable[tuple[str, int]], came: Mapping[str, int]) -> None:
@@ -39,7 +39,7 @@ def check_exported(exported: Iterable[tuple[str, int]], came: Mapping[str, int])
 def check_adapter_held(
     answer: Mapping[str, Any], sent: Mapping[str, int], scale: float, num_ranks: int
 ) -> None:
-    """Raise RuntimeError if a rank of the engine holds another adapter than was sent.
+    """Raise RuntimeError if a rank of the engine holds an adapter other than the one sent.
 
     `answer` is the answer to POST /weights_checker. `sent` has the digest of each matrix, by the
     engine's name of the matrix. `scale` is the factor of the product B A.

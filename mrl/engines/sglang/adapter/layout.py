@@ -1,12 +1,12 @@
 """The memory layout of an adapter's matrices, as SGLang reads them.
 
-PEFT has one 2-D tensor for every matrix, and the name of an expert's matrix contains the number of
+PEFT has one 2-D tensor for every matrix, and the name of an expert's matrix contains the index of
 the expert. SGLang usually takes the same tensors. The exception is the stacked form, for experts
 that share their outer matrices (srt/lora/mem_pool.py, `experts_shared_outer_loras`). It has one 3-D
-tensor for all experts of a layer, under a name without a number: [1, r, H] or [1, H, r] for shared
-matrices, and [E, I, r] or [E, r, I] for matrices of each expert. An engine takes one of the two
-forms for all of its adapters. If it takes the form with numbers, a shared matrix has one name for
-each expert, and all of these names refer to the same memory.
+tensor for all experts of a layer, under a name without an index: [1, r, H] or [1, H, r] for shared
+matrices, and [E, I, r] or [E, r, I] for matrices of each expert. An engine takes all of its adapters
+in the same form. If that form is not the stacked one, a shared matrix has one name for each expert,
+and all of these names refer to the same memory.
 
 Dimensions: r rank of the adapter, E experts of a layer, H hidden size, I intermediate size of experts.
 """
@@ -47,9 +47,9 @@ class AdapterLayout:
 
     def __init__(self, shapes: Shapes, adapter: Adapter, *, stacks: bool | None = None) -> None:
         """`shapes` has the shapes of all matrices by PEFT's names, including matrices that stay 0.
-        `stacks`: the engine takes the stacked form. The default is that of the adapter: stacked if its
-        experts share their outer matrices. Raises ValueError if experts that share nothing are to be
-        stacked.
+        `stacks`: whether the engine takes the stacked form; by default, it does if the adapter's
+        experts share their outer matrices. Raises ValueError for `stacks=True` if the experts share
+        nothing.
         """
         is_shared = adapter.experts == "shared_outer"
         self._stacks = is_shared if stacks is None else stacks
@@ -71,9 +71,9 @@ class AdapterLayout:
         be missing here."""
 
     def sent_names(self, name: str) -> list[str]:
-        """Return the names that the engine uses for PEFT's matrix `name`, with SGLang's names of
-        modules. A matrix that experts share has one name for each expert, unless the engine
-        stacks."""
+        """Return the engine's names of the matrix that PEFT calls `name`, with SGLang's module names. A
+        matrix that experts share has one name for each expert, unless the engine takes the stacked
+        form."""
         module = name.split(".")[-3]
         wire = name.replace(f".{module}.lora_", f".{SGLANG_NAMES.get(module, module)}.lora_")
         if self._stacks or ".experts." not in wire or NUMBER.search(wire):
@@ -83,7 +83,7 @@ class AdapterLayout:
 
     def _place_of(self, name: str) -> tuple[str, int | None]:
         """Return the first name of SGLang's tensor that contains PEFT's matrix `name`, and the index of
-        the matrix in this tensor if it is stacked, otherwise None."""
+        the matrix in that tensor; the index is None if the tensor is not stacked."""
         wire = self.sent_names(name)[0]
         if not self._stacks or ".experts." not in wire:
             return wire, None
@@ -116,7 +116,8 @@ class AdapterLayout:
 
 
 def _expert_numbers(shapes: Shapes) -> dict[str, list[int]]:
-    """Return the numbers of each layer's experts, by the part of the names before `.experts.`."""
+    """Return the sorted expert indices of each layer, keyed by the part of the tensor names before
+    `.experts.`."""
     found: dict[str, set[int]] = {}
     for name in shapes:
         if number := NUMBER.search(name):

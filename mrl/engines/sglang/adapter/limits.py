@@ -1,4 +1,4 @@
-"""Checks that SGLang serves an adapter in an engine of a certain layout, without starting it."""
+"""Checks, before an engine starts, that SGLang can serve an adapter in an engine with this layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mrl.config.adapter import Adapter, AdapterLimits
 from mrl.errors import InputError
 
 SGLANG_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""SGLang's names of the modules of Mixtral's experts in an adapter."""
+"""SGLang's names of the modules of Mixtral's experts when they are adapted, by Mixtral's own names."""
 SERVED = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
     | {"kv_b_proj", "gate_proj", "up_proj", "down_proj", *SGLANG_NAMES}
@@ -19,8 +19,8 @@ ADVICE = "leave it out of lora.targets, or set lora.rollout=merged"
 
 
 def refuse_modules(adapter: Adapter, modules: Collection[str]) -> None:
-    """Raise InputError if SGLang does not serve one of the adapted modules. `modules` are all
-    modules of the model, by the last part of Hugging Face's name (`q_proj`)."""
+    """Raise InputError if SGLang serves no adapter of one of the adapted modules. `modules` has the
+    last part of the Hugging Face name of every module in the model, such as `q_proj`."""
     for name in adapter.target_modules:
         if name not in SERVED:
             raise InputError(

@@ -46,7 +46,7 @@ class AdapterManifest(Arrivals):
         super().__init__(shapes, of="adapter")
         self.adapter = adapter
         self.zeros = {name: shape for name, shape in whole.items() if name not in shapes}
-        """The shapes of further matrices that SGLang requires, by name. They are sent as zeros."""
+        """The shapes of additional matrices that SGLang requires, by name. They are sent as zeros."""
 
 
 def sglang_modules(adapter: Adapter | AdapterLimits) -> list[str]:

@@ -39,8 +39,8 @@ class AdapterUpdater:
         name: str = "mrl",
         stacks: bool | None = None,
     ) -> None:
-        """The server has `num_ranks` tensor-parallel ranks, all on this machine. `name` is part of
-        SGLang's names of the adapter's versions. `stacks` is passed to `AdapterLayout`."""
+        """The server has `num_ranks` tensor-parallel ranks, all on this machine. `name` is part of the
+        names that SGLang uses for the adapter's versions. `stacks` is passed to `AdapterLayout`."""
         self._connection = connection
         self._name = name
         self._adapter = manifest.adapter
@@ -70,8 +70,8 @@ class AdapterUpdater:
 
         Raises ValueError if a bucket carries another version, matrices have different dtypes, or a
         matrix is missing, unknown, repeated or of another shape. Raises RuntimeError if the received
-        matrices differ from those that were exported, if the engine refuses them, or if it finally
-        holds other matrices. Versions that were loaded before stay loaded.
+        matrices differ from those that were exported, if the engine refuses them, or if it ends up with
+        other matrices. Versions that were loaded before the update stay loaded.
         """
         clock = SyncClock()
         memory, came, source_s = self._take(buckets, version, clock)
@@ -150,8 +150,8 @@ class AdapterUpdater:
             raise
 
     def drop_unused(self, used: Collection[int]) -> None:
-        """Make SGLang unload every version except the newest and those in `used`: before SGLang unloads
-        a version, it waits for the requests that use it. Raises RuntimeError if SGLang refuses."""
+        """Make SGLang unload every version except the newest and those in `used`, for whose requests
+        SGLang would first wait. Raises RuntimeError if SGLang refuses."""
         with self._changing:
             for version in list(self._loaded)[:-1]:
                 if version not in used:

@@ -1,1 +1,1 @@
-"""Weight updates of a server, and the ways in which buckets of weights reach it."""
+"""Weight updates of a server, and the methods that transfer buckets of weights to it."""

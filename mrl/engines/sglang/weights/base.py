@@ -1,4 +1,4 @@
-"""The protocol of a weight push, which brings buckets of weights to SGLang."""
+"""The protocol of a weight push, which transfers buckets of weights to SGLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Post = Callable[[str, dict[str, Any]], Any]
 
 
 class WeightPush(Protocol):
-    """Brings buckets of weights to SGLang. One object serves all updates of one server."""
+    """Transfers buckets of weights to SGLang. One object serves all updates of one server."""
 
     needs_session: bool
     """Whether SGLang (since 0.5.23) requires a session around an update with this push."""
@@ -32,7 +32,7 @@ class WeightPush(Protocol):
         ...
 
     def close(self) -> None:
-        """Release memory and files that are held between updates or are left of a failed update. A
+        """Release memory and files that are held between updates or left over from a failed update. A
         second call does nothing."""
         ...
 
@@ -43,7 +43,7 @@ ranks, and a folder that it can read (None for the system's folder for temporary
 
 
 def version_fields(bucket: WeightBucket) -> dict[str, Any]:
-    """Return the fields that requests of every push have. Only the last bucket names the version.
+    """Return the fields that the requests of all pushes share. Only the last bucket names the version.
     `flush_cache` is False, because SGLang dies if an update drops the prefix cache while requests are
     in flight; the endpoint drops it instead."""
     version = {"weight_version": str(bucket.version)} if bucket.is_last else {}

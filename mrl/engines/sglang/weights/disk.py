@@ -24,8 +24,8 @@ class DiskPush:
     needs_session = False
 
     def __init__(self, post: Post, num_ranks: int, folder: Path | None) -> None:
-        """Files go into a new folder inside `folder`, which only this engine uses. Files that a killed
-        run left in `folder` are deleted. If `folder` is None, the new folder is inside the system's
+        """Files go into a new folder inside `folder`. Only this engine uses `folder`, and files that a
+        killed run left there are deleted. If `folder` is None, the new folder is inside the system's
         folder for temporary files."""
         self._post = post
         for left in () if folder is None else folder.glob(PREFIX + "*"):

@@ -76,8 +76,8 @@ class TensorPush:
             self.settle()
 
     def settle(self) -> None:
-        """Free the CUDA handles that every rank has released. Until then they keep the trainer's
-        buffer."""
+        """Free the CUDA handles that every rank has released. Until then the handles keep the trainer's
+        buffer alive."""
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
 
@@ -90,7 +90,7 @@ class TensorPush:
         self._memory = SharedMemory()
 
     def _own_handles(self, bucket: WeightBucket, flat: Tensor) -> Sequence[Handle]:
-        """Return handles, one for each rank, of a bucket that came without handles."""
+        """Return handles, one for each rank, to a bucket that came without handles."""
         if flat.is_cuda:
             if self._num_ranks > 1:
                 raise RuntimeError(
@@ -110,7 +110,7 @@ class TensorPush:
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run a function in a daemon thread, so that an exit does not wait for a request that hangs."""
+    """Run a function in a daemon thread, so that the process can exit while a request hangs."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -150,7 +150,7 @@ def serialize_bucket(places: list[SimpleNamespace], handles: Sequence[Handle]) -
 
     Every payload also has the `places` of the weights. SGLang's rank r opens only the payload with
     index r (`TpModelWorker.deserialize_own_rank` in 0.5.23, `update_weights_from_tensor` in
-    0.5.12). The index is tp_rank, also with expert parallelism and DP attention, which divide the
+    0.5.12). The index is tp_rank, even with expert parallelism and DP attention, which divide the
     same ranks.
     """
     messages = ({"flattened_tensor": _Opens(handle), "metadata": places} for handle in handles)

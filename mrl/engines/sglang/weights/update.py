@@ -1,8 +1,8 @@
-"""An update of all weights of a server, with a proof that every weight has arrived exactly once.
+"""Updates all weights of a server, with a proof that every weight has arrived exactly once.
 
-The proof has two parts. While buckets come, names and shapes are compared with those of the checkpoint
-(manifest.py). At the end, digests of the engine's weights are compared with digests of the trainer's
-weights (digests.py).
+The proof has two parts. While buckets arrive, names and shapes are compared with those of the
+checkpoint (manifest.py). At the end, digests of the engine's weights are compared with digests of the
+trainer's weights (digests.py).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class WeightUpdater:
         items left; the caller has to drain them if other ranks wait for this one.
 
         Raises ValueError if a bucket carries another version, or a weight is missing, unknown, repeated
-        or of another shape; RuntimeError if the engine refuses a bucket, or finally holds other weights
-        than were sent. After an error the engine's weights are a mixture.
+        or of another shape; RuntimeError if the engine refuses a bucket, or ends up with weights other
+        than those sent. After an error the engine's weights are a mixture of old and new.
         """
         try:
             return self._update(buckets, version)

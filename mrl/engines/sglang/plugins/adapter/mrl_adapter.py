@@ -1,10 +1,10 @@
 """SGLang plugin for engines that serve mrl's LoRA adapters. Only such engines have it on their path.
 
-- POST /weights_checker {"action": "mrl_adapter NAME"} answers for adapter NAME. Every rank reports the
-  digest of each matrix that it holds, the adapter's scale, and the modules whose part of the slot
-  differs from these matrices. mrl/engines/sglang/adapter/digests.py reads the answer. SGLang keeps
-  whole adapters in host memory, on every rank, and copies the rank's part into a slot on the device,
-  from which batches read it.
+- POST /weights_checker {"action": "mrl_adapter NAME"} answers for adapter NAME. SGLang keeps whole
+  adapters in host memory, on every rank, and copies the rank's part into a slot on the device, from
+  which batches read it. Every rank reports the digest of each matrix that it holds, the adapter's
+  scale, and the modules whose part of the slot differs from these matrices.
+  mrl/engines/sglang/adapter/digests.py reads the answer.
 - The tokens of a request are reported with the version of its adapter. SGLang would report the version
   of the base model, which never changes.
 - A request that is aborted in the queue releases its adapter. Before 0.5.22 SGLang does not release
@@ -26,11 +26,12 @@ FUSED = {
 EVERY_TOKEN = 1 << 30
 
 rows = {}
-"""The number of rows of each matrix as it was sent, by SGLang's id of the adapter and name."""
+"""The number of rows of each matrix as it was sent, by SGLang's id of the adapter, then by the
+matrix's name."""
 versions = {}
 """The version of each adapter, by SGLang's id."""
 releases = set()
-"""Running tasks, because the event loop keeps only weak references to them."""
+"""Running tasks, stored here because the event loop keeps only weak references to them."""
 
 
 def register():
@@ -60,8 +61,8 @@ def stamp(request, *args, **options):
 
 
 def release(original, manager, abort):
-    """Run TokenizerManager._handle_abort_req, then release the adapter of a request that it has ended:
-    this request never reaches SGLang's own code that releases adapters."""
+    """Run TokenizerManager._handle_abort_req. If it ended the request, release the request's adapter,
+    because such a request never reaches SGLang's own code that releases adapters."""
     state = manager.rid_to_state.get(abort.rid)
     result = original(manager, abort)
     is_over = state is not None and abort.rid not in manager.rid_to_state
@@ -73,7 +74,7 @@ def release(original, manager, abort):
 
 
 def check_adapter(original, runner, action, *args, **options):
-    """Runs instead of ModelRunner.check_weights, on every rank, and knows one more action."""
+    """Wrap ModelRunner.check_weights, on every rank, to support one more action."""
     if not action.startswith(ACTION):
         return original(runner, action, *args, **options)
     try:
@@ -88,8 +89,8 @@ def check_adapter(original, runner, action, *args, **options):
 
 
 def held(manager, name):
-    """Return the digest of each matrix of adapter `name` in hexadecimal, by the matrix's name. The key
-    `scale` has the scale, `slot` the modules whose slot differs."""
+    """Return the digest of each matrix of adapter `name` in hexadecimal, by the matrix's name. Two more
+    keys are `scale`, for the scale, and `slot`, for the modules whose part of the slot differs."""
     from mrl.kernels.digest import MODULUS, weight_sums
 
     ids = [ref.lora_id for ref in manager.lora_refs.values() if ref.lora_name == name]
@@ -191,8 +192,8 @@ def of_experts(pool, module, weights, held, adapter):
 
 
 def by_expert(pool, own, cut):
-    """Return [(number of the expert on this rank, its matrix)] for the experts of this rank. One matrix
-    that all experts share has number 0."""
+    """Return [(index of the expert on this rank, its matrix)] for the experts of this rank. A matrix
+    that all experts share has index 0."""
     if not own:
         return []
     first = next(iter(own.values()))

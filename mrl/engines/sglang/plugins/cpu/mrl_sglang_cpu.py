@@ -5,7 +5,7 @@ It closes five gaps and makes attention, experts, sleep and the start cheaper:
 1. SGLang stores captured routes in a host buffer whose allocator pins memory, which needs CUDA.
    Here the allocator does not pin.
 2. A request's `sampling_seed` is used only under `--enable-deterministic-inference`, which is
-   refused on CPUs, and its hash is a Triton kernel. Here every batch carries the seeds of its
+   refused on CPUs, and a Triton kernel hashes it. Here every batch carries the seeds of its
    requests, and mrl.kernels.seeded_sample draws SGLang's tokens: a token is a function of (weights,
    prefix, seed). If one request of a batch truncates its distribution (top_p, top_k), SGLang applies
    the seeds of all requests in the batch to sorted tokens. Here a request that truncates nothing
@@ -21,15 +21,15 @@ It closes five gaps and makes attention, experts, sleep and the start cheaper:
    them imports all of SGLang again, which takes two thirds of a start's CPU time. Here they are
    forked.
 7. SGLang's attention on CPUs loops in Python over the requests of a batch. Here one call of
-   mrl.kernels.paged_attention computes a layer, in an order of sums that depends neither on the
+   mrl.kernels.paged_attention computes a layer, and its summation order depends neither on the
    batch nor on what is cached. `fits_kernel` says which calls stay with SGLang. Under
    `batch_invariant` and `true_on_policy` the attention is that of plugins/on_policy.
 8. SGLang's experts on CPUs are a loop in Python. Here one call of mrl.kernels.fused_experts
    computes a layer, unless `fits_experts` leaves it to SGLang or the experts are those of
    plugins/on_policy.
 9. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
-   whenever the prefix cache is flushed or memory is released, several times a step. Here it does
-   nothing. Reference counts free the tensors, and Python still collects by its own thresholds.
+   whenever the prefix cache is flushed or memory is released, several times a step. Here it skips
+   this. Reference counts free the tensors, and Python still collects by its own thresholds.
 """
 
 import gc
@@ -97,8 +97,8 @@ def find_no_nccl():
 
 
 def give_padding_value():
-    """Give the attention backend the length of the requests that pad a batch under DP attention, if the
-    backend does not define it."""
+    """Define, if the attention backend does not, the sequence length of the requests that pad a batch
+    under DP attention."""
     backend = take("TorchNativeAttnBackend")
     if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
         backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
@@ -158,14 +158,14 @@ def fits_kernel(query, k_cache, v_cache, encoder_lens):
     """Return whether paged_attention can replace SGLang's loop.
 
     It cannot for models with an encoder, for a cache in another dtype than the queries (or neither
-    fp32, bf16 nor fp16), and for head sizes that are no multiples of 8. The loop remains for these,
+    fp32, bf16 nor fp16), and for head sizes that are not multiples of 8. The loop remains for these,
     and for extends without a causal mask.
     """
     return encoder_lens is None and supports_paged_attention(query, k_cache, v_cache)
 
 
 def attend(query, output, cache, starts, options):
-    """Write the attention of as many queries as the batch has; those that only pad it come last."""
+    """Write the attention output of the batch's queries, without the padding queries at the end."""
     num_queries = len(cache[-1]) if starts is None else int(starts[-1])
     scale, window = options.get("scaling"), options.get("sliding_window_size")
     paged_attention(
@@ -198,8 +198,8 @@ def run_experts(original, layer, x, topk_output, moe_runner_config):
 
 
 def activation_of(config):
-    """Return the GatedActivation of SGLang's MoeRunnerConfig; None if it is another activation, or if
-    the weights of the route multiply the input."""
+    """Return the GatedActivation of SGLang's MoeRunnerConfig; None for any other activation, or if
+    the router weights multiply the input."""
     alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
     if config.apply_router_weight_on_input or config.activation != "silu":
         return None
@@ -209,9 +209,10 @@ def activation_of(config):
 
 
 def fits_experts(x, w13, w2, weights):
-    """Return whether fused_experts replaces SGLang's loop, whatever the number of tokens is.
+    """Return whether fused_experts replaces SGLang's loop. The number of tokens does not matter.
 
-    oneDNN multiplies large bf16 and fp16 matrices faster, with instructions for them.
+    Large bf16 and fp16 experts keep the loop, because oneDNN is faster there: it has instructions for
+    these dtypes.
     """
     if weights.dtype != torch.float32 or not supports_fused_experts(x, w13, w2):
         return False
@@ -222,7 +223,7 @@ def add_shared_expert(hidden_states, gate_weight, shared_output, final_hidden_st
     """Add the gated shared expert to `final_hidden_states` [T, H], with gate_weight [H].
 
     A token's bits do not depend on the other tokens: each dot product is summed alone, and the sigmoid
-    is taken of whole vectors, since torch computes the last elements of a tensor in another way.
+    is taken of whole vectors, because torch computes the last elements of a tensor differently.
     """
     dots = (hidden_states * gate_weight).sum(dim=-1, keepdim=True)
     gate = dots.expand(-1, WHOLE_VECTORS).contiguous().sigmoid()[:, :1]
@@ -230,11 +231,11 @@ def add_shared_expert(hidden_states, gate_weight, shared_output, final_hidden_st
 
 
 def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_config):
-    """Compute the experts of a layer by SGLang's loop: x [T, H] -> [T, H].
+    """Compute the experts of a layer with SGLang's loop: x [T, H] -> [T, H].
 
-    Under expert parallelism, id -1 stands for an expert of another rank, which the loop cannot
-    handle, nor can it handle a batch without tokens. In both cases it gets each pair of a token and a
-    chosen expert of this rank as a token with one expert.
+    The loop cannot handle id -1, which under expert parallelism is an expert of another rank, nor a
+    batch without tokens. In these cases, each pair of a token and a chosen expert of this rank, if
+    there is any, is passed to the loop as a token with one expert.
     """
     weights, ids, _ = topk_output
     rows, places = (ids >= 0).nonzero(as_tuple=True)
@@ -264,8 +265,8 @@ def attach_seeds(info, cls, batch, vocab_size):
 
 
 def sample_by_kind(original, sampler, probs, info, positions, is_simple):
-    """Runs instead of Sampler._sample_from_probs, for `probs` [B, V]. In a batch in which some requests
-    truncate their distribution, it samples again for requests that do not, and for greedy requests."""
+    """Wrap Sampler._sample_from_probs, for `probs` [B, V]. In a batch in which some requests truncate
+    their distribution, sample again for the requests that do not, and for greedy requests."""
     ids, capture = original(sampler, probs, info, positions, is_simple)
     if is_simple:
         return ids, capture
@@ -284,7 +285,7 @@ def sample_by_kind(original, sampler, probs, info, positions, is_simple):
 
 
 def sample_from_probs(original, probs, sampling_seed=None, positions=None):
-    """SGLang's sampling_from_probs_torch, i32[B], of probs [B, V]; without seeds, its own code."""
+    """Draw i32[B] from probs [B, V] as SGLang's sampling_from_probs_torch; without seeds, call that."""
     if sampling_seed is None:
         return original(probs, sampling_seed, positions)
     return draw(probs, sampling_seed, positions).to(torch.int32)

@@ -12,7 +12,7 @@ path.
    tokens of the batch nor on the ranks of other adapters, because only the rows and columns up to the
    adapter's own rank r are read.
 
-Dimensions: n tokens, K experts a token, E experts of this process, S slots of adapters, H hidden
+Dimensions: n tokens, K experts per token, E experts of this process, S slots of adapters, H hidden
 size, I intermediate size of an expert, r rank of an adapter.
 """
 
@@ -63,8 +63,8 @@ def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len, bucket_
     """Return (whether the adapter in each slot is used i32[S], the slot of each token i32[n]).
 
     `starts` has the first token of each segment, `slots` the slot of each segment. SGLang also has a
-    version in torch, but it comes after an assertion about the kernel's grid, which fails if a segment
-    has several requests.
+    version in torch, but runs it only after an assertion about the kernel's grid, which fails if a
+    segment has several requests.
     """
     slots = slots.long()
     enabled = torch.zeros(len(ranks), dtype=torch.int32)
@@ -76,8 +76,8 @@ def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len, bucket_
 
 
 def num_padded(layer, size):
-    """Return the padding of an expert's intermediate size: the padded size of all tensor-parallel ranks
-    less `size`."""
+    """Return by how much to pad an expert's intermediate size `size`: the padded size, summed over the
+    tensor-parallel ranks, minus `size`."""
     return layer.tp_size * layer.intermediate_size_per_partition - size
 
 
@@ -112,8 +112,7 @@ def each(matrices, change):
 
 
 def run_layer(layer, hidden_states, topk_output, info, **options):
-    """Replaces FusedMoEWithLoRA._forward_with_lora. The base layer computes a batch without
-    adapters."""
+    """Replace FusedMoEWithLoRA._forward_with_lora. A batch without adapters goes to the base layer."""
     base = layer.base_layer
     if not info.has_active_lora:
         return base(hidden_states, topk_output, **options)

@@ -7,8 +7,8 @@ which is all that `batch_invariant` needs. Products, attention and activation ar
 mrl.kernels.invariant. Log-probs come from the trainer's kernel. Where both sides use torch, formula
 and order of operations are Megatron's. docs/on_policy.md describes each replacement.
 
-Dimensions: n tokens of a batch, H hidden size, E experts, K experts a token, V vocabulary, h heads, g
-groups of keys and values, d head size.
+Dimensions: n tokens of a batch, H hidden size, E experts, K experts per token, V vocabulary, h heads,
+g groups of keys and values, d head size.
 """
 
 import numpy
@@ -109,7 +109,7 @@ def choose_experts(
 def run_experts(layer, x, topk_output, moe_runner_config):
     """Return the experts' output [n, H] for tokens [n, H], as Megatron does: the router's weight is
     applied to the input of an expert's last product, and the outputs for a token are added in the order
-    of the experts' numbers."""
+    of the expert indices."""
     weights, ids, _ = topk_output
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():

@@ -11,7 +11,8 @@ import torch
 from mrl.engines.sglang.compat import hook, take
 
 chosen = []
-"""At most one entry: the ids and bits of weights [tokens, 2K] of the layer that chooses experts now."""
+"""At most one entry: for the layer that is choosing experts, its ids and the bits of its weights
+[tokens, 2K]."""
 
 
 def register():
@@ -21,8 +22,8 @@ def register():
 
 
 def widen(capturer, *, num_tokens, device, **options):
-    """Give SGLang's capturer buffers with room for weights, and return it. None if no ids are
-    captured."""
+    """Give SGLang's capturer buffers with room for weights, and return the capturer; None if no ids
+    are captured."""
     if capturer is None:
         return None
     if capturer.num_fused_shared_experts:

@@ -13,5 +13,5 @@ def register():
 
 
 def of_any_path(original, **request):
-    """Decide as SGLang does for a path and a method that always require the key."""
+    """Authorize every request as SGLang does a POST to `/`, which always requires the key."""
     return original(**{**request, "method": "POST", "path": "/"})

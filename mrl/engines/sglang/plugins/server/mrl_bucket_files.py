@@ -1,4 +1,4 @@
-"""SGLang plugin: SGLang's unpickler may call the functions that open a file with a bucket of weights.
+"""SGLang plugin: let SGLang's unpickler call the functions that open a file with a weight bucket.
 
 The unpickler refuses names that are not on its list. Since SGLang 0.5.21 the list has exact names; in
 earlier releases it has prefixes of names.

@@ -33,6 +33,6 @@ def with_references(sender, output, *args, **options):
 
 def as_reference(routes):
     """Return a reference to the routes of one request, or the routes themselves if they cannot be
-    written. They are None until the request is finished."""
+    written. `routes` is None until the request is finished."""
     reference = None if routes is None else writers[0].add(routes)
     return routes if reference is None else reference.as_tensor()

@@ -17,7 +17,7 @@ def register():
 
 
 def handle(original, checker, action="checksum", *args, **options):
-    """Runs instead of WeightChecker.handle, and knows one more action."""
+    """Wrap WeightChecker.handle to support one more action."""
     if action != ACTION:
         return original(checker, action, *args, **options)
     # 0.5.12 has the runner instead of the function.
@@ -70,7 +70,7 @@ def digests(model):
 
     The piece names the part of the parameter that this rank holds: ranks with the same piece hold the
     same values. It is `?` for a module that does not know its part. A parameter of fused experts
-    [E, ...] has one digest for each expert, and the experts' numbers in the whole model.
+    [E, ...] has one digest for each expert, and the experts' indices in the whole model.
     """
     from mrl.kernels.digest import MODULUS, weight_sums
 
@@ -118,8 +118,9 @@ def parts_of(module, name, parameter):
 
 
 def rank_in(module, number, group):
-    """Return this rank's number in the group of ranks that split a layer. `number` and `group` are the
-    names of the layer's attributes before and since 0.5.22. None if the layer has neither attribute."""
+    """Return this rank's index in the group of ranks that split a layer; None if the layer has neither
+    attribute. `number` names the attribute with the index, used before 0.5.22, and `group` the one with
+    the group, used since then."""
     if hasattr(module, number):
         return getattr(module, number)
     if not hasattr(module, group):
@@ -128,10 +129,10 @@ def rank_in(module, number, group):
 
 
 def experts_of(module, num_held):
-    """Return the numbers, in the whole model, of the experts that a fused layer holds.
+    """Return the indices, in the whole model, of the experts that a fused layer holds.
 
-    As in `FusedMoE._map_global_expert_id_to_local_expert_id`, expert-parallel ranks hold blocks of the
-    routed experts, and after them fused shared experts, which are numbered after the last routed one.
+    As in `FusedMoE._map_global_expert_id_to_local_expert_id`, each expert-parallel rank holds a block
+    of routed experts, then the fused shared experts, whose indices follow the last routed one.
     """
     if not hasattr(module, "moe_ep_rank"):
         return list(range(num_held))

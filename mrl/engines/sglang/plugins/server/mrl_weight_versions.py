@@ -1,8 +1,8 @@
-"""SGLang plugin: prefix keys and the versions of tokens stay right if weights change while requests are
-in flight.
+"""SGLang plugin: keep prefix keys and token versions right if weights change while requests are in
+flight.
 
-It closes three gaps of SGLang 0.5.20. Older releases report no version of a token, and the plugin does
-nothing there.
+It closes three gaps of SGLang 0.5.20. Older releases do not report the version of a token, and the
+plugin does nothing there.
 
 - A request's `extra_key` is the version of the weights under which it was sent, and SGLang never
   changes it. A request that waits in the queue during an update, or is retracted and computed again
@@ -22,7 +22,7 @@ nothing there.
 from mrl.engines.sglang.compat import hook, path_of, take
 
 KEY = "mrl-version-"
-"""The beginning of a key, as in mrl/engines/sglang/body.py; the version follows."""
+"""The prefix of a key, as in mrl/engines/sglang/body.py; the version follows."""
 
 
 def register():
@@ -34,8 +34,8 @@ def register():
 
 
 def renew_key(request, tree_cache=None, *args, **options):
-    """Renew the key of a request before Req.init_next_round_input looks for a cached prefix. It does so
-    only if it gets `tree_cache`."""
+    """Renew the key of a request before Req.init_next_round_input looks for a cached prefix, which it
+    does only if it gets `tree_cache`."""
     has_adapter = getattr(request, "lora_id", None) is not None
     if tree_cache is not None and not has_adapter and (request.extra_key or "").startswith(KEY):
         request.extra_key = KEY + weight_version()
@@ -54,8 +54,8 @@ def wait_for_device(result, *args, **options):
 
 
 def with_pending(original, scheduler, *args, **options):
-    """Run Scheduler.record_weight_version_change. Attribute tokens of batches that have already
-    run, and are not appended yet, to the older weights."""
+    """Run Scheduler.record_weight_version_change. If batches have run but their tokens are not appended
+    yet, attribute these tokens to the older weights."""
     old = weight_version()
     pending = {} if not getattr(scheduler, "enable_overlap", False) else pending_tokens(scheduler)
     result = original(scheduler, *args, **options)
