@@ -1,1 +1,1 @@
-"""This room starts and owns engines, on the trainer's devices or on separate ranks (`remote`)."""
+"""Starts and owns engines, on the trainer's devices or on separate ranks (`remote`)."""

@@ -1,9 +1,9 @@
-"""An engine may span nodes: its processes are started, lost and stopped together.
+"""Runs an engine that may span nodes: its processes are started, lost and stopped together.
 
-Rank 0 of an engine's ranks leads the engine. On each further node, the first of the engine's ranks
-runs a process of the engine. These ranks exchange messages: before a start to agree on an address,
-and repeatedly during the start, so that no node waits for a node that has failed. An engine on one
-node exchanges nothing.
+Rank 0 of an engine's ranks leads the engine. On every other node, the first of the engine's ranks
+runs a process of the engine. The ranks of an engine exchange messages: before a start, to agree on
+an address, and repeatedly during the start, so that no node waits for a node that has failed. The
+ranks of an engine on one node exchange nothing.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ class _Status(NamedTuple):
 
 @dataclass
 class EngineNodes:
-    """The processes of an engine that one rank runs. start() and share_loss() are collectives of
+    """The processes that one rank runs for an engine. start() and share_loss() are collectives of
     the engine's ranks."""
 
     server: EngineServer | None
     """The engine, on the leader."""
     node: RolloutNode | None
-    """The engine's process on a node without the leader; set on the first of the engine's ranks
-    there."""
+    """The engine's process on a node without the leader; None except on the first of the engine's
+    ranks on such a node."""
     exchange: Callable[[Any], list[Any]] | None
     """A collective that returns the objects of all ranks of the engine, in rank order. None for an
     engine on one node; then only the leader acts."""
     endpoint: PolicyEndpoint | None = None
-    """The endpoint of the engine's only policy, on the leader; None if it serves several."""
+    """The endpoint of the engine's only policy, on the leader; None if the engine serves several
+    policies."""
 
     def start(self) -> None:
         """Start the engine. If the start fails, every rank stops its process and raises
@@ -110,10 +111,10 @@ class EngineNodes:
             time.sleep(EXCHANGE_S)
 
     def share_loss(self, lost: EngineLost | None) -> EngineLost | None:
-        """Return the engine's loss if `lost` is set on any of its ranks or a process has failed,
-        else None.
+        """Return the engine's loss, or None if the engine is not lost.
 
-        If the engine is lost, its remaining processes are stopped.
+        The engine is lost if `lost` is set on any of its ranks or one of its processes has failed.
+        In that case, its remaining processes are stopped.
         """
         if self.exchange is None:
             return lost
@@ -139,7 +140,7 @@ class EngineNodes:
 
 
 def free_address() -> str:
-    """Return the host:port at which other nodes reach this machine. The port is free now.
+    """Return a host:port, with a free port, at which other nodes can reach this machine.
 
     The host is the local address of a connection to torchrun's MASTER_ADDR. On the master's own
     node this may be a loopback address; then the host is this machine's name, which other nodes
@@ -163,10 +164,10 @@ def make_engine(
     folder: RunFolder,
     exchange: Callable[[Any], list[Any]],
 ) -> EngineNodes:
-    """Return the engine's processes that a rank is to run. They are not started.
+    """Return the processes that a rank is to run for its engine, not started yet.
 
-    `rank` counts only the ranks that engines span. `device` is the rank's device, and `exchange` a
-    collective of the ranks of its engine (`EngineNodes.exchange`).
+    `rank` counts only the ranks that engines span. `device` is the rank's device, and `exchange` is
+    a collective of the ranks of its engine (`EngineNodes.exchange`).
     """
     recipe, layout = plan.recipe, plan.engines
     number = rank // layout.ranks
@@ -205,11 +206,11 @@ def served_adapter(plan: Plan) -> Adapter | None:
 
 
 def gpu_ids(device: torch.device, num: int) -> list[str]:
-    """Return the ids of the `num` GPUs that begin with `device`, or an empty list on a CPU."""
+    """Return the ids of `num` consecutive GPUs, of which `device` is the first; empty on a CPU."""
     if device.type != "cuda":
         return []
     assert device.index is not None
     numbers = range(device.index, device.index + num)
-    # torch numbers the visible GPUs; the engine needs the numbers of the whole machine.
+    # torch's index counts the visible GPUs; the engine needs the index among all GPUs of the node.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [visible.split(",")[n] for n in numbers] if visible else [str(n) for n in numbers]

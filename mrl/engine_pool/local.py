@@ -1,9 +1,9 @@
 """The pool of engines on the trainer's own devices: rollout and training take turns.
 
-The first of an engine's ranks leads the engine, and all ranks take part in the weight syncs. If an
-engine is lost in the middle of a step, its finished samples are kept and another engine is started.
-Then all ranks sync the weights once more, and the remaining samples are generated with the same
-seeds.
+The first of an engine's ranks leads the engine, and all ranks take part in weight syncs. If an
+engine is lost in the middle of a step, the samples that it has finished are kept and another engine
+is started. Then all ranks sync the weights once more, and the remaining samples are generated with
+the same seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from parallel.policy import Policy
 
 @dataclass
 class LocalTasks:
-    """The tasks that one `assign` or `assign_evaluation` gave to this rank's engine: a
+    """The tasks that one call of `assign` or `assign_evaluation` gave to this rank's engine: a
     `mrl.collect.base.Assignment`."""
 
     scored: list[Task | None]
@@ -57,9 +57,9 @@ class LocalTasks:
 class LocalPool:
     """The engines on the trainer's devices, for one policy. See `mrl.collect.base.Pool`.
 
-    Without a service, `sync` and `rollout` are called. In a service, tenants share the engine. The
-    service wakes the engine once for all tenants and calls the methods of `part`, `generate` and
-    `end_generation` for each tenant, instead of `sync` and `rollout`.
+    In a run without a service, `sync` and `rollout` are called. In a service, tenants share the
+    engine, and neither is called: the service wakes the engine once for all tenants, and calls
+    `generate`, `end_generation` and the methods of `part` for each tenant.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class LocalPool:
     def sync(self, policy: Policy, version: int) -> None:
         """Offload the policy to the host, wake the engine, and load the policy's weights into it.
 
-        The engine's weights are `version` then. An engine that is lost or has nothing to generate
+        The engine then has the weights `version`. An engine that is lost or has nothing to generate
         stays asleep.
         """
         part, engine = self.part, self.part.engine
@@ -220,8 +220,8 @@ class LocalPool:
 
 
 def remaining(assignments: Sequence[LocalTasks]) -> list[Task]:
-    """Return the tasks in some assignments that have something left to generate on this rank's
-    engine."""
+    """Return the tasks of these assignments for which this rank's engine still has something to
+    generate."""
     return [task for each in assignments for task in each.remaining]
 
 

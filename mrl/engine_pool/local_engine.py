@@ -1,4 +1,5 @@
-"""Starts, wakes, puts to sleep, profiles and replaces the engine on this rank's devices."""
+"""Starts, replaces and profiles the engine on this rank's devices, wakes it and puts it to
+sleep."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class LocalEngine:
         *,
         keeps_weights: bool = False,
     ) -> None:
-        """`max_restarts`: how many engines of all ranks together may be lost in one step.
+        """`max_restarts`: how many engines may be lost in one step, over all ranks.
         `keeps_weights`: whether the engine keeps its weights while it sleeps, because weight syncs
         bring only an adapter."""
         self.server = nodes.server
@@ -45,8 +46,8 @@ class LocalEngine:
         """Whether the engine has something to generate; otherwise it stays asleep."""
         self.watch = watch
         self.metrics = EngineMetrics()
-        """Number and seconds of the restarts in this step, over all ranks; its other metrics stay
-        0."""
+        """The restarts in this step: their number over all ranks, and the seconds that they took.
+        The other metrics stay 0."""
         self._nodes = nodes
         self._sleep_level = 1 if keeps_weights else 2
         self._restarts = Restarts(

@@ -1,4 +1,4 @@
-"""Metrics of engines that are not computed from completions.
+"""Engine metrics that are not computed from completions.
 
 To add a metric, add a field to `EngineMetrics`, set it where it is measured, and add a row to
 docs/metrics.md.

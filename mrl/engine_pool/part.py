@@ -23,10 +23,10 @@ from parallel.policy import Policy
 
 
 class EnginePart:
-    """The use of this rank's engine by one policy, which may share the engine with other tenants.
+    """Syncs one policy's weights to this rank's engine, which policies of other tenants may share.
 
-    `prepare_sync`, `send` and `raise_failures` are collectives of all ranks. They skip the engine
-    on a rank without an endpoint, and if the engine is lost or not needed.
+    `prepare_sync`, `send` and `raise_failures` are collectives of all ranks. They do not use the
+    engine if this rank has no endpoint, or if the engine is lost or not needed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EnginePart:
         collective.
 
         `wake` is called before the engine loads. A RuntimeError or ValueError is not raised here
-        but by `raise_failures`, because every rank must take part in the export to its end.
+        but by `raise_failures`, because every rank must take part in the export until its end.
         """
         bucket_bytes = self._config.weight_bucket_bytes(policy.export_bytes(self._dtype))
         buckets = local_buckets(

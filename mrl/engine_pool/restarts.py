@@ -23,7 +23,7 @@ class Restarts:
     """Remembers the loss of an engine until the engine is replaced, and limits the number of
     losses.
 
-    `count_lost` and `replace` are collectives if the losses of all ranks are added up.
+    `count_lost` and `replace` are collectives if the losses of all ranks are counted together.
     """
 
     description: str
@@ -31,17 +31,17 @@ class Restarts:
     max_restarts: int
     """How many losses are allowed between two calls of `reset`."""
     engine_number: int | None
-    """The number of the engine that this rank leads. None if another rank leads the engine; that
-    rank counts its losses."""
+    """The number of the engine that this rank leads. None if another rank leads the engine; then
+    that rank counts the engine's losses."""
     share_loss: Callable[[EngineLost | None], EngineLost | None] = lambda lost: lost
     """Returns the loss if any rank that the engine spans knows of one
     (`EngineNodes.share_loss`)."""
     sum_up: Callable[[int], int] = int
-    """Adds up a number over all ranks whose losses are added up."""
+    """Returns the sum of a number over the ranks whose losses are counted together."""
     lost: EngineLost | None = None
     """Why the engine does not run; None if it runs."""
     num_counted: int = 0
-    """Number of losses since `reset`, without those that are explained
+    """Number of losses since `reset`, not counting those that are explained
     (`EngineLost.is_explained`)."""
 
     def reset(self) -> None:

@@ -34,8 +34,8 @@ BYTES_PER_NUMBER = 4
 
 
 class TokenPayload:
-    """A `mrl.exchange.transfers.Payload` of tokens. A sample is sent as all of its ids, all of its
-    log-probs, then its sampling mask, if it has a mask."""
+    """A `mrl.exchange.transfers.Payload` of tokens. A sample is sent as all of its token ids, then
+    all of its log-probs, then its sampling mask if it has one."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -44,8 +44,9 @@ class TokenPayload:
         return BYTES_PER_NUMBER * sum(map(len, self._tensors(sample)))
 
     def _tensors(self, sample: int) -> list[Tensor]:
-        """Return the sample's ids, log-probs and, if it has a mask, ids and counts of the kept tokens.
-        If another rank holds the sample, these tensors have shapes but no contents."""
+        """Return the sample's token ids and log-probs and, if it has a mask, the ids and counts of
+        the kept tokens. If another rank holds the sample, these tensors have shapes but no
+        contents."""
         tokens, mask = self._samples[sample], self._samples[sample].sampling_mask
         tensors = [tokens.token_ids, tokens.rollout_logprobs]
         return tensors if mask is None else [*tensors, mask.token_ids, mask.counts]
@@ -83,7 +84,7 @@ class RoutePayload:
     def __init__(self, traces: Traces) -> None:
         self.traces = traces
         self._widths: dict[tuple[int, ...], int] = {}
-        """The number of bytes of a row by layers. It is the same for all traces."""
+        """The number of bytes in a row, by layers; the same for all traces."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
         return self.traces[sample].num_rows * self._row_bytes(layers)
@@ -134,11 +135,11 @@ class RolloutExchange:
     def deliver(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
     ) -> dict[int, TokenRoutes]:
-        """Return the routes, in this rank's layers, of the samples on which this rank trains, by
-        index. The method is a `mrl.learn.batching.RouteSource`.
+        """Return the routes of the samples on which this rank trains, by sample index.
 
-        `shares` has, for each data-parallel rank, the indices of the samples on which it trains. Raises
-        ValueError if the routes lack one of the layers.
+        The routes are those in this rank's layers. The method is a
+        `mrl.learn.batching.RouteSource`. `shares` has, for each data-parallel rank, the indices of
+        the samples on which it trains. Raises ValueError if the routes lack one of the layers.
         """
         traces = _traces(samples)
         of_dp = [tuple(sorted(i for i in share if i in traces)) for share in shares]
@@ -157,8 +158,8 @@ class RolloutExchange:
     def deliver_tokens(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
     ) -> dict[int, Sample]:
-        """Return the samples on which this rank trains, with tokens, by index; `shares` is as in
-        `deliver`. The method is a `mrl.learn.batching.TokenSource`."""
+        """Return the samples on which this rank trains, with their tokens, by index. `shares` is as
+        in `deliver`. The method is a `mrl.learn.batching.TokenSource`."""
         of_dp = [tuple(sorted(share)) for share in shares]
         needed = {
             rank: Selection(of_dp[dp_rank], (TOKENS,))
@@ -167,11 +168,11 @@ class RolloutExchange:
         return self._tokens(samples, needed)
 
     def collect(self, groups: Sequence[SampleGroup], reader: int = 0) -> list[SampleGroup]:
-        """Return the groups. On the rank `reader`, they have all tokens and routes."""
+        """Return the groups, with all of their tokens and routes on the rank `reader`."""
         return self.move(groups, [reader] * len(groups))
 
     def move(self, groups: Sequence[SampleGroup], readers: Sequence[int]) -> list[SampleGroup]:
-        """Return the groups. On the rank `readers[i]`, group i has all tokens and routes. Ranks
+        """Return the groups, with all tokens and routes of group i on the rank `readers[i]`. Ranks
         that held tokens or routes before keep them."""
         samples = [sample for group in groups for sample in group.samples]
         traces = _traces(samples)

@@ -54,7 +54,7 @@ def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
 
 
 def gather_lines(local: Mapping[int, bytes], num_parts: int) -> list[bytes] | None:
-    """Return the parts of a text, ordered by their numbers from 0 to `num_parts - 1`, on rank 0.
+    """Return the parts 0 to `num_parts - 1` of a text, in this order, on rank 0.
 
     A collective. `local` has the parts of this rank by number. Returns None on the other ranks.
     Raises RuntimeError on rank 0 if a part is missing or comes from two ranks.
@@ -117,7 +117,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _sizes(size: int) -> list[int]:
-    """Return the `size` that each of the W ranks passes. A collective."""
+    """Return the `size` of each rank, in rank order. A collective."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = size
     if len(sizes) > 1:

@@ -1,10 +1,10 @@
-"""Computes the transfers of an exchange: which rank sends which parts of samples to which other rank.
+"""Computes the transfers of an exchange: which rank sends which parts of samples to which rank.
 
-Every rank knows which ranks hold and which ranks need each sample, so it computes its own transfers
-without asking other ranks. Ranks of one node read the shared memory of the rank that holds a sample
-(`mrl.system.shared_memory`). Between nodes, bytes are sent once: if several ranks of a node need
-the same bytes, as tensor-parallel ranks do, one rank receives the bytes and shares them with the
-other ranks through its memory.
+Every rank knows, for each sample, which ranks hold it and which ranks need it, and so computes its
+own transfers without asking other ranks. Ranks of one node read the shared memory of the rank that
+holds a sample (`mrl.system.shared_memory`). Between nodes, bytes are sent once: if several ranks of
+a node need the same bytes, as tensor-parallel ranks do, one rank receives the bytes and shares them
+with the other ranks through its memory.
 
 A `Payload` encodes what a transfer carries: routes of some layers, or the tokens of samples.
 `mrl.exchange.transport` carries the transfers out.
@@ -26,7 +26,7 @@ from 1."""
 
 @dataclass(frozen=True)
 class Selection:
-    """Some layers of some samples, which a rank needs or a transfer holds."""
+    """Some layers of some samples, which a rank needs or a transfer carries."""
 
     samples: tuple[int, ...]
     """Ascending indices into the step's list of samples."""
@@ -45,7 +45,7 @@ class Transfer:
 
 
 Page = tuple[tuple[int, ...], int]
-"""(layers, index of a sample): names bytes that lie in one piece in the memory of a rank."""
+"""(layers, index of a sample): identifies a contiguous piece of a rank's shared memory."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Transfers:
     reading: list[Transfer] = field(default_factory=list)
     """Transfers that this rank reads from the memory of other ranks of its node."""
     pages: dict[int, list[Page]] = field(default_factory=dict)
-    """The pages in the memory of each rank of this node, by rank, in the order in which they lie."""
+    """The pages in the shared memory of each rank of this node, by rank, in memory order."""
 
 
 class Payload(Protocol):
@@ -85,8 +85,9 @@ def compute_transfers(
     """Return the transfers of `rank` in an exchange that gives every rank what it needs.
 
     A sample that the reader holds is not transferred. Any other sample comes from the memory of the
-    lowest rank on the reader's node that holds it. If no rank of the node holds it, it comes in a
-    message from the lowest rank of all that holds it.
+    lowest rank on the reader's node that holds it. If no rank of the node holds it, one of the
+    node's readers gets it in a message from the lowest rank of all that holds it, and shares it
+    with the others.
 
     Args:
         rank: the rank whose transfers are returned.
@@ -138,8 +139,8 @@ def _add_near(
     near: Mapping[int, int],
     holders: Mapping[int, int],
 ) -> None:
-    """Add the transfers for `readers`, which are the ranks of this node with the same `selection`:
-    messages to `rank`, reads of `rank` from the memory of others, and pages of all ranks of the
+    """Add the transfers for `readers`, the ranks of this node that need `selection`: messages to
+    `rank`, reads by `rank` from the memory of other ranks, and the pages of all ranks of the
     node."""
     messages: dict[int, list[int]] = defaultdict(list)
     reading: dict[int, list[int]] = defaultdict(list)
@@ -163,8 +164,8 @@ def _add_near(
 
 
 def _relay(sample: int, readers: Sequence[int]) -> int:
-    """Return which of a node's `readers` receives a sample for all of them. They take turns by
-    sample."""
+    """Return which of a node's `readers` receives a sample on behalf of all of them. The readers
+    take turns by sample index."""
     return readers[sample % len(readers)]
 
 

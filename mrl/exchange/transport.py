@@ -38,8 +38,8 @@ class Transport:
         )
         self.nodes = nodes_of(readable)
         self.num_bytes_shared = self.num_bytes_sent = 0
-        """In the last exchange: bytes that this rank's memory took, as the system counts them, and
-        bytes that this rank sent in messages."""
+        """In the last exchange: the size of this rank's shared memory in bytes, as the operating
+        system reports it, and the bytes that this rank sent in messages."""
 
     def share_held(self, indices: Iterable[int]) -> list[list[int]]:
         """Return for each rank the indices of the samples that it holds. `indices` are those of
@@ -52,14 +52,14 @@ class Transport:
     def exchange(
         self, payload: Payload, needed: Mapping[int, Selection], held: Sequence[Collection[int]]
     ) -> list[tuple[Selection, Tensor]]:
-        """Return the parts that this rank needs and does not hold, as pairs of a selection and its
-        bytes u8[bytes], one sample after the other. `needed` and `held` are as in
+        """Return the parts that this rank needs and does not hold, as pairs (selection, u8[bytes])
+        with the bytes of one sample after the other. `needed` and `held` are as in
         `compute_transfers`."""
         self.num_bytes_shared = self.num_bytes_sent = 0
         transfers = compute_transfers(self._rank, needed, held, self.nodes)
         got = self._send_and_receive(transfers, payload)
         self._lay_out(transfers, payload, got)
-        # All ranks must decide the same, because a barrier that only some of them enter never ends.
+        # All ranks must make the same decision: a barrier that only some of them enter never ends.
         reads = len(set(self.nodes)) < self._world and any(
             selection.layers and selection.samples for selection in needed.values()
         )
@@ -138,9 +138,9 @@ class Transport:
 def nodes_of(readable: Sequence[Collection[int]]) -> list[int]:
     """Return for each rank the number of its node, which is the lowest rank of the node.
 
-    `readable` has, for each rank, the ranks whose memory it can read. Ranks form a node if any
-    two of them can read each other's memory, and none of them has this relation to another rank. Where
-    this does not hold, each rank is a node of its own.
+    `readable` has, for each rank, the ranks whose memory it can read. Ranks form a node if every
+    two of them can read each other's memory, and none of them has this relation to a rank outside
+    the node. Any other rank is a node of its own.
     """
     mutual = [
         frozenset({r} | {s for s in those if r in readable[s]}) for r, those in enumerate(readable)

@@ -1,1 +1,2 @@
-"""Decides what is generated before the trainer needs it, without IO, threads or a clock."""
+"""Decides what is generated before the trainer needs it. The package does no I/O and has no threads
+or clock."""

@@ -1,9 +1,8 @@
-"""This module decides which worker generates which prompt, and which finished groups a step trains
-on.
+"""Decides which prompts are leased to which worker, and which finished groups a step trains on.
 
-It does no IO and has no threads or clock. A prompt has one state at any time: it waits, is leased
-to a worker, is finished (its group is in the queue), was trained on, or was dropped and counted.
-The rule that bounds the staleness is in `staleness.py`.
+The module does no I/O and has no threads or clock. A prompt has one state at any time: it waits, is
+leased to a worker, is finished (its group is in the queue), was trained on, or was dropped and
+counted. The rule that bounds the staleness is in `staleness.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mrl.scheduling.records import Finished, Lease, Partial, Tally
 from mrl.scheduling.staleness import Bound
 
 TOO_OLD = "too_old"
-"""The cause under which groups are counted that `async.at_bound: drop` drops."""
+"""The cause under which groups dropped by `async.at_bound: drop` are counted."""
 
 
 class Ledger:
@@ -31,7 +30,8 @@ class Ledger:
         max_staleness: int,
         at_bound: Literal["wait", "drop"] = "wait",
     ) -> None:
-        """`session` is different each time a run is started, so that no lease id is used twice."""
+        """`session` must be different each time a run is started, so that no lease id is used
+        twice."""
         if prompts_per_step < 1 or max_staleness < 0 or ":" in session:
             raise ValueError(
                 f"got {prompts_per_step=}, {max_staleness=}, {session=}; expected at least 1 and 0, "
@@ -65,8 +65,8 @@ class Ledger:
         self._workers.add(worker)
 
     def lose(self, worker: int) -> list[Lease]:
-        """Remove a worker, if it has joined, and end its leases; return them. Their prompts wait
-        again, before prompts that were drawn later."""
+        """Remove a worker, if it has joined, and end its leases; return these leases. Their prompts
+        wait again, ahead of prompts that were drawn later."""
         self._workers.discard(worker)
         lost = [lease for lease in self.leases.values() if lease.worker == worker]
         for lease in lost:
@@ -85,11 +85,12 @@ class Ledger:
         return list(added)
 
     def num_to_draw(self, version: int, most: int) -> int:
-        """Return how many prompts to add so that `lease(worker, version, most)` lacks none."""
+        """Return how many prompts must be added so that `lease(worker, version, most)` does not run
+        out of prompts."""
         return max(0, min(most, self.capacity(version)) - len(self.waiting))
 
     def capacity(self, version: int) -> int:
-        """Return how many more groups may be started whose oldest token is sampled by `version`."""
+        """Return how many more groups may be started whose oldest token is of version `version`."""
         in_flight = [*self.leases.values(), *self.finished.values()]
         return self.bound.room(self.step, [each.oldest for each in in_flight], version)
 
@@ -140,10 +141,10 @@ class Ledger:
     ) -> bool:
         """Put a finished group into the queue; return False if the group was not kept.
 
-        `oldest` and `newest` are the oldest and newest version that sampled one of its tokens. A
-        group whose lease has ended is a duplicate, which is dropped and counted. The prompt of a
-        group that is too old is generated again (`async.at_bound: wait`) or dropped and counted
-        (`drop`). Raises ValueError for impossible versions.
+        `oldest` and `newest` are the oldest and the newest version that sampled any of the group's
+        tokens. A group whose lease has ended is a duplicate, which is dropped and counted. If a
+        group is too old, its prompt waits to be leased again (`async.at_bound: wait`), or is
+        dropped and counted (`drop`). Raises ValueError for impossible versions.
         """
         lease = self.leases.get(lease_id)
         if lease is None:
@@ -216,7 +217,7 @@ class Ledger:
     # Checkpoints and metrics
 
     def counts(self) -> dict[str, Any]:
-        """Return the counts of the whole run for `load`, as a JSON-able dict."""
+        """Return the counts of the whole run for `load`, as a JSON-serializable dict."""
         return {
             "tally": self.tally.state_dict(),
             "next_item": self._next_item,
@@ -234,9 +235,9 @@ class Ledger:
         """Continue at `step` with the prompts of a checkpoint, by prompt id. Workers stay joined,
         without leases.
 
-        Prompts without a group in `finished` wait. The recipe may have a smaller bound now. A
-        finished group that is too old then is generated again, or dropped and counted with
-        `at_bound: drop`.
+        Prompts without a group in `finished` wait. If the recipe now has a smaller bound, a
+        finished group may have become too old. Such a group is generated again or, with `at_bound:
+        drop`, dropped and counted.
         """
         self.step, self.tally = step, Tally.restore(counts["tally"])
         self._next_item = counts["next_item"]

@@ -1,4 +1,4 @@
-"""The records of the ledger (ledger.py): leases, finished groups, partial rollouts and counts."""
+"""The records of the ledger (ledger.py): leases, finished groups, partial rollouts and counters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lease:
     version: int
     """The version of the engine's weights when the prompt was leased."""
     partial: Partial | None = None
-    """A partial rollout of another worker, to be continued; None if the group starts without
+    """A partial rollout from another worker, to be continued; None if the group starts without
     tokens."""
 
     @property
@@ -68,7 +68,7 @@ class Finished:
 
 @dataclass
 class Tally:
-    """Counts over the whole run, except `staleness`, which concerns the last step only."""
+    """Counters over the whole run, except `staleness`, which covers only the last step."""
 
     trained: int = 0
     """Number of prompts that a step has trained on."""
@@ -81,8 +81,8 @@ class Tally:
     kept_tokens: int = 0
     """Number of tokens in partial rollouts that a later lease has continued."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """The groups of the last step, counted by the age of their oldest token in versions. It is not
-    in the checkpoint."""
+    """The number of groups of the last step, by the age of their oldest token in versions. It is
+    not saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         state = {**vars(self), "dropped": dict(self.dropped)}
@@ -91,7 +91,7 @@ class Tally:
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Tally:
-        """Return the tally whose `state_dict` is given."""
+        """Return the tally from the result of its `state_dict`."""
         return cls(**{**state, "dropped": Counter(state["dropped"])})
 
     def metrics(self, max_staleness: int) -> dict[str, float]:

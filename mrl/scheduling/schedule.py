@@ -1,8 +1,8 @@
-"""A schedule decides when workers receive weights, and what runs freely beside assigned works.
+"""Schedules: they decide when workers receive weights, and which prompts they may lease.
 
 A coordinator (mrl/engine_pool/remote/coordinator.py) does all input and output, and asks its
 schedule what to do. With `FixedSchedule`, all engines generate the same steps. With `LeaseSchedule`
-(mrl/engine_pool/remote/lease_schedule.py), each engine runs freely.
+(mrl/engine_pool/remote/lease_schedule.py), each engine generates independently of the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = tuple[int, dict[str, Any], bytes]
 
 
 class Schedule(Protocol):
-    """Decides when workers receive weights, and gives them prompts besides the assigned works.
+    """Decides when workers receive weights, and may lease them prompts besides assigned work items.
 
     The coordinator holds its lock during every call. After a call that may have added messages, it
     sends the result of `take_messages`.
@@ -40,7 +40,7 @@ class Schedule(Protocol):
         ...
 
     def can_proceed(self, workers: Collection[Receiver], version: int) -> bool:
-        """Return whether the trainer may go on with the weights `version`."""
+        """Return whether the trainer may proceed with the sync of the weights `version`."""
         ...
 
     def joined(self, engine: int) -> None:
@@ -72,14 +72,15 @@ class Schedule(Protocol):
 
 
 class FixedSchedule(Schedule):
-    """All engines generate parts of the same steps, so they all receive the same versions."""
+    """A schedule in which all engines generate parts of the same steps, so that they all receive
+    the same versions."""
 
     def __init__(self, num_engines: int) -> None:
         self.num_to_begin = num_engines
 
     def receivers(self, workers: Collection[R], version: int) -> list[R]:
-        """Return the workers that were not sent the version yet. Return none of them before every
-        engine has a worker and all of these workers have room for the version."""
+        """Return the workers that have not been sent the version yet. The list is empty until every
+        engine has a worker and all of those workers have room for the version."""
         lacking = [worker for worker in workers if worker.sent < version]
         is_complete = len(workers) == self.num_to_begin
         return lacking if is_complete and all(worker.can_receive for worker in lacking) else []

@@ -1,8 +1,8 @@
-"""Bounds and counts staleness: how many groups may be in flight, and when a step has to wait.
+"""Limits and counts staleness: how many groups may be in flight, and when a step has to wait.
 
 Legend: B = `prompts_per_step`; n = `max_staleness`; s = the next step that has no batch yet. A
 group is *in flight* while it is leased or finished. It is *due* in step `oldest + n`, where
-`oldest` is the version of its oldest token. No later step may train on it.
+`oldest` is the version of its oldest token. No later step may train on the group.
 
 The rule is AReaL's (areal/infra/staleness_manager.py, `get_capacity`), except that it uses the
 version of the engine instead of the trainer's version. An engine with the weights `version` may
@@ -12,9 +12,9 @@ flight that are due in these steps. So for every step d
     number in flight that is due in step d or before  <=  (d - s + 1) * B                          (1)
 
 and d = s + n is AReaL's inequality: accepted + running <= (n + s + 1) * B, accepted = s * B +
-queue. Each step takes the groups that are due first. With `at_bound: wait`, it waits while more
-groups are leased than later steps could train on before these groups are too old. docs/async.md
-proves that no finished group is ever too old then, and that there is no deadlock.
+queue. Each step takes the groups that are due first. With `at_bound: wait`, a step waits while more
+groups are leased than later steps could train on before these groups become too old. docs/async.md
+proves that then no finished group is ever too old, and that there is no deadlock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Bound:
     max_staleness: int
 
     def due(self, oldest: int) -> int:
-        """Return the last step that may train on a group whose oldest token was sampled by
+        """Return the last step that may train on a group whose oldest token is of version
         `oldest`."""
         return oldest + self.max_staleness
 
@@ -60,8 +60,8 @@ class Bound:
         """Return whether a leased group may become too old if `step` does not wait for it.
 
         `leased` has the version of the oldest token of each leased group. Finished groups need not
-        be counted: `step` takes the groups that are due first. If it leaves a finished group, all
-        groups of its batch were due no later than that group.
+        be counted: `step` takes the groups that are due first. If the step leaves a finished group
+        in the queue, all groups of its batch were due no later than that group.
         """
         dues = sorted(self.due(each) for each in leased)
         return any(
@@ -70,7 +70,7 @@ class Bound:
 
 
 def versions_of(group: SampleGroup) -> set[int]:
-    """Return the versions that have sampled tokens of a group."""
+    """Return the versions of the weights that sampled tokens of a group."""
     return {span.version for sample in group.samples for span in sample.weight_versions}
 
 

@@ -1,14 +1,14 @@
-"""Compares a tenant's recipe with its service, and fills in the keys that the service sets.
+"""Compares a tenant's recipe with the service's configuration, and fills in the service's keys.
 
 The sections in `SHARED` belong to the service. A recipe that omits keys of these sections gets the
 service's values. A recipe that gives other values is refused, with one message that names all such
 keys. A `record` is a recipe that was resolved before: the `config.yaml` of a run, or the recipe
-that the service itself stored. In a record, values that may change freely during a run may differ;
-the service's values replace them too.
+that the service itself stored. A record may have other values for keys that may change freely
+during a run; the service's values replace these as well.
 
-In addition, there are bounds on what a recipe may ask for, because a tenant beyond them would leave
-no resources for other tenants. The bounds are far beyond what a run needs and cannot be configured;
-a run that exceeds them needs `mrl train`.
+In addition, there are upper bounds on what a recipe may ask for, so that no tenant takes all
+resources from the others. The bounds are far above what a run normally needs, and cannot be
+configured. A run that needs more has to use `mrl train`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ SHARED = (
     "watch",
     "checkpoint",
 )
-"""Sections of a recipe whose keys belong to the service. Keys that the service's configuration does
-not have stay the tenant's own."""
+"""Sections of a recipe in which keys belong to the service if the service's configuration has them.
+Other keys in these sections belong to the tenant."""
 OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
-"""Keys of these sections that a tenant may set to another value, within limits that `_beyond`
+"""Keys in these sections for which a tenant may give its own value, within limits that `_beyond`
 checks."""
 FREE_FORM = ("megatron", "rollout.server_args", "watch.limits")
 """Mappings with arbitrary keys. A key that only the recipe sets counts as a difference too."""
 NATIVE = ("auto", "local")
 """Values of model.transformer_impl that are equivalent for a model with adapters."""
 MAX_SAMPLES = 65_536
-"""Maximum number of samples of a step, all of which are in the memory of the service; also the
-maximum of `samples_per_prompt` in an evaluation set."""
+"""Maximum number of samples in a step, all of which the service holds in memory. Also the maximum
+of `samples_per_prompt` in an evaluation set."""
 MAX_WORKERS = 64
 """Maximum number of worker processes for the rewards and environments of one engine."""
 MAX_ROUNDS = 64
@@ -68,8 +68,8 @@ def resolve_tenant(
     """Return a tenant's complete recipe, with which `mrl train` could run the tenant alone.
 
     `tree`: the keys of the tenant's recipe, which may omit keys that belong to the service.
-    `source`: the name of the recipe in error messages. `is_record`: see the module. Raises
-    InputError if `recipe_of` or `check_tenant` refuses the recipe.
+    `source`: the name of the recipe in error messages. `is_record`: see the module docstring.
+    Raises InputError if `recipe_of` or `check_tenant` refuses the recipe.
     """
     filled = copy.deepcopy(dict(tree))
     if isinstance(model := filled.setdefault("model", {}), dict):
@@ -269,7 +269,7 @@ def _number(rewards: Rewards | None) -> int:
 
 
 def _data_paths(recipe: Recipe) -> Iterator[str]:
-    """Yield the files and folders that rows are read from."""
+    """Yield the files and folders from which rows are read."""
     sft = [] if recipe.sft is None else [recipe.sft]
     for each in (*recipe.data.all_sources, *recipe.eval.sets, *sft):
         yield from paths_of(each.path)

@@ -33,7 +33,7 @@ from parallel.options.read import read_options
 
 
 def service_dims(config: ServiceConfig, roles: Roles) -> ParallelDims:
-    """Return the layout of the trainer ranks. Raises InputError if the model, the ranks or the
+    """Return the layout of the trainer ranks. Raises InputError if the model, the ranks and the
     engines do not fit together."""
     dims = ParallelDims.create(config.parallel, roles.num_trainers)
     model = HfModel.read(config.model.path, config.model.architecture)

@@ -1,4 +1,5 @@
-"""Limits how many callers the sockets of a service have at a time, and how much each may send."""
+"""Limits how many callers each socket of a service has at a time, and how much each caller may
+send."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Limits:
     """Maximum number of callers of one socket that are in the same `Stage`. If one more caller
     enters the stage, the oldest caller in that stage is refused."""
     connections: int = 32
-    """Maximum number of requests of one socket that are answered at a time; further requests are
+    """Maximum number of requests that one socket answers at a time; further requests are
     refused."""
 
 
@@ -52,13 +53,13 @@ SHUT: dict[Stage, int] = {
     "answer": socket.SHUT_RDWR,
 }
 """How to shut down the connection of a refused caller, which wakes the thread that serves the
-caller. Before the answer only reading is shut down, so that the reason can still be sent."""
+caller. Before the answer, only reading is shut down, so that the reason can still be sent."""
 
 
 class Callers:
     """Counts the callers of one socket; each socket has its own counts.
 
-    The stages are counted separately, and so are the requests that are answered. Hence a caller
+    Each stage has its own count, and so have the requests that are being answered. Hence a caller
     without a valid token cannot take the place of an authenticated caller, and a caller that sends
     or receives slowly does not delay others.
     """
@@ -102,7 +103,7 @@ class Callers:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Count one more request that is answered during the `with` block. Raises Refused if the
+        """Count one more request as being answered during the `with` block. Raises Refused if the
         maximum number of requests is reached."""
         with self._changing:
             self.check_room()

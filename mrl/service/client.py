@@ -31,8 +31,8 @@ class NobodyListens(InputError):
 
 
 class AnswerLost(RunFailed):
-    """The service closed the connection or took too long; whether it carried out the request is not
-    known."""
+    """The service closed the connection or took too long. It is not known whether the request was
+    carried out."""
 
 
 class Busy(RunFailed):
@@ -40,7 +40,7 @@ class Busy(RunFailed):
 
 
 class ControlClient:
-    """Has a method for each address of the control socket; docs/tenants.md lists the addresses.
+    """A client of the control socket, with one method for each HTTP endpoint (docs/tenants.md).
 
     Every method raises NobodyListens if no service listens, InputError with the service's message
     if the service refuses the request, and RunFailed if the service fails or its answer is lost.
@@ -87,8 +87,9 @@ class ControlClient:
     def pause(
         self, name: str, reason: str | None = None, sequence: int | None = None
     ) -> dict[str, Any]:
-        """Pause a tenant. If `sequence` is given, the service refuses unless the tenant that has
-        this name now has this sequence; the same holds for `resume` and `remove`."""
+        """Pause a tenant. If `sequence` is given, the service refuses the request unless it is the
+        sequence (`Tenant.sequence`) of the tenant that has this name at present. The same holds for
+        `resume` and `remove`."""
         body = {"sequence": sequence} | ({} if reason is None else {"reason": reason})
         return self.call("POST", f"/tenants/{check_name(name)}/pause", body)
 
@@ -112,15 +113,16 @@ class ControlClient:
         return self.call("GET", "/metrics")
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of texts, without adding special tokens."""
+        """Return the token ids of each text, without adding special tokens."""
         return self.call("POST", "/tokenizer/encode", {"texts": texts}, may_repeat=True)["tokens"]
 
     def encode_chat(self, body: dict[str, Any]) -> list[int]:
-        """Return the token ids of messages in the model's chat template. `body`: see `ChatBody`."""
+        """Return the token ids of messages, rendered with the model's chat template. `body`: see
+        `ChatBody`."""
         return self.call("POST", "/tokenizer/encode_chat", body, may_repeat=True)["tokens"]
 
     def decode(self, tokens: list[list[int]], *, skip_special: bool) -> list[str]:
-        """Return the texts of lists of token ids."""
+        """Return the text of each list of token ids."""
         body = {"tokens": tokens, "skip_special": skip_special}
         return self.call("POST", "/tokenizer/decode", body, may_repeat=True)["texts"]
 
@@ -132,7 +134,7 @@ class ControlClient:
         *,
         may_repeat: bool = False,
     ) -> dict[str, Any]:
-        """Send a request, and return the JSON object that the service answers.
+        """Send a request, and return the JSON object with which the service answers.
 
         If the service has too many callers, the request is repeated for `AGAIN_S` seconds. If the
         answer is lost, the request is repeated only if it is a GET or `may_repeat` is True.

@@ -35,8 +35,7 @@ from parallel.policy import Policy
 
 
 class RecipeMember:
-    """Takes part in the rollout phases of a service for a tenant whose training loop is its
-    recipe's.
+    """Represents a tenant with a recipe's training loop in the rollout phases of a service.
 
     The class has the same methods as `SessionSampler`. All of them except `generate` are
     collectives.
@@ -71,8 +70,8 @@ class RecipeMember:
 
     @contextmanager
     def _syncing(self) -> Iterator[Policy]:
-        """Mount the tenant's adapter and yield its policy. The time of the `with` block counts as
-        sync."""
+        """Mount the tenant's adapter and yield the tenant's policy. The duration of the `with`
+        block is counted as sync time."""
         with self._run.clock.part("sync"):
             policy = self._run.trainer.policy
             policy.mount(adapter_only=True)
@@ -157,8 +156,8 @@ class ColocatedService(Service[Runs]):
         return self._phase.start(capacity or sum(wanting.values()), wanting)
 
     def _collect(self, runs: Sequence[Runs], clock: Clock) -> dict[str, float]:
-        """Generate and score the samples of one step of each tenant. Return the sums (`GateTimes`)
-        of the gate of this rank's engine for the time in which the engine generated."""
+        """Generate and score one step's samples for each tenant. Return the gate statistics
+        (`GateTimes`) of this rank's engine, summed over the time in which the engine generated."""
         names, times = [run.name for run in runs], []
         for run in runs:
             self._attempt(run, run.begin)
@@ -181,8 +180,8 @@ class ColocatedService(Service[Runs]):
 
     @phase("sync")
     def _sync(self, runs: Sequence[Runs]) -> None:
-        """Move the base model off the device, wake the engine, and send the adapters of these
-        tenants to it."""
+        """Wake the engine, send these tenants' adapters to it, and move the base model off the
+        device."""
         self._base.onload()
         for run in runs:
             self._attempt(run, _member(run).prepare_sync)
@@ -219,8 +218,8 @@ class ColocatedService(Service[Runs]):
                 self._pause(run, failure)
 
     def _train_all(self, runs: Sequence[Runs]) -> dict[str, float]:
-        """Train each tenant on its samples, in the order of the training queue. Return for each
-        tenant the seconds that it waited for its update since the training began."""
+        """Train each tenant on its samples, in the order of the training queue. Return, by tenant,
+        the seconds from the start of training in this round to the start of the tenant's update."""
         self._base.onload()
         now, waits = time.time(), {}
         for run in runs:

@@ -58,8 +58,8 @@ class FailureConsensus:
         """Return the failure text of the first rank that has one; empty if no rank has one.
 
         `failure`: the failure text of this rank, empty if its work succeeded. Raises FailedAlone if
-        `failure` is not empty and after `limit_s` seconds some other rank has not called this
-        method.
+        `failure` is not empty and some other rank has still not called this method after `limit_s`
+        seconds.
         """
         if self._group is None:
             return failure

@@ -49,7 +49,8 @@ NEW_KEYS: dict[str, Any] = {
 """The keys of the body of POST /tenants, with the types of their values."""
 REASON = "a user paused it"
 KEY = re.compile("[A-Za-z0-9_-]{1,64}")
-"""The form of a key, which identifies an operation or a new tenant if the request is repeated."""
+"""The form of an idempotency key, by which a repeated request to post an operation or add a tenant
+is recognized."""
 STATUSES: dict[type[Exception], int] = {
     NoTenant: 404,
     NoOperation: 404,
@@ -84,7 +85,7 @@ class Control(Closing):
         (self.registry.root / SOCKET).unlink(missing_ok=True)
 
     def publish(self, metrics: dict[str, Any]) -> None:
-        """Set the metrics that GET /metrics answers from now on."""
+        """Set the metrics that GET /metrics returns from now on."""
         self._metrics = finite_or_null(metrics)
 
     def answer(self, request: Request) -> Answer:

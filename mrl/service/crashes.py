@@ -1,8 +1,8 @@
 """Records on disk which tenant's work is under way, and counts how often such work ended the
 service.
 
-Work of a tenant can end the service's own process, for example an algorithm's code, or a step that
-needs too much memory. A tenant whose work does this again and again is paused, so that the other
+A tenant's work can end the service's own process, for example through an algorithm's code or a step
+that needs too much memory. A tenant whose work does this repeatedly is paused, so that the other
 tenants can continue.
 """
 
@@ -18,8 +18,8 @@ from mrl.system.files import write_whole
 
 FILE = "under_way.json"
 MAX_ENDS = 3
-"""A tenant is paused after the service ended this many times during its work without progress
-between."""
+"""A tenant is paused after the service has ended this many times during the tenant's work, without
+progress in between."""
 REASON = (
     f"the service ended {MAX_ENDS} times during this tenant's work, which came no further; see the "
     "output of the service (too little memory, or code of the tenant that ends the process), then "
@@ -30,24 +30,24 @@ REASON = (
 class _Ends(NamedTuple):
     number: int
     step: int
-    """The furthest step of the tenant at which the service ended; -1 if the tenant was being
+    """The latest step of the tenant during which the service ended; -1 if the tenant was being
     opened."""
 
 
 class Crashes:
-    """Counts how often the service ended during each tenant's work. Only the rank with the service
-    folder counts."""
+    """Counts how often the service ended during each tenant's work, on the rank that has the
+    service folder. Nothing is counted on other ranks."""
 
     def __init__(self, root: Path | None) -> None:
-        """Read the counts that the last start of the service left in its folder `root`. If `root`
-        is None, nothing is counted."""
+        """Read the counts that the previous process of the service left in the service folder
+        `root`. If `root` is None, nothing is counted."""
         self._file = None if root is None else root / FILE
         self._ends: dict[str, _Ends] = {}
         if self._file is not None:
             self._read(self._file)
 
     def pop_crash_looping(self) -> list[str]:
-        """Return the tenants that are to be paused because of their counts, and set these counts to
+        """Return the tenants that must be paused because of their counts, and set these counts to
         0."""
         names = [name for name, ends in self._ends.items() if ends.number >= MAX_ENDS]
         for name in names:

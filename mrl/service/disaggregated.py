@@ -1,5 +1,4 @@
-"""A service whose engines are on ranks of their own: some tenants roll out while another one
-trains.
+"""A service whose engines are on separate ranks: some tenants roll out while another tenant trains.
 
 A turn does what is possible without waiting: it sends adapters that engines have room for, takes
 samples that have arrived, and trains one tenant if one is ready.
@@ -64,7 +63,7 @@ class DisaggregatedService(Service[TenantRun]):
 
     def run_turn(self) -> None:
         """Advance all tenants as far as is possible without waiting, and train the tenant that is
-        next."""
+        next in the training queue."""
         self._begin_new()
         has_moved = self._exchange_with_workers()
         if name := self._next():
@@ -113,7 +112,8 @@ class DisaggregatedService(Service[TenantRun]):
 
     def _enqueue(self, run: TenantRun) -> None:
         """Put a tenant whose samples are complete into the training queue. If all steps of the
-        tenant are trained, its samples were the final evaluation, and its run can end."""
+        tenant are trained, the samples were those of the final evaluation, and its run can end
+        instead."""
         progress = self._progress[run.name]
         if run.is_done:  # the final weights are evaluated
             progress.stage = "new"
@@ -122,9 +122,11 @@ class DisaggregatedService(Service[TenantRun]):
         self._queue.ready(run.name, progress.waits_since)
 
     def _next_actions(self) -> dict[str, tuple[NextAction, str]]:
-        """Return on every rank, for each tenant that rolls out, the next action that is possible
-        according to rank 0, and the failure of the tenant's workers, empty if there is none.
-        Tenants that have to wait are left out."""
+        """Return rank 0's (next action, failure) for each tenant that rolls out, by name.
+
+        The failure is an error of the tenant's workers; empty if there is none. Tenants that have
+        to wait are left out. The result is the same on every rank.
+        """
         found: dict[str, tuple[NextAction, str]] = {}
         if self._coordinator is not None:
             self._coordinator.check()

@@ -18,8 +18,8 @@ from parallel.lora.rules import check_rank, read_adapter
 
 
 def make_engines(config: ServiceConfig, number: int, device: torch.device) -> SGLangServer:
-    """Return engine `number` of a service, not started yet. `device` is that of the engine's first
-    rank."""
+    """Return engine `number` of a service, not started yet. `device` is the device of the engine's
+    first rank."""
     rollout = config.rollout_config()
     model = HfModel.read(config.model.path, config.model.architecture)
     engine = EngineConfig(

@@ -1,9 +1,9 @@
-"""Answers JSON over HTTP on listening sockets. A connection has one request, whose parts all have
-size limits.
+"""Serves JSON over HTTP on listening sockets.
 
-Input that is not a valid request is answered with one line of JSON, `{"error": ...}`, and a status
-from 400 to 499. The parser is deliberately small and strict: it accepts only the forms that mrl's
-own clients send. It uses only the standard library.
+Each connection carries one request, and each part of the request has a size limit. Input that is
+not a valid request is answered with one line of JSON, `{"error": ...}`, and a status from 400 to
+499. The parser is deliberately small and strict: it accepts only the forms that mrl's own clients
+send. It uses only the standard library.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ OPERATIONS = re.compile(r"/tenants/[a-z0-9_-]{1,63}/operations")
 PLAIN = re.compile(rb"[\t\r\n -~]*")
 MAX_ERROR_CHARS = 2000
 LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
-"""Exclusive upper bound of the absolute value of a number, by type: seeds and sizes have 64
-bits."""
+"""Exclusive upper bound on the absolute value of a number, by type. Integers such as seeds and
+sizes have 64 bits."""
 BACKLOG = 1024
-"""The backlog of listen(): how many connections the kernel holds until the server accepts them,
-which it does at once."""
+"""The backlog of listen(): how many connections the kernel holds until the server accepts them. The
+server accepts connections immediately."""
 ANSWER_S = 5.0
 """Seconds within which a caller must receive its answer."""
 
@@ -160,7 +160,7 @@ class RequestReader:
         self._method, self._path = (part.decode() for part in asked.groups())
 
     def read_body(self) -> Request:
-        """Read the body and return the request. Call `read_head` before."""
+        """Read the body and return the request. Call `read_head` first."""
         limits, headers = self._limits, self._headers
         if "transfer-encoding" in headers:
             raise Refused(411, "send the body with a Content-Length, and not in chunks")
@@ -231,7 +231,7 @@ def _check(value: Any, depth: int) -> None:
     if depth < 0:
         raise ValueError("objects and lists lie too deep in each other")
     if isinstance(value, str):
-        value.encode()  # half a surrogate pair raises UnicodeEncodeError
+        value.encode()  # a lone surrogate raises UnicodeEncodeError
         if "\0" in value:
             raise ValueError("a text has the character NUL")
     elif isinstance(value, dict):

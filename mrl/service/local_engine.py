@@ -28,7 +28,7 @@ from parallel.mesh import Mesh
 
 @dataclass
 class SharedLocalEngine:
-    """An engine that has the device in turns with the base model. It implements
+    """An engine that takes turns with the base model on the device. It implements
     `mrl.service.shared.SharedEngines`."""
 
     engine: LocalEngine
@@ -86,8 +86,8 @@ class SharedLocalEngine:
         )
 
     def take_times(self) -> dict[str, float]:
-        """Return the sums (`GateTimes`) of the gate of this rank's engine since the last call;
-        empty if this rank does not lead an engine."""
+        """Return the gate statistics (`GateTimes`) of this rank's engine since the last call; empty
+        if this rank does not lead an engine."""
         gate = None if self.server is None else self.server.gate
         return {} if gate is None else gate.take_times()
 

@@ -1,9 +1,8 @@
-"""Computes the metrics of a service, and the shares of trainer and engines that each tenant had
-over several rounds.
+"""Computes the metrics of a service, and each tenant's shares and waits over several rounds.
 
-The metrics are computed from the sums of the engines' gates (`mrl.engines.gate_times.GateTimes`)
-and the trainer's seconds. The shares over rounds are computed from rows of the service's
-metrics.jsonl.
+The metrics are computed from the statistics of the engines' gates
+(`mrl.engines.gate_times.GateTimes`) and from the trainer's seconds. The shares over rounds are
+computed from rows of the service's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def add_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    """Return `sums` with tenants' names in place of the names that engines use for tenants.
+    """Return `sums` with each engine name of a tenant replaced by the tenant's name.
 
-    `names`: the tenants' names by engine names. Keys of other tenants, such as one that has left,
-    are dropped, but the totals still include those tenants.
+    `names`: the tenants' names, by engine name. Keys of other tenants, such as tenants that have
+    left, are dropped, but the totals still include those tenants.
     """
     found: dict[str, float] = {}
     for key, value in sums.items():
@@ -40,8 +39,8 @@ def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, f
 
 
 def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of how full the engines were during the time of `sums`, and of each tenant's
-    share in the requests. A ratio is left out if its denominator is 0."""
+    """Return metrics of how full the engines were over the period of `sums`, and of each tenant's
+    share of the requests. A ratio is left out if its denominator is 0."""
 
     def ratio(part: str, whole: str, *, at_most: float = math.inf) -> float | None:
         found = _ratio(sums.get(part, 0.0), sums.get(whole, 0.0))
@@ -71,7 +70,8 @@ def trainer_shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 class OverRounds(NamedTuple):
-    """Totals and means of one tenant over some rounds; None if no round has a value."""
+    """Totals and means of one tenant over some rounds. A field is None if no round has a value for
+    it."""
 
     trainer_share: float | None
     """The trainer's seconds for the tenant's swaps and updates, divided by the sum over all
@@ -80,11 +80,11 @@ class OverRounds(NamedTuple):
     """Number of tokens that were generated for the tenant."""
     tokens_share: float | None
     gate_wait_s: float | None
-    """Seconds that a request of the tenant waited to be sent to the engine, as a mean over the
+    """Seconds that a request of the tenant waited to be sent to the engine; the mean over the
     rounds."""
     queue_age_s: float | None
-    """Seconds that the tenant, with complete samples, waited for its update, as a mean over the
-    rounds."""
+    """Seconds that the tenant waited for its update after its samples were complete; the mean over
+    the rounds."""
 
 
 def over_rounds(
@@ -95,8 +95,8 @@ def over_rounds(
 
     `tenants`: the sequence (`Tenant.sequence`) of each tenant, by name. A value of a row is left
     out if the row's `service/NAME/sequence` shows that the value belongs to another tenant of that
-    name. Rows of an older mrl do not have this key. Values that are not finite numbers are left out
-    too.
+    name. Rows that an older version of mrl wrote lack this key. Values that are not finite numbers
+    are left out too.
     """
     names = list(tenants)
     own = [_own(row, tenants) for row in rows]

@@ -10,8 +10,7 @@ from mrl.errors import InputError
 from mrl.service.record import Tenant
 
 RUNS = "runs"
-"""The folder in the service folder in which the output_dirs of tenants may be. No other place in
-the service folder is allowed."""
+"""The only folder inside the service folder in which tenants may have their output_dirs."""
 
 
 def run_folder(root: Path, given: str) -> Path:
@@ -34,8 +33,8 @@ def check_place(
     """Raise InputError if the name or the folder belongs to another tenant, or if the service is
     full.
 
-    `present`: tenants that were not removed. `known`: the present and the removed tenants. `limit`:
-    the maximum number of active tenants.
+    `present`: tenants that were not removed. `known`: both the present and the removed tenants.
+    `limit`: the maximum number of active tenants.
     """
     if any(tenant.name == name for tenant in present):
         raise InputError(f"there is a tenant {name} already; give another name")

@@ -26,19 +26,19 @@ from mrl.errors import InputError
 from mrl.system.json_text import parse_json
 
 NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
-"""Pattern of a tenant's name. The name is used as a folder, in addresses, and in the engine's
-names."""
+"""Pattern of a tenant's name. The name is used as a folder name, in URLs, and in the engine's name
+for the tenant."""
 State = Literal["queued", "running", "paused", "done", "removed"]
 Loop = Literal["recipe", "client"]
 """Which training loop a tenant has: "recipe" for the service's loop over a recipe, "client" for a
 session, whose loop runs in a client."""
 RECIPE, STATE, REMOVED = "recipe.yaml", "state.json", ".removed"
 MAX_ROW_BYTES = 1 << 20
-"""How many bytes at the end of a metrics file are read for its newest rows."""
+"""Number of bytes that are read from the end of a metrics file to find its newest rows."""
 
 
 class Tenant(Branch):
-    """The record of a tenant: everything that a service stores about the tenant beside its
+    """The record of a tenant: everything that a service stores about the tenant, except its
     recipe."""
 
     name: str = Field(pattern=f"^{NAME}$")
@@ -83,7 +83,7 @@ def sequence_of(incarnation: str) -> int:
 
 def engine_name(incarnation: str) -> str:
     """Return the engine's name for an incarnation: its first 63 characters, because engines allow
-    no longer name. The name is unique, because the numbers at its beginning are."""
+    no longer names. The name is unique, because the numbers at its beginning are unique."""
     return incarnation[:63]
 
 
@@ -135,8 +135,8 @@ def tenant_folder(service: Path, name: str) -> Path:
 
 
 def newest_row(run: Path) -> dict[str, Any] | None:
-    """Return the newest complete row of a run's metrics whose step, if it has one, is an integer;
-    None if there is no such row."""
+    """Return the newest complete row of a run's metrics; None if there is none. Rows with a step
+    that is not an integer are skipped."""
     rows = (row for row in newest_rows(run) if isinstance(row.get("step", -1), int))
     return next(rows, None)
 

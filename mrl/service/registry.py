@@ -1,8 +1,8 @@
 """Keeps the tenants of a service on disk, so that a service that was killed finds all of them
 again.
 
-Every change takes effect by one rename: after `kill -9` the change is complete or absent. All
-methods may be called from any thread.
+Every change takes effect through a single rename, so that after `kill -9` it is either complete or
+absent. All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Registry(Closing):
         return sorted(kept, key=lambda tenant: tenant.sequence)
 
     def get(self, name: str) -> Tenant:
-        """Return a tenant, which may have been removed. Raises NoTenant if no tenant had this
+        """Return a tenant, which may have been removed. Raises NoTenant if no tenant ever had this
         name."""
         with self._changing:
             if (found := self._tenants.get(name)) is None:
@@ -237,8 +237,8 @@ class Registry(Closing):
         return True
 
     def write_kept(self) -> list[str]:
-        """Write the states in `kept` that the disk accepts now, and return the names of their
-        tenants."""
+        """Try again to write the states of the tenants in `kept`. Return the names of the tenants
+        whose states were written."""
         written: list[str] = []
         with self._changing:
             for name in sorted(self.kept):
@@ -248,8 +248,8 @@ class Registry(Closing):
         return written
 
     def require_same(self, tenant: Tenant) -> Tenant:
-        """Return the current record of a tenant. Raises WrongState if the name now has another
-        incarnation than `tenant`."""
+        """Return the current record of a tenant. Raises WrongState if the incarnation that has this
+        name now is not that of `tenant`."""
         if (found := self.get(tenant.name)).incarnation != tenant.incarnation:
             raise WrongState(f"tenant {tenant.name} was changed by somebody else; look at it again")
         return found
@@ -267,11 +267,11 @@ class Registry(Closing):
         return tenant.model_copy(update={"state": state, "reason": words, "resumed": again})
 
     def _settle_all(self) -> None:
-        """Update the stored recipe of each tenant that is to run to the present values of the
-        service. Tenants whose recipe no longer fits are paused.
+        """Update the stored recipes of queued and running tenants with the service's values.
 
-        Reading a recipe can run code of its tenant, so it counts as work in `Crashes`. Tenants in
-        whose work the service ended too often are paused, and their recipes are not read.
+        Tenants whose recipe no longer fits are paused. Reading a recipe can run code of its tenant,
+        so it counts as work in `Crashes`. Tenants during whose work the service ended too often are
+        paused, and their recipes are not read.
         """
         crashes = Crashes(self.root)
         crash_looping = crashes.pop_crash_looping()
@@ -293,7 +293,7 @@ class Registry(Closing):
 
     def _write_new(self, tenant: Tenant, recipe: Recipe) -> None:
         """Write the folder of a new tenant under a temporary name, then rename it. If a removed
-        tenant has the same name, its folder is moved to `.removed` before."""
+        tenant had the same name, its folder is first moved to `.removed`."""
         place = tenant_folder(self.root, tenant.name)
         new = place.with_name(f".{tenant.name}.new")
         shutil.rmtree(new, ignore_errors=True)

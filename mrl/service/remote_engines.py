@@ -1,4 +1,4 @@
-"""The engines on ranks of their own that all tenants of a service share."""
+"""Engines on separate ranks that all tenants of a service share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
 
 START_S = 600.0
-"""Seconds within which the ranks of a service must find each other, in addition to the time for the
-start of the engines."""
+"""Seconds within which the ranks of a service must find each other, in addition to the time that
+the engines may take to start."""
 
 
 @dataclass

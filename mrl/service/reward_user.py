@@ -18,12 +18,11 @@ TRIAL = "first_char"
 
 
 def prepare_reward_user(name: str | None, *, is_main: bool) -> None:
-    """Prepare the process for tenants.reward_user, which is `name`.
+    """Prepare this process for running rewards as the user `name` (tenants.reward_user).
 
-    If rewards run as another user than this process, files that this process creates from now on
-    are closed to other users, and the main rank starts a reward as that user; it raises InputError
-    if the reward cannot run. If `name` is None and this process runs as root, the main rank only
-    warns.
+    If that is not the user of this process, files that this process creates from now on are closed
+    to other users. The main rank also starts a reward as that user, and raises InputError if the
+    reward cannot run. If `name` is None and this process runs as root, the main rank only warns.
     """
     user = worker_user(name)
     if user is None:
@@ -53,8 +52,8 @@ def close_folder(folder: Path, name: str | None) -> None:
 
 
 def warn_of_open_folder(folder: Path, name: str | None) -> None:
-    """Warn if rewards run as another user and a run folder is open to other users, because it
-    existed before the run."""
+    """Warn if rewards run as another user and a run folder is open to other users, which it can be
+    if it existed before the run."""
     if worker_user(name) is not None and folder.stat().st_mode & 0o077:
         console.warning(
             f"output_dir {folder} was there before and is open to other users, also to the rewards of "

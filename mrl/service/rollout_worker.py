@@ -1,8 +1,8 @@
 """`python -m mrl.service.rollout_worker` is the worker process of a rollout rank of a service.
 
 The process owns an engine, which all tenants share. The coordinator on the trainer's rank 0
-announces the tenants. For each tenant the process runs, in threads of their own, the same worker as
-a run without a service (mrl/engine_pool/remote/worker.py). This module imports no Megatron.
+announces the tenants. For each tenant, the process runs the same worker as in a run without a
+service (mrl/engine_pool/remote/worker.py), in separate threads. This module imports no Megatron.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class TenantWork:
             self._server.remove_endpoint(self._name)
 
     def _report(self, error: Exception) -> None:
-        """Report an error to the trainer, unless a `Worker` existed, because the `Worker` has
-        reported the error then."""
+        """Report an error to the trainer. Does nothing if a `Worker` was constructed, because the
+        `Worker` reports errors itself."""
         if self._worker is not None:
             return
         with suppress(WireClosed):
             wire = connect(self._settings)
             wire.send(failed_message(error))
-            wire.receive()  # once the welcome comes, the error has been read
+            wire.receive()  # when the welcome arrives, the error has been read
             wire.close()
 
     def _work(self) -> None:
@@ -183,7 +183,7 @@ class ServiceWorker:
                 )
 
     def _pulse(self) -> None:
-        """Send heartbeats to the supervisor, and the sums of the engine's gate to the
+        """Send heartbeats to the supervisor, and the gate statistics of the engine to the
         coordinator."""
         with suppress(OSError, WireClosed):
             while not self._wire.is_closed:

@@ -20,8 +20,8 @@ from mrl.engines.admission import Demand
 
 ROUNDING_S = 1e-9
 FORGETS = 0.9
-"""An update that is shorter than expected lowers the tenant's expected cost, but at most to this
-fraction of its former value."""
+"""An update that is shorter than expected lowers the tenant's expected cost, but to no less than
+this fraction of its former value."""
 
 
 @dataclass
@@ -37,11 +37,11 @@ class _Entry:
     has_samples: bool = False
     """Whether the tenant is in line or being trained."""
     place: int = 0
-    """A number by which the line is ordered: smaller for tenants that got in line earlier."""
+    """The sort key of the line: smaller for tenants that got in line earlier."""
     since: float = 0.0
     """When the tenant got in line."""
     latest: float = 0.0
-    """The promised latest start of the tenant's update."""
+    """The time by which the tenant's update is promised to start."""
     cost_s: float = 0.0
     """The expected cost of the tenant's update at the time when the tenant got in line."""
 
@@ -64,16 +64,16 @@ class TrainingQueue:
         wait of i  <=  max(max_wait_s, B) + E                                                       (1)
 
     E is the sum of the seconds by which the updates that ran while i waited exceeded their expected
-    costs. The expected cost of an update is the larger of two numbers: the cost of the tenant's last
-    update, and FORGETS times the expected cost of that last update. For a tenant's first update it is
-    the largest expected cost of all tenants in the queue at that time.
+    costs. The expected cost of an update is the larger of two numbers: the cost of the tenant's
+    last update, and FORGETS times the expected cost of that last update. For a tenant's first
+    update, the expected cost is the largest expected cost of all tenants in the queue at that time.
 
     docs/tenants.md ("Who is trained next") proves the bound (1), and says for which load it helps.
     """
 
     def __init__(self, max_wait_s: float) -> None:
         """`max_wait_s`: the longest wait in seconds that is promised, if the load allows it. Raises
-        ValueError if it is not a finite number > 0."""
+        ValueError if `max_wait_s` is not a finite number > 0."""
         self.max_wait_s = _positive("max_wait_s", max_wait_s)
         self.running: str | None = None
         """The tenant whose update is under way."""
@@ -115,8 +115,8 @@ class TrainingQueue:
         entry.has_samples = True
 
     def take(self, now: float) -> str | None:
-        """Begin an update; return its tenant, or None if nobody is in line. Raises RuntimeError if an
-        update is under way."""
+        """Begin the next update. Return the tenant to train; None if no tenant is in line. Raises
+        RuntimeError if an update is under way."""
         if self.running is not None:
             raise RuntimeError(f"the update of {self.running} is under way; end it first")
         line = self._line()
@@ -151,7 +151,7 @@ class TrainingQueue:
 
 
 def _keeps_promises(chosen: _Entry, line: Sequence[_Entry], now: float) -> bool:
-    """Return whether every tenant that `chosen` would overtake can still start at its promised
+    """Return whether every tenant that `chosen` would overtake can still start by its promised
     time."""
     start = now + chosen.cost_s
     for entry in line[: line.index(chosen)]:
@@ -168,7 +168,7 @@ def _positive(name: str, value: float) -> float:
 
 
 class Admission:
-    """Chooses which waiting requests go to an engine now, by weighted max-min shares of its KV memory.
+    """Chooses which waiting requests go to an engine now, by weighted max-min shares of KV memory.
 
     Requests are admitted one at a time, always from the tenant with the fewest tokens in flight per
     weight. A tenant that has no more waiting requests, or is at its limit, drops out, and the others
@@ -217,8 +217,8 @@ class Admission:
         """Return how many waiting requests of each tenant go to the engine now.
 
         `free_tokens` is `capacity_tokens` minus the tokens of the requests in flight. A request
-        that is larger than its tenant's limit or the capacity counts as if it were exactly as
-        large.
+        that is larger than its tenant's limit or the capacity counts as being exactly as large as
+        the smaller of the two.
         """
         waiting = {demand.tenant for demand in demands if demand.num_waiting}
         self._passed = {t: tokens for t, tokens in self._passed.items() if t in waiting}
@@ -257,16 +257,15 @@ class Phase:
     max_tenants: int
     """How many adapters the engine can hold at the same time."""
     fill: float = 4.0
-    """The tenants of a phase are expected to hold at most `fill` times as many tokens as the KV
-    memory, unless there is only one tenant. With more tokens the engine would be no fuller, and
-    tenants would wait longer for each other."""
+    """The samples of a phase are expected to hold at most `fill` times as many tokens as fit into
+    the KV memory, unless the phase has only one tenant. With more tokens the engine would be no
+    fuller, and tenants would wait longer for each other."""
 
     def start(self, capacity_tokens: int, wanting: Mapping[str, int]) -> list[str]:
         """Return the tenants that take part: as many as fit, but at least the first one.
 
         `wanting`: the tenants that need samples, in the order in which they began to need them,
-        each with the number of tokens that all its samples of the phase together are expected to
-        hold.
+        each with the expected total number of tokens in its samples of the phase.
         """
         ends = itertools.accumulate(wanting.values())
         room = self.fill * capacity_tokens

@@ -70,7 +70,7 @@ class Service(ABC, Generic[Run]):
         self._is_main = registry is not None
         self._runs: dict[str, Run] = {}
         self._opened: dict[str, str] = {}
-        """By tenant name, the incarnation that was opened last."""
+        """The incarnation that was opened last, by tenant name."""
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         limit_s = config.checkpoint.stop_limit_s
         self._stop = StopRequest(limit_s, lost=LOST.format(limit_s))
@@ -78,7 +78,7 @@ class Service(ABC, Generic[Run]):
         self._crashes = Crashes(None if registry is None else registry.root)
         self._loses_rows = False
         self.num_turns = 0
-        """The number of turns that are over."""
+        """The number of completed turns."""
 
     def serve(self, *, until_done: bool = False) -> int:
         """Give tenants turns until a signal comes, then save every tenant. Return the signal, a key
@@ -141,8 +141,8 @@ class Service(ABC, Generic[Run]):
         return max((int(each) for each in share_bytes(b"%d" % self._stop.source)), default=0)
 
     def follow_registry(self) -> bool:
-        """Open and close runs, so that the runs of exactly the tenants that are to run are open.
-        Return whether any of them has something to do."""
+        """Open and close runs, so that the open runs are exactly those of the tenants that are to
+        run. Return whether any open run has something to do."""
         self._write_kept()
         wanted = self._wanted()
         for name, run in list(self._runs.items()):
@@ -158,9 +158,9 @@ class Service(ABC, Generic[Run]):
         return any(run.wants_turn for run in self._runs.values())
 
     def _wanted(self) -> dict[str, Wanted]:
-        """Return on every rank, by name, what rank 0 knows of each tenant that is to run, in the
-        order in which the tenants joined. A tenant whose stored recipe is refused is paused and
-        left out."""
+        """Return what rank 0 knows about each tenant that is to run, by name, in the order in which
+        the tenants joined. The result is the same on every rank. A tenant whose stored recipe is
+        refused is paused and left out."""
         said = b""
         if self._registry is not None:
             wanted: dict[str, Wanted] = {}
@@ -183,7 +183,7 @@ class Service(ABC, Generic[Run]):
 
     def _recipe_of(self, tenant: Tenant) -> dict[str, object]:
         """Return the recipe of a tenant, or an empty dict if its run is open already. Raises
-        InputError if the recipe is refused, and WrongState if the tenant's name has another
+        InputError if the recipe is refused, and WrongState if the tenant's name belongs to another
         incarnation by now."""
         assert self._registry is not None
         if tenant.name in self._runs and self._opened[tenant.name] == tenant.incarnation:
@@ -254,7 +254,7 @@ class Service(ABC, Generic[Run]):
         return not failure
 
     def _failure_of(self, name: str, action: Callable[[], object]) -> str:
-        """Call `action`, which works for one tenant. Return the error of the first rank on which it
+        """Call `action` for the tenant `name`. Return the error of the first rank on which it
         failed; empty if it succeeded on all ranks. Errors that end the service are raised."""
         failure = ""
         step = self._runs[name].step if name in self._runs else -1
@@ -308,8 +308,8 @@ class Service(ABC, Generic[Run]):
 
     def _write_row(self, row: dict[str, float], times: dict[str, float]) -> None:
         """Write and publish a row of the service's metrics, on rank 0. The engines' metrics and the
-        tenants' sequences are added to `row`. `times`: the sums (`GateTimes`) of the gates of all
-        engines."""
+        tenants' sequences are added to `row`. `times`: the gate statistics (`GateTimes`), summed
+        over all engines."""
         assert self._registry is not None
         names = {engine_name(each): name for name, each in self._opened.items()}
         row |= engine_metrics(of_names(times, names))

@@ -20,7 +20,7 @@ class SharedEngines(Protocol):
 
     @property
     def world(self) -> int:
-        """The number of all ranks of the service, rollout ranks included."""
+        """The number of ranks of the service, including rollout ranks."""
         ...
 
     def start(self, base: SharedBase) -> None:
@@ -55,8 +55,8 @@ class SharedResources(Generic[Engines]):
     engines: Engines
 
     def bytes_held(self) -> str:
-        """Describe how much of this rank's memory each holder in the ledger has. The text is for
-        the report of a service that ran out of memory."""
+        """Describe how much of this rank's memory each holder in the memory ledger has, for the
+        report of an out-of-memory error."""
         where, device = self.base.ledger.where(), self.mesh.device
         parts = [f"{k} {bytes_in_words(n.device)}" for k, n in where.items() if n.device]
         on_host = sum(count.host for count in where.values())

@@ -1,8 +1,8 @@
 """Opens the sockets of a service: a UNIX socket in its folder and, if configured, a TCP socket on
 loopback.
 
-The path of a UNIX socket has at most 107 bytes, and paths of service folders can be longer. So the
-socket is addressed through a file descriptor of the folder: /proc/self/fd/7/control.sock.
+The path of a UNIX socket may have at most 107 bytes, but paths of service folders can be longer. So
+the socket is addressed through a file descriptor of the folder: /proc/self/fd/7/control.sock.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def open_unix(folder: Path) -> socket.socket:
 
 
 def connect_unix(folder: Path, timeout_s: float) -> socket.socket:
-    """Return a connection to the service of `folder`, whose operations time out after `timeout_s`
-    seconds. Raises OSError if no service listens there."""
+    """Return a connection to the service of `folder`. Sends and receives on it time out after
+    `timeout_s` seconds. Raises OSError if no service listens there."""
     with ExitStack() as undo, _short(folder) as path:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.settimeout(timeout_s)

@@ -45,7 +45,7 @@ def _read(service: Path) -> dict[str, Any]:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks, which distinguishes the process from a
-    later one with the same pid. None if there is no such process, or it has ended."""
+    """Return the start time of a process in the kernel's clock ticks, which distinguishes it from a
+    later process with the same pid. None if there is no such process, or it has ended."""
     stat = stat_of(pid)
     return None if stat is None or stat.has_ended else stat.started

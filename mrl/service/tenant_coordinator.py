@@ -1,4 +1,4 @@
-"""Tells the workers of the rollout ranks which tenants there are.
+"""Tells the workers of the rollout ranks which tenants the service has.
 
 The module runs on the trainer's rank 0. Each tenant also has a coordinator of its own
 (mrl/engine_pool/remote/coordinator.py), which the workers join as well. Prompts, samples and
@@ -22,7 +22,7 @@ class TenantCoordinator:
     may call its methods."""
 
     def __init__(self, num_engines: int, hosts: Sequence[str]) -> None:
-        """Listen where `hosts`, the machines of the rollout ranks, can reach this one."""
+        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach."""
         self.hosts = hosts
         self._tenants: dict[str, dict[str, Any]] = {}
         self._times: dict[str, float] = {}
@@ -43,11 +43,12 @@ class TenantCoordinator:
         self._connections.wait_until_started(limit_s, self._connections.num_engines)
 
     def check(self) -> None:
-        """Raise the error that ends the service, such as that of an engine that cannot start."""
+        """Raise the error that ends the service, if there is one, for example because an engine
+        cannot start."""
         self._connections.check()
 
     def take_times(self) -> dict[str, float]:
-        """Return the sums (`GateTimes`) of the gates of all engines since the last call."""
+        """Return the gate statistics (`GateTimes`) since the last call, summed over all engines."""
         with self._lock:
             taken, self._times = self._times, {}
             return taken
@@ -86,6 +87,6 @@ class TenantCoordinator:
             self._connections.send(peer, message)
 
     def _handle(self, peer: Peer, message: dict[str, Any], body: bytes) -> None:
-        """Add the sums of one engine's gate to those of all gates."""
+        """Add one engine's gate statistics to the sums over all engines."""
         if message["type"] == "times":
             self._times = add_up([self._times, message["sums"]])

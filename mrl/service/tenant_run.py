@@ -97,7 +97,7 @@ class TenantRun:
         rollout = plan.recipe.rollout
         longest = max(len(each.token_ids) for each in plan.prompts) + rollout.max_response_len
         self.tokens_of_step = rollout.prompts_per_step * rollout.samples_per_prompt * longest
-        """Upper bound of the number of tokens in the samples of one step, prompts included."""
+        """Upper bound on the number of tokens in the samples of one step, including prompts."""
 
     @property
     def step(self) -> int:
@@ -109,8 +109,8 @@ class TenantRun:
 
     @property
     def trains(self) -> bool:
-        """Whether the tenant's next samples are for an update, not for the evaluation of the final
-        weights."""
+        """Whether the tenant's next samples are for an update rather than for the evaluation of the
+        final weights."""
         return not self.is_done
 
     @property
@@ -135,7 +135,7 @@ class TenantRun:
 
     def score(self) -> None:
         """Share the sample groups of the current round and their rewards with all ranks. Does
-        nothing while samples of the round are missing, because an engine was lost."""
+        nothing if samples of the round are still missing because an engine was lost."""
         self.collector.score(self.clock)
         self._is_evaluated |= self.is_done and self.collector.is_over
 
@@ -148,7 +148,7 @@ class TenantRun:
         self.cost.update_s = time.perf_counter() - start
 
     def leave(self) -> None:
-        """Save a checkpoint unless there is one of the present step, and close the run."""
+        """Save a checkpoint unless the present step has one already, and close the run."""
         try:
             self.trainer.policy.mount()
             self.trainer.leave()

@@ -1,1 +1,1 @@
-"""Transport of weights from the trainer to an engine, and the canaries that prove the result."""
+"""Transport of weights from the trainer to an engine, and the canaries that verify the result."""

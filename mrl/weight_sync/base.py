@@ -26,11 +26,11 @@ class WeightSender(Protocol):
         names: Sequence[str],
         canaries: Canaries,
     ) -> list[str]:
-        """Send a version and its canaries to the workers `names`. Print a warning for each worker that
-        failed, and return the names of these workers.
+        """Send a version and its canaries to the workers `names`; return the names that failed.
 
-        `buckets` is a collective of trainer ranks, so it is drained even if all workers fail. When
-        bucket n + 2 is asked for, the memory of bucket n may be reused.
+        A warning is printed for each worker that failed. Iterating over `buckets` is a collective
+        of trainer ranks, so the iterator is drained even if all workers fail. When bucket n + 2 is
+        requested, the memory of bucket n may be reused.
         """
         ...
 
@@ -47,8 +47,8 @@ class WeightReceiver(Protocol):
     """A worker's side of a transport: it receives versions of the weights."""
 
     def receive(self, staging: Staging, version: int) -> None:
-        """Receive a version into `staging`. Raises RuntimeError if the trainer is gone or sends another
-        version. `staging` then has no complete version."""
+        """Receive a version into `staging`. Raises RuntimeError if the trainer is gone or sends
+        another version; `staging` then holds no complete version."""
         ...
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Handles with which an engine on the trainer's devices opens the trainer's buckets.
 
 Rank r of the trainer's engine group and rank r of the engine share a device, or on CPUs a node. A
-rank of an engine can only read memory of its own device: a handle to another GPU's memory cannot be
-mapped there, and a memfd of another node cannot be opened. Therefore every rank of the trainer's group
-makes a handle to its own copy of the bucket (CUDA IPC, or a shared file on CPUs). The leader, rank 0 of
-the group, gets the handles of all ranks.
+rank of an engine can read only the memory of its own device: a handle to another GPU's memory
+cannot be mapped there, and a memfd of another node cannot be opened. Therefore every rank of the
+trainer's group makes a handle to its own copy of the bucket (CUDA IPC, or a shared file on CPUs).
+The leader, rank 0 of the group, gets the handles of all ranks.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class GatheredBuckets:
     def __init__(
         self, buckets: Iterator[WeightBucket], exchange: Exchange, *, has_handles: bool = True
     ) -> None:
-        """`buckets` is always drained, because ranks outside the group may take part in it as well.
+        """`buckets` is always drained, because ranks outside the group may take part in the export.
 
         Without `has_handles`, the engine reads only the leader's buckets, and ranks do not synchronise.
         """
         self._buckets = buckets
         self._exchange = exchange
         self._is_wanted = True
-        """Whether this rank goes on with handles. Only the leader's value counts."""
+        """Whether this rank still wants buckets with handles. Only the leader's value counts."""
         self._has_handles = has_handles
         """Whether further buckets get handles. The value is the same on every rank."""
         self._is_over = False
@@ -111,9 +111,10 @@ class GatheredBuckets:
             raise
 
     def finish(self) -> None:
-        """Drain the export. The leader calls this when its engine has loaded the buckets that it took.
+        """Drain the export.
 
-        When this returns, no other process has a bucket open. Raises RuntimeError as `__next__` does.
+        The leader calls this when its engine has loaded the buckets that the leader took. When this
+        returns, no other process has a bucket open. Raises RuntimeError as `__next__` does.
         """
         self._is_wanted = False
         try:

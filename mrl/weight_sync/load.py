@@ -25,7 +25,8 @@ from parallel.implementation import choose_dtype
 MAX_TOKENS = 64
 TOLERANCE_FLOAT32 = 1e-3
 TOLERANCE_HALF = 0.1
-"""In half precision a few tokens are routed to other experts. A wrong model differs by more than 1."""
+"""Higher, because in half precision a few tokens are routed to other experts. A wrong model differs
+by more than 1."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def default_tolerance(*dtypes: torch.dtype) -> float:
 
 
 def canary_sequences(prompts: Sequence[Prompt], num: int) -> list[Tensor]:
-    """Return the first `num` prompts of at least two tokens, each cut to MAX_TOKENS tokens, i64[T]."""
+    """Return the first `num` prompts of at least two tokens as i64[T], each cut to MAX_TOKENS
+    tokens."""
     long_enough = [p.token_ids[:MAX_TOKENS] for p in prompts if p.token_ids.numel() > 1]
     return long_enough[:num]
 
@@ -56,8 +58,9 @@ def check_canaries(
 ) -> float:
     """Return the mean |engine - trainer| of the log-probs over all canary tokens.
 
-    Raises RunFailed if the mean is above `tolerance` or not a number. Raises NotFinite if the log-probs
-    `expected` by the trainer are not finite, because then the weights are at fault and not the engine.
+    Raises RunFailed if the mean is above `tolerance` or not a number. Raises NotFinite if the
+    trainer's log-probs `expected` are not finite, because then the weights are at fault and not the
+    engine.
     """
     bad = [i for i, own in enumerate(expected) if not bool(own[1:].isfinite().all())]
     if bad:
@@ -115,8 +118,8 @@ class WeightLoader:
     def check_canaries(self, endpoint: PolicyEndpoint, canaries: Canaries | None) -> None:
         """Compare the engine's log-probs of the canaries with the trainer's, if there are canaries.
 
-        All memory of the engine must be awake, and no call of generate() open. Raises RunFailed if the
-        log-probs disagree, and NotFinite if those of the trainer are not finite.
+        All memory of the engine must be awake, and no call of generate() may be open. Raises
+        RunFailed if the log-probs disagree, and NotFinite if those of the trainer are not finite.
         """
         if canaries is None or not canaries.sequences:
             return

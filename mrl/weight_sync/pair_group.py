@@ -1,9 +1,9 @@
 """A process group of one trainer rank and one worker, over which weights are sent.
 
 The group is independent of torch's default group. Its two sides meet in the store of the trainer's
-rank 0, under a name that only they use, so the death of a worker breaks no other group, and another
-worker can take its place. Headers are sent over gloo. Buckets are sent over gloo too, or over NCCL
-if both sides have a GPU; the NCCL path has not been run yet.
+rank 0, under a name that only they use. Thus the death of a worker breaks no other group, and
+another worker can take its place. Headers are sent over gloo. Buckets are sent over gloo too, or
+over NCCL if both sides have a GPU; the NCCL path has not been run yet.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """Environment variables that the constructor of ProcessGroupNCCL reads
-(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). With their defaults, its watchdog ends the process
-when the other side is gone, and `wait` neither waits for the device nor raises."""
+(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). With their default values, the watchdog of NCCL
+groups ends the process when the other side is gone, and `wait` neither waits for the device nor
+raises."""
 _ENVIRONMENT = threading.Lock()
 
 
@@ -130,7 +131,7 @@ class PairGroup:
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables during the block, which one thread at a time can run."""
+    """Set environment variables during the block, which only one thread at a time can enter."""
     with _ENVIRONMENT:
         former = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)

@@ -27,8 +27,8 @@ from mrl.weight_sync.staging import Staging, header_of
 
 Job = Callable[[PairGroup], None]
 GRACE_S = 2.0
-"""Seconds that a transfer gets beyond its own time limit, so that it can fail by itself with a
-reason."""
+"""Extra seconds to wait beyond a transfer's own time limit, so that the transfer can fail by itself
+with a reason."""
 BEAT_S = 1.0
 
 
@@ -36,7 +36,8 @@ class _Sending:
     """Sends one version to one worker in a thread of its own, which ends at the first failure."""
 
     def __init__(self, name: str, join: Callable[[], PairGroup], timeout_s: float) -> None:
-        """`join` returns the process group of trainer rank and worker. It may wait for the worker."""
+        """`join` returns the process group of the trainer rank and the worker. It may wait for the
+        worker."""
         self.name = name
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -53,8 +54,8 @@ class _Sending:
             self._changed.notify_all()
 
     def wait(self, num_open: int = 0) -> None:
-        """Wait until at most `num_open` jobs are not done or the worker has failed. If the time
-        limit ends first, the worker has failed."""
+        """Wait until at most `num_open` jobs remain, or the worker has failed. A worker that
+        exceeds the time limit counts as failed."""
         deadline = time.monotonic() + self._timeout_s + GRACE_S
         with self._changed:
             while not self.failure and len(self._jobs) > num_open:
@@ -74,7 +75,7 @@ class _Sending:
                 with self._changed:
                     self._jobs.popleft()
                     self._changed.notify_all()
-        except Exception as error:  # whatever it is, the others and the export continue
+        except Exception as error:  # after any error, the other workers and the export continue
             with self._changed:
                 self.failure = self.failure or _reason(error)
                 self._changed.notify_all()
@@ -137,7 +138,7 @@ class PairSender:
 
     def _join(self, name: str) -> Callable[[], PairGroup]:
         def join() -> PairGroup:
-            # Each thread needs a client: while one waits for a worker, it blocks all who use it.
+            # Each thread needs its own client: a client that waits for a worker blocks all its users.
             store = _connect(self._address, self._timeout_s)
             host, timeout_s = self._address[0], self._timeout_s
             return PairGroup(store, host, name, TRAINER, timeout_s, self._device)
@@ -186,7 +187,7 @@ class PairReceiver:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line, without the source position and the advice that gloo adds."""
+    """Return an error as one line, without the source position and the advice that gloo adds."""
     line = (str(error).splitlines() or [repr(error)])[0]
     return re.sub(r"^\[\S*:\d+\] ", "", line).split(" This is typically")[0]
 

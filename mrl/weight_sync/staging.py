@@ -24,12 +24,12 @@ class Staging:
     """Memory for one version of the weights at a time. Only one thread at a time may use it."""
 
     def __init__(self, num_ranks: int = 1, device: torch.device | None = None) -> None:
-        """`num_ranks` is the number of the engine's ranks, each of which maps the memory. `device`
-        is this worker's GPU if buckets arrive over NCCL; the worker and the engine then register
-        the memory with CUDA."""
+        """`num_ranks` is the number of ranks of the engine, each of which maps the memory. `device`
+        is this worker's GPU if buckets arrive over NCCL; then both the worker and the engine
+        register the memory with CUDA."""
         self.version: int | None = None
-        """The complete version that is held; None while a version arrives, and if it arrived only
-        in part."""
+        """The complete version that is held; None while a version is arriving, or if it arrived
+        only in part."""
         self.canaries: Canaries | None = None
         self._num_ranks = num_ranks
         self._memory = SharedMemory(device)
@@ -43,8 +43,8 @@ class Staging:
         self._headers = []
 
     def room(self, header: Mapping[str, Any]) -> Tensor:
-        """Return memory u8[num_bytes] for the next bucket. `header` is its description by
-        `header_of`."""
+        """Return memory u8[num_bytes] for the next bucket. `header` is the bucket's description
+        from `header_of`."""
         self._headers.append(header)
         size = int(header["num_bytes"])
         return self._memory.take(size, len(self._headers)).tensor[:size]

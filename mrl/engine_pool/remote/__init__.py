@@ -1,2 +1,1 @@
-"""This room runs engines on separate ranks: some ranks of the run train, others only lead
-engines."""
+"""Runs engines on separate ranks: some ranks of the run train, the others only run engines."""

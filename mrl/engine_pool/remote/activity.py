@@ -1,8 +1,8 @@
-"""This module records how much wall-clock time one worker spends on each activity, and when.
+"""Records how much wall-clock time one worker spends on each activity, and when.
 
-The worker's main thread says which activity it begins. Another thread sends the record to the
-trainer. The record has ages instead of times of day, so that the clocks of the two machines need
-not agree.
+The worker's main thread reports each activity that it begins. Another thread sends the record to
+the trainer. The record has ages instead of times of day, so that the clocks of the two machines
+need not agree.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ActivityLog:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Enter an activity for the duration of a block, and then return to the activity before
-        it."""
+        """Enter an activity for the duration of a block, and then return to the previous
+        activity."""
         former = self._activity
         self.enter(activity)
         try:
@@ -57,7 +57,7 @@ class ActivityLog:
             self.enter(former)
 
     def take(self) -> dict[str, Any]:
-        """Return the record since the last call as a JSON-able dict, and clear it.
+        """Return the record since the last call as a JSON-serializable dict, and clear it.
 
         `now` is the current activity. `seconds` maps activities to seconds. `spans` are tuples (age
         of the span's begin, age of its end, activity) with ages in seconds, the oldest span first.
@@ -72,7 +72,8 @@ class ActivityLog:
             return {"now": self._activity, "seconds": seconds, "spans": spans}
 
     def wait(self, limit_s: float) -> None:
-        """Wait until the activity has changed, between SHORTEST_S and about `limit_s` seconds."""
+        """Wait until the activity has changed, but at least SHORTEST_S and at most about `limit_s`
+        seconds."""
         time.sleep(min(SHORTEST_S, limit_s))
         self._changed.wait(limit_s)
         self._changed.clear()

@@ -1,9 +1,9 @@
-"""This module holds the trainer's connections to the workers of the rollout ranks.
+"""Keeps the trainer's connections to the workers of the rollout ranks.
 
 Each engine has a number and at most one worker at a time. A worker that dies or sends nothing for
 too long is lost. Its supervisor then starts another worker, which joins with the same engine
-number. One thread per worker reads the worker's messages; the trainer's thread waits for their
-effects.
+number. Each worker's messages are read and handled in a thread of their own, while the trainer's
+thread waits for the results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ABSENT_S = 600.0
 GOODBYE_S = 30.0
 """Seconds that workers may take to stop their engines at the end of a run."""
 MOST_STRANGERS = 64
-"""Maximum number of open connections without the token. A further connection closes the oldest."""
+"""Maximum number of open connections that have not sent the token yet. If there is one more, the
+oldest is closed."""
 RETRY_S = 0.2
 
 
@@ -38,7 +39,7 @@ class AuthenticatedListener:
     """Accepts connections whose first message contains the run's token, and closes all others."""
 
     def __init__(self, hosts: Sequence[str], serve: Callable[[Wire, dict[str, Any]], None]) -> None:
-        """Listen where `hosts`, the machines of the rollout ranks, can reach this one.
+        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach.
 
         `serve(wire, hello)` is called for each worker in a separate thread. `hello` is the worker's
         first message.
@@ -52,7 +53,7 @@ class AuthenticatedListener:
         """Connections whose first message has not arrived yet, the oldest first."""
         self._waiting: list[Wire] = []
         """Connections of rollout ranks without a worker. They stay open until this process ends, so
-        that these ranks notice the end."""
+        that those ranks notice its end."""
         self._is_closed = False
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
@@ -109,12 +110,12 @@ class Pair(NamedTuple):
     engine: int
     """The number of the worker's engine."""
     name: str
-    """Unique to the worker. It prefixes the store's keys by which trainer and worker find each
-    other."""
+    """Unique to the worker. It is the prefix of the store keys through which the trainer and the
+    worker find each other."""
 
 
 class Peer:
-    """What the trainer knows of a worker that has joined."""
+    """What the trainer knows about a worker that has joined."""
 
     def __init__(self, wire: Wire, pair: Pair) -> None:
         self.wire, self.pair, self.engine = wire, pair, pair.engine
@@ -142,7 +143,7 @@ class WorkerConnections:
         on_loss: Callable[[Peer, str], None],
         timeout_s: float = math.inf,
     ) -> None:
-        """Listen where `hosts`, the machines of the rollout ranks, can reach this one.
+        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach.
 
         The callbacks are called with the lock `changed` held. If `on_message` raises RunFailed, the
         run ends; after any other exception the worker is lost. The second argument of `on_loss` is
@@ -156,13 +157,13 @@ class WorkerConnections:
         self.failure: Exception | None = None
         """The error that ends the run."""
         self._missing = set(range(num_engines))
-        """Engines that have not started yet. Losses add engines only before `wait_until_started`
-        returns."""
+        """Engines that have not started yet. An engine whose worker is lost is added again, but
+        only until `wait_until_started` has returned."""
         self._has_begun = False
         self._start_limit_s, self._start_deadline = math.inf, math.inf
         self._absent_since: dict[int, float] = {}
-        """When each engine that has no worker now lost its worker, on the clock of
-        `time.monotonic`."""
+        """For each engine that has lost its worker and has no new one yet, the time of the loss on
+        the clock of `time.monotonic`."""
         self._num_joined = 0
         self._is_closed = False
         self._listener = AuthenticatedListener(hosts, self._serve)
@@ -266,9 +267,9 @@ class WorkerConnections:
     def _check_absent(self) -> None:
         """Raise RankLost if an engine has had no worker for more than ABSENT_S seconds.
 
-        A supervisor starts another worker at once. If no worker joins, the supervisor is gone, too.
-        The trainer would not learn of this otherwise, because a launcher ends only the ranks of its
-        node.
+        A supervisor starts another worker at once, so if no worker joins, the supervisor is gone,
+        too. The trainer would not learn of this otherwise, because a launcher ends only the ranks
+        of its own node.
         """
         for engine, since in self._absent_since.items():
             if (absent_s := time.monotonic() - since) > ABSENT_S:

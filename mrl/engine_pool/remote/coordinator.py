@@ -1,8 +1,8 @@
-"""This module holds the coordinator: the object on the trainer's rank 0 that workers connect to.
+"""The coordinator: the object on the trainer's rank 0 to which workers connect.
 
-It assigns works (`messages.Work`) to engines and collects the delivered groups. Its schedule
+It assigns work items (`messages.Work`) to engines and collects the delivered groups. Its schedule
 decides when weights are sent. If a worker is lost, the engine's next worker gets the weights and
-then does the works that the lost worker did not finish.
+then carries out the work items that the lost worker did not finish.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Status(NamedTuple):
     """What the trainer could do now without waiting. See `Coordinator.poll`."""
 
     can_send: bool
-    """Whether a worker is ready to receive the weights."""
+    """Whether a worker is ready to receive the weights `version`."""
     can_proceed: bool
-    """Whether the schedule lets the trainer go on with the weights."""
+    """Whether the schedule lets the trainer proceed with the sync of the weights `version`."""
     is_delivered: bool
-    """Whether all of the works are delivered."""
+    """Whether all of the work items are delivered."""
 
 
 class Coordinator(Generic[S]):
-    """Assigns works to workers and collects the delivered groups. Call all methods in one
-    thread."""
+    """Assigns work items to workers and collects the delivered groups. All methods must be called
+    from one thread."""
 
     def __init__(
         self, num_engines: int, config: AsyncConfig, hosts: Sequence[str], schedule: S
     ) -> None:
-        """Listen where `hosts`, the machines of the rollout ranks, can reach this one."""
+        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach."""
         self._config, self._schedule = config, schedule
         self._connections = WorkerConnections(
             num_engines,
@@ -58,11 +58,13 @@ class Coordinator(Generic[S]):
         self._lock = self._connections.changed
         self._workers = self._connections.peers
         self._work: dict[int, Work] = {}
-        """Works that are not delivered yet, by id, in the order in which they were assigned."""
+        """Work items that are not delivered yet, by id, in the order in which they were
+        assigned."""
         self._results: dict[int, dict[int, Delivered]] = {}
-        """The delivered groups of each work that was not taken, by work id and part."""
+        """The delivered groups of each work item that `take` has not removed yet, by work id and
+        part."""
         self._losses: Counter[int] = Counter()
-        """How many workers of each engine were lost since the engine last finished a work or
+        """How many workers of each engine were lost since the engine last finished a work item or a
         group."""
         self.num_lost = 0
         self._next_id = 0
@@ -72,7 +74,7 @@ class Coordinator(Generic[S]):
         """The newest version of the weights."""
         self.address, self.token = self._connections.address, self._connections.token
         self._store, self.store_address = open_store(self.address[0])
-        """The store in which trainer ranks and workers find each other for sending weights."""
+        """The store through which trainer ranks and workers find each other, to send weights."""
         self._connections.open()
 
     def new_id(self) -> int:
@@ -81,8 +83,8 @@ class Coordinator(Generic[S]):
         return self._next_id
 
     def assign(self, work: Work) -> None:
-        """Give a work to the worker of its engine, or to the next worker if the engine has none
-        now."""
+        """Give a work item to its engine's worker or, if the engine has none now, to the engine's
+        next worker."""
         with self._lock:
             self._work[work.work_id] = work
             self._results[work.work_id] = {}
@@ -97,11 +99,12 @@ class Coordinator(Generic[S]):
         self._connections.wait_until_started(limit_s, self._schedule.num_to_begin)
 
     def wait_until_free(self, version: int) -> None:
-        """Wait until the schedule lets the trainer go on with the weights `version`."""
+        """Wait until the schedule lets the trainer proceed with the sync of the weights
+        `version`."""
         self._connections.wait(lambda: self._schedule.can_proceed(self._workers.values(), version))
 
     def next_update(self, version: int) -> tuple[list[Pair], list[str]]:
-        """Wait until the trainer may go on with the weights `version`.
+        """Wait until the schedule allows a sync of the weights `version`, and begin the update.
 
         Returns the pairs of the workers that receive these weights now, and the names of the pairs
         of all workers.
@@ -112,11 +115,10 @@ class Coordinator(Generic[S]):
             return pairs, [worker.pair.name for worker in self._workers.values()]
 
     def begin_update(self, version: int) -> list[Pair]:
-        """Ask the workers that the schedule chooses to receive the weights `version`; return their
-        pairs.
+        """Tell the workers that are to receive the weights `version`, and return their pairs.
 
-        Works that a new worker would have to do with older weights, which it never received, are
-        changed to use `version`.
+        The schedule selects these workers. Work items that need older weights, which a new worker
+        has never received, are changed to use `version`.
         """
         with self._lock:
             self._newest = version
@@ -132,17 +134,18 @@ class Coordinator(Generic[S]):
             return pairs
 
     def lose_pairs(self, names: Sequence[str]) -> None:
-        """Treat the workers of the pairs `names` as lost, because weights could not be sent to
-        them."""
+        """Treat the workers with the pair names `names` as lost, because weights could not be sent
+        to them."""
         with self._lock:
             for worker in list(self._workers.values()):
                 if worker.pair.name in names:
                     self._connections.lose(worker, "weights could not be sent to it")
 
     def wait_for(self, work_ids: Sequence[int], version: int) -> bool:
-        """Wait until all of the works are delivered, and return True.
+        """Wait until all of the work items are delivered, and return True.
 
-        Returns False if first a worker becomes ready to receive the weights `version`.
+        Returns False as soon as a worker is ready to receive the weights `version`, if that happens
+        first.
         """
         self._connections.wait(lambda: self._done.issuperset(work_ids) or self._can_send(version))
         return self._done.issuperset(work_ids)
@@ -150,8 +153,8 @@ class Coordinator(Generic[S]):
     def wait_until(self, take: Callable[[S], T | None], version: int) -> T | None:
         """Wait until `take(schedule)` returns a value other than None, and return the value.
 
-        Returns None if first a worker becomes ready to receive the weights `version`. No message is
-        handled during a call of `take`.
+        Returns None as soon as a worker is ready to receive the weights `version`, if that happens
+        first. No message is handled during a call of `take`.
         """
         taken: T | None = None
 
@@ -165,8 +168,8 @@ class Coordinator(Generic[S]):
         return taken
 
     def poll(self, work_ids: Sequence[int], version: int) -> Status:
-        """Return the status of the works and of the weights `version`, without waiting. Raises the
-        errors that the waiting methods raise."""
+        """Return the status of the work items and of the weights `version`, without waiting. Raises
+        the errors that the waiting methods raise."""
         with self._lock:
             self._connections.check()
             can_proceed = self._schedule.can_proceed(self._workers.values(), version)
@@ -174,16 +177,16 @@ class Coordinator(Generic[S]):
             return Status(self._can_send(version), can_proceed, is_delivered)
 
     def take(self, work_id: int) -> dict[int, Delivered]:
-        """Return the delivered groups of a work, by part, and remove the work."""
+        """Return the delivered groups of a work item, by part, and remove the item."""
         with self._lock:
             return self._results.pop(work_id)
 
     def peek(self, work_id: int) -> dict[int, Delivered]:
-        """Return the delivered groups of a work, by part, without removing the work."""
+        """Return the delivered groups of a work item, by part, without removing the item."""
         return self._results[work_id]
 
     def put(self, delivered: Delivered) -> int:
-        """Add groups from a checkpoint as a work that is already delivered; return its id."""
+        """Add groups from a checkpoint as a work item that is already delivered; return its id."""
         work_id = self.new_id()
         with self._lock:
             self._results[work_id] = {0: delivered}
@@ -245,8 +248,8 @@ class Coordinator(Generic[S]):
             )
 
     def _handle(self, peer: Peer, message: Mapping[str, Any], body: bytes) -> None:
-        """Handle a message of a worker. Raises ValueError, KeyError or TypeError for an invalid
-        one."""
+        """Handle a message from a worker. Raises ValueError, KeyError or TypeError for an invalid
+        message."""
         kind = message["type"]
         if kind == "pulse":
             peer.progress, peer.version = int(message["progress"]), message["version"]
@@ -269,8 +272,8 @@ class Coordinator(Generic[S]):
             raise ValueError(f"of type {kind!r}")
 
     def _move_work(self, worker: Peer, version: int) -> None:
-        """Give a new worker all works of its engine. A work for older weights than `version` is
-        changed to use `version`."""
+        """Give a new worker all work items of its engine. An item for weights older than `version`
+        is changed to use `version`."""
         for work_id, work in list(self._work.items()):
             if work.engine != worker.engine:
                 continue
@@ -285,7 +288,7 @@ class Coordinator(Generic[S]):
 
     @property
     def _done(self) -> set[int]:
-        """The ids of the works that are delivered and not taken yet."""
+        """The ids of the work items that are delivered and not taken yet."""
         return self._results.keys() - self._work.keys()
 
     def _can_send(self, version: int) -> bool:

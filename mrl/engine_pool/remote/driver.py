@@ -1,4 +1,4 @@
-"""Drives a worker's engine: receives and loads weights, does works, and replaces a lost engine.
+"""Drives a worker's engine: loads weights, carries out work items, and replaces a lost engine.
 
 A schedule (`FixedWorks` or `Leases`) decides what is done next. The worker's main thread does
 everything: it takes functions from a queue and calls them. The other threads wait for messages,
@@ -88,12 +88,13 @@ class Schedule(Protocol):
     """Decides what a worker does next. Its methods are called in the worker's main thread."""
 
     def handle(self, message: dict[str, Any], body: bytes) -> None:
-        """Process a message from the trainer of another type than `receive`, `work` or `stop`."""
+        """Process a message from the trainer whose type is not `receive`, `work` or `stop`."""
         ...
 
     def advance(self) -> bool:
-        """Do the next thing that can be done now, if any. Return True if the caller should call
-        again at once, and False if it should first wait for the next function in the queue."""
+        """Do the next thing that can be done now, if any. Return True if `advance` should be called
+        again at once, and False if the caller should first wait for the next function in the
+        queue."""
         ...
 
     def waits_in(self) -> str:
@@ -103,7 +104,8 @@ class Schedule(Protocol):
 
 @dataclass
 class EngineDriver:
-    """Does works, loads weights, and replaces a lost engine. Its methods run in the main thread."""
+    """Carries out work items, loads weights, and replaces a lost engine. Its methods run in the
+    main thread."""
 
     plan: Plan
     engine: WorkerEngine
@@ -118,14 +120,15 @@ class EngineDriver:
         """The version of the weights in the engine; None before it has loaded a version from the
         trainer."""
         self.works: dict[int, Work] = {}
-        """Works that are not delivered yet, by id, in the order in which they were assigned."""
+        """Work items that are not delivered yet, by id, in the order in which they were
+        assigned."""
         self.activity = ActivityLog("start")
         self._metrics = EngineMetrics()
         self._loader = WeightLoader(rollout, model, self._metrics)
 
     @property
     def next_work(self) -> Work | None:
-        """The oldest work that is not delivered yet; None if there is no work."""
+        """The oldest work item that is not delivered yet; None if there is none."""
         return next(iter(self.works.values()), None)
 
     def load_next(self) -> None:
@@ -159,7 +162,7 @@ class EngineDriver:
         self.load(self.versions.loaded)
 
     def do(self, work: Work) -> None:
-        """Generate and score the groups of a work, and send them to the trainer."""
+        """Generate and score the groups of a work item, and send them to the trainer."""
         self.engine.budget.begin_step()
         if work.kind == "evaluation":
             self.activity.enter("evaluate")
@@ -197,8 +200,8 @@ class EngineDriver:
 
 
 class FixedWorks:
-    """A `Schedule` that does each work with the version of the weights that the work names. It
-    loads newer weights once no work needs the loaded version."""
+    """A `Schedule` that carries out each work item with the version of the weights that the item
+    names. It loads newer weights once no work item needs the loaded version."""
 
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver

@@ -31,11 +31,11 @@ class EngineOwner:
     max_restarts: int
     """How many losses are allowed between two calls of `reset_losses`."""
     is_running: Callable[[], bool] = lambda: False
-    """Whether the engine runs because another worker has replaced it already. It is False for an
-    engine that only one worker uses."""
+    """Returns whether the engine is running because another worker has replaced it already. Always
+    False for an engine that only one worker uses."""
     has_culprit: Callable[[], bool] = lambda: False
-    """Whether requests that ran alone in the engine caused its loss
-    (`mrl.engines.gate.Gate.has_culprit`). It is False for an engine that only one worker uses."""
+    """Returns whether the engine was lost because of requests that ran alone in it
+    (`mrl.engines.gate.Gate.has_culprit`). Always False for an engine that only one worker uses."""
 
     def __post_init__(self) -> None:
         self._restarts = Restarts(IN_BATCH, self.max_restarts, self.number)
@@ -46,8 +46,8 @@ class EngineOwner:
         self.server.start()
 
     def reset_losses(self) -> None:
-        """Set the count of losses to 0. Call it after each finished batch, or after each finished
-        group if engines run freely."""
+        """Set the count of losses to 0. Call this after each finished batch, or after each finished
+        group if the worker has leases."""
         with self._lock:
             self._restarts.reset()
 
@@ -72,7 +72,8 @@ class EngineOwner:
 
 @dataclass(frozen=True)
 class WorkerEngine:
-    """The engine as seen by one worker, which has the engine to itself or works for one tenant."""
+    """The engine as seen by one worker, which either has the engine to itself or serves one tenant
+    of it."""
 
     owner: EngineOwner
     endpoint: PolicyEndpoint

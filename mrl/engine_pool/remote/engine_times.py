@@ -1,8 +1,8 @@
-"""This module records the activities of every engine by the trainer's clock.
+"""Records the activities of every engine on the trainer's clock.
 
 Workers report time spans as ages. While an engine has no worker, its activity is `start`, because
-another worker is starting. Time since an engine's last report is attributed to the activity named
-in that report, but only for GUESS_S seconds at most. The next report replaces this guess.
+another worker is starting. The time since an engine's last report, up to GUESS_S seconds, is
+attributed to the activity named in that report. The next report replaces this guess.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mrl.run.activities import ACTIVITIES, seconds_key
 
 GUESS_S = 2.0
 MAX_SPANS = 4000
-"""How many spans `take_spans` returns for all engines together; the shortest spans are dropped."""
+"""Maximum number of spans that `take_spans` returns for all engines together; the shortest spans
+are dropped."""
 _MERGED_S = 0.25
-"""If the gap between two spans of the same activity is shorter than these seconds, the spans are
-joined, because the delays of messages cause small gaps."""
+"""Two spans of the same activity are joined if the gap between them is shorter than this many
+seconds, because message delays cause small gaps."""
 
 
 class Span(NamedTuple):
@@ -50,8 +51,8 @@ class _Engine:
     """Seconds by activity that `take_seconds` has returned already."""
     spans: list[Span] = field(default_factory=list)
     drawn: float = 0.0
-    """The end of the last span. The delays of messages vary, so a later span may seem to begin
-    before this time; its begin is then moved to it."""
+    """The end of the last span. Because message delays vary, a later span may seem to begin before
+    this time; it is then made to begin at this time."""
 
     def so_far(self, now: float) -> dict[str, float]:
         """Return the seconds of each activity until `now`. The seconds since the last report are a
@@ -85,7 +86,7 @@ class EngineTimes:
         self._engines = [_Engine(self._floor) for _ in range(num_engines)]
 
     def restart(self) -> None:
-        """Forget all activities before now. It is called when the engines have started."""
+        """Forget all activities before now. Called when the engines have started."""
         with self._lock:
             self._floor = self._now()
             for engine in self._engines:
@@ -95,8 +96,8 @@ class EngineTimes:
                 engine.spans.clear()
 
     def lose(self, number: int) -> None:
-        """Record that the worker of an engine is lost. The time since its last report becomes
-        `start`."""
+        """Record that the worker of an engine is lost. The time since the engine's last report is
+        attributed to `start`."""
         with self._lock:
             self._engines[number].is_absent, self._engines[number].activity = True, "start"
 

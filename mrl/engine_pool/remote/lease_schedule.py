@@ -1,7 +1,8 @@
-"""This module holds the schedule of engines that run freely: workers get leases for single prompts.
+"""The schedule that leases single prompts to workers.
 
-A worker reports the version of its engine's weights and how many groups it may hold. It gets leases
-whenever the ledger (mrl/scheduling/ledger.py) has room for groups of that version.
+Engines then generate independently of the trainer's steps. A worker reports the version of its
+engine's weights and how many leases it may hold at a time. The worker gets leases whenever the
+ledger (mrl/scheduling/ledger.py) has room for groups of that version.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class _Request:
     version: int
     """The version of the weights in the worker's engine."""
     most: int
-    """How many leases the worker may hold at a time; 0 while it waits until newer weights can
-    load."""
+    """How many leases the worker may hold at a time; 0 while it waits until it can load newer
+    weights."""
 
 
 class LeaseSchedule(Schedule):
-    """Leases prompts to workers by the rules of a ledger, and queues the groups that they
+    """Leases prompts to workers according to the rules of a ledger, and queues the groups that they
     finish."""
 
     num_to_begin = 1
@@ -82,7 +83,7 @@ class LeaseSchedule(Schedule):
         self.ledger.join(engine)
 
     def lost(self, engine: int) -> None:
-        """Take the leases from a lost worker, so that other workers generate its groups."""
+        """End the leases of a lost worker, so that other workers generate its groups."""
         self._requests.pop(engine, None)
         self._sent.pop(engine, None)
         self.ledger.lose(engine)
@@ -115,8 +116,7 @@ class LeaseSchedule(Schedule):
         return {**self.ledger.metrics(), "async/engines": float(num_engines)}
 
     def start(self, step: int) -> None:
-        """Let `step` be the next step of the ledger, unless the ledger is at a later step
-        already."""
+        """Set the ledger's next step to `step`, unless the ledger is at a later step already."""
         self.ledger.step = max(self.ledger.step, step)
 
     def ask(self, engine: int, version: int, most: int) -> None:
@@ -126,7 +126,8 @@ class LeaseSchedule(Schedule):
         self.grant()
 
     def grant(self) -> None:
-        """Give every worker the leases that it may have now, in turns of one prompt per worker."""
+        """Give every worker the leases that it may have now. Workers take turns, with one lease
+        each."""
         while sum(self._grant_one(engine) for engine in sorted(self._requests)):
             pass
 
@@ -227,8 +228,8 @@ class LeaseSchedule(Schedule):
         return whole
 
     def waiting(self) -> list[PendingPrompt]:
-        """Return the pending prompts for a checkpoint: first the groups in the queue, then the
-        prompts whose groups are not finished, whether they are leased or not."""
+        """Return the pending prompts for a checkpoint: first those whose groups are in the queue,
+        then those whose groups are not finished, leased or not."""
         ledger = self.ledger
         queue: list[PendingPrompt] = []
         for item, each in ledger.finished.items():
@@ -245,8 +246,8 @@ class LeaseSchedule(Schedule):
         """Continue at `step` with the pending prompts `waiting` of a checkpoint. Return those whose
         samples are generated again from the beginning.
 
-        `counts` are the ledger's counts in the checkpoint (`Ledger.counts`); None if engines did
-        not run freely when it was written.
+        `counts` are the ledger's counts in the checkpoint (`Ledger.counts`); None if the run that
+        wrote the checkpoint had no leases.
         """
         if counts is None:  # number the prompts as a ledger would have
             first = step * self._rollout.prompts_per_step

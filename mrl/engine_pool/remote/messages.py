@@ -1,4 +1,4 @@
-"""This module encodes the works, groups and errors that the trainer and the workers exchange.
+"""Encodes the work items, groups and errors that the trainer and the workers exchange.
 
 Each class has a method `frame`, which returns a message and its body, and a class method
 `of_frame`, which decodes them and raises ValueError, KeyError or TypeError if they are invalid.
@@ -21,7 +21,8 @@ Frame = tuple[dict[str, Any], bytes]
 
 @dataclass(frozen=True)
 class Work:
-    """A request to one engine: generate its part of a batch, or of the evaluation sets."""
+    """A work item, a request to one engine: generate its part of a batch or of the evaluation
+    sets."""
 
     work_id: int
     """Unique within a coordinator."""
@@ -30,7 +31,7 @@ class Work:
     version: int
     """The version of the weights to generate with."""
     num_wanted: int = 0
-    """The work is done when this many groups are complete."""
+    """The work item is done when this many groups are complete."""
     started: tuple[Started, ...] = ()
     """The groups to begin or to continue; empty for an evaluation, whose prompts the worker
     knows."""
@@ -54,7 +55,7 @@ class Work:
         )
 
     def by(self, version: int) -> Work:
-        """Return the same work for another version of the weights."""
+        """Return the same work item for another version of the weights."""
         return dataclasses.replace(self, version=version)
 
 
@@ -79,7 +80,7 @@ class Delivered:
         self.num_failed += other.num_failed
 
     def finish(self) -> tuple[list[SampleGroup], int]:
-        """Return the groups in the order of their ids, and how many samples failed."""
+        """Return the groups in the order of their ids, and the number of samples that failed."""
         return sorted(self.groups, key=lambda group: group.samples[0].group_id), self.num_failed
 
     def frame(self, work_id: int, part: int) -> Frame:
@@ -128,7 +129,7 @@ class LeasedGroup(_OfLease):
 
 @dataclass(frozen=True)
 class FinishedGroup(_OfLease):
-    """A message of a worker: the group of a lease is generated and scored."""
+    """A message from a worker: the group of a lease is generated and scored."""
 
     kind = "group"
     num_failed: int
@@ -137,10 +138,10 @@ class FinishedGroup(_OfLease):
 
 @dataclass(frozen=True)
 class FinishedSample(_OfLease):
-    """A message of a worker: one sample of an unfinished group is complete.
+    """A message from a worker: one sample of an unfinished group is complete.
 
-    `group` holds only this sample. If the worker is lost, the next worker need not generate it
-    again.
+    `group` holds only this sample. If the worker is lost, the next worker need not generate the
+    sample again.
     """
 
     kind = "sample"
@@ -149,7 +150,7 @@ class FinishedSample(_OfLease):
 
 
 def failed_message(error: Exception) -> dict[str, str]:
-    """Return the message that reports an error that ends the run to the trainer."""
+    """Return the message with which a worker tells the trainer of an error that ends the run."""
     for kind in (EngineGone, InputError):
         if isinstance(error, kind):
             return {"type": "failed", "error": kind.__name__, "text": str(error)}

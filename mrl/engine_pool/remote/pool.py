@@ -1,4 +1,4 @@
-"""The pool of engines on ranks of their own, as the trainer sees it.
+"""The pool of engines on separate ranks, as the trainer sees it.
 
 Only rank 0 has connections to the workers. The other trainer ranks take part in collectives and
 send weights to the workers that are assigned to them.
@@ -50,8 +50,7 @@ class RemoteWork:
     """The groups that workers have delivered: one entry for a batch, or one for each evaluation
     set. On ranks other than 0 the entries are None."""
     work_ids: list[int] = field(default_factory=list)
-    """The works that the assignment consists of, one for each engine; empty on ranks other than
-    0."""
+    """The ids of the assignment's work items, one for each engine; empty on ranks other than 0."""
     is_leased: bool = False
     """Whether the groups come from the queue of groups that were finished under leases. The value
     is the same on all ranks."""
@@ -94,8 +93,8 @@ class RemotePool:
 
     @property
     def is_shared(self) -> bool:
-        """Whether policies of several tenants share the engines. Then no method waits for engines,
-        and the service calls `next_action`."""
+        """Whether policies of several tenants share the engines. In that case, no method waits for
+        engines, and the service calls `next_action`."""
         return self._rendezvous.is_shared
 
     @phase("start")
@@ -116,8 +115,8 @@ class RemotePool:
         dist.barrier()
 
     def ask_coordinator(self, ask: Callable[[Coordinator[Any]], T]) -> T:
-        """Call `ask` with rank 0's coordinator and return its result on every rank. An exception is
-        raised on every rank, too. A collective."""
+        """Call `ask` with rank 0's coordinator, and return the result on every rank. If `ask`
+        raises an exception, it is raised on every rank. A collective."""
         answer: list[Any] = [None, None]
         if self.coordinator is not None:
             try:
@@ -165,8 +164,8 @@ class RemotePool:
         return assigned
 
     def assign_leased(self) -> RemoteWork:
-        """Return an assignment whose groups `rollout` takes from the queue of groups finished under
-        leases."""
+        """Return an assignment that `rollout` will fill with groups from the queue of groups
+        finished under leases."""
         return RemoteWork([self._new_delivered()], is_leased=True)
 
     def assign_finished(self, batch: Sequence[PendingPrompt]) -> RemoteWork:
@@ -239,7 +238,7 @@ class RemotePool:
         return self.ask_coordinator(take)
 
     def _take(self, coordinator: Coordinator[Any], assignments: Sequence[RemoteWork]) -> None:
-        """Move the delivered groups of all works from the coordinator to their assignments."""
+        """Move the delivered groups of all work items from the coordinator to their assignments."""
         for each in assignments:
             for work_id in each.work_ids:
                 for part, delivered in coordinator.take(work_id).items():
@@ -255,14 +254,14 @@ class RemotePool:
         self._measured = measured[0]
 
     def wait_for(self, ids: list[int], version: int) -> bool:
-        """Wait until works are delivered, and return True. Return False if weights must be sent
-        first. A collective."""
+        """Wait until the work items `ids` are delivered, and return True. Return False if the
+        weights `version` must be sent to workers first. A collective."""
         with self._waiting():
             return self.ask_coordinator(lambda coordinator: coordinator.wait_for(ids, version))
 
     def finish(self, assignments: Sequence[RemoteWork], version: int) -> None:
-        """Wait until the works of `assignments` are delivered. Meanwhile send the weights `version`
-        to workers that become ready to receive them. A collective."""
+        """Wait until the work items of `assignments` are delivered. Meanwhile, send the weights
+        `version` to workers that become ready to receive them. A collective."""
         while not self.wait_for(work_ids(assignments), version):
             assert self._policy is not None
             self.sync(self._policy, version)
@@ -317,5 +316,5 @@ def _accept(assigned: RemoteWork, batch: Delivered | None) -> None:
 
 
 def work_ids(assignments: Sequence[RemoteWork]) -> list[int]:
-    """Return the ids of the works of some assignments; empty on ranks other than 0."""
+    """Return the ids of all work items in these assignments; empty on ranks other than 0."""
     return [work_id for each in assignments for work_id in each.work_ids]

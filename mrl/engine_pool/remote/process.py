@@ -1,7 +1,7 @@
 """Runs a worker's process, which a supervisor has started, and connects it to the trainer.
 
-The supervisor writes the worker's settings to stdin as one JSON object, because other users could
-read the run's token in a command line.
+The supervisor writes the worker's settings to stdin as one JSON object, because the settings
+include the run's token, which other users could read in a command line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PULSE_S = 1.0
 
 def run_worker(work: Callable[[dict[str, Any]], None]) -> None:
     """Call `work` with the settings from stdin, and then end this process. The exit code is 0 if
-    `work` returns, and depends on its error otherwise."""
+    `work` returns; otherwise it depends on the error that `work` raises."""
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer acts on signals, and sends `stop`
     settings = json.loads(sys.stdin.buffer.read())

@@ -1,6 +1,6 @@
-"""This module tells workers where the coordinator is, by an address in the launcher's store.
+"""Tells workers the coordinator's address, through the launcher's store.
 
-It also opens the store by which trainer ranks and workers connect to each other for sending
+The module also opens the store through which trainer ranks and workers find each other, to send
 weights.
 """
 
@@ -33,8 +33,8 @@ class Rendezvous:
     end: Callable[[], None]
     """Announces that the coordinator is about to close."""
     is_shared: bool = False
-    """Whether several tenants share the engines. Then no rank waits for an engine, and the service
-    calls `RemotePool.next_action`. The value is the same on all ranks."""
+    """Whether several tenants share the engines. In that case, no rank waits for an engine, and the
+    service calls `RemotePool.next_action`. The value is the same on all ranks."""
 
 
 def launcher_rendezvous(num_rollout: int, wait_s: float) -> Rendezvous:
@@ -65,7 +65,7 @@ def publish_address(store: dist.Store, address: Address, token: str) -> None:
 
 
 def open_store(host: str) -> tuple[dist.Store, Address]:
-    """Return a store that listens only on the address `host`, and its address with the port.
+    """Return a store that listens only on the address `host`, and the store's (host, port).
 
     The socket is made here, because a socket made by torch would listen on every interface.
     """

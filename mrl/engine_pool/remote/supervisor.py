@@ -1,4 +1,4 @@
-"""The supervisor is the process of a rollout rank under the launcher. It keeps a worker running.
+"""The supervisor: a rollout rank's process under the launcher, which keeps a worker running.
 
 A launcher ends the whole job when one of its ranks dies. Therefore the engine runs under a separate
 process, the worker, and the supervisor starts another worker if the worker dies. The trainer has
@@ -37,13 +37,13 @@ from mrl.system.rendezvous import own_network
 
 PREFIX = "mrl_rollout"
 ADDRESS, HOST, OVER = "address", "host", "over"
-"""Keys of the launcher's store: the address of the trainer's server, the host of each rollout rank
+"""Keys in the launcher's store: the address of the trainer's server, the host of each rollout rank
 (with the rank's number appended), and a key that the trainer sets at the end of the run."""
 POLL_S = 0.2
 ENDED_S = 60.0
 """Seconds that a launcher may take to end its ranks after a rank has failed."""
 BEAT_S = 1.0
-"""Maximum seconds between two heartbeats of a supervisor, whatever its worker does."""
+"""Maximum time in seconds between two heartbeats of a supervisor, whatever its worker does."""
 EXIT_S = 30.0
 """Seconds that a worker may take to exit after it has closed its pipe."""
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -121,8 +121,8 @@ def supervise(
 def _keep_a_worker(
     job: Job, settings: dict[str, Any], rank: int, store: dist.Store, received: Sequence[int]
 ) -> int:
-    """Run a worker, and start another worker whenever it is lost, until the run is over. Return the
-    exit code. `received` are the signals that this process has received."""
+    """Run a worker, and start another one whenever a worker is lost, until the run is over. Return
+    the exit code. `received` are the signals that this process has received."""
     num_failed = 0
     while True:
         code, has_joined = _run_worker(job, settings)
@@ -149,8 +149,8 @@ def _keep_a_worker(
 
 
 def _publish_host(store: dist.Store, rollout: RolloutConfig, roles: Roles, rank: int) -> None:
-    """Write this rank's host to the store for rank 0, or the error in the layout of its engine.
-    Raises InputError for such an error."""
+    """Write this rank's host to the store, where rank 0 reads it. If the engine's ranks are not on
+    one node, also write that error, and raise it as InputError."""
     number = int(os.environ.get("LOCAL_RANK", str(rank)))
     last = rank - number + int(os.environ.get("LOCAL_WORLD_SIZE", str(roles.world))) - 1
     entry = {"host": socket.gethostname(), "network": own_network(), "error": ""}
@@ -166,9 +166,9 @@ def _publish_host(store: dist.Store, rollout: RolloutConfig, roles: Roles, rank:
 def read_hosts(store: dist.Store, num_rollout: int) -> list[str]:
     """Wait for the rollout ranks and return the host name of each rank.
 
-    A rank gets this host's name only if it can be reached through loopback. A rank on another host
-    with the same name gets an empty name. Raises InputError if a rollout rank has reported an
-    error.
+    This host's name is returned only for ranks that can be reached through loopback. For a rank on
+    another host with the same name, the returned name is empty. Raises InputError if a rollout rank
+    has reported an error.
     """
     entries = [json.loads(store.get(f"{HOST}_{number}")) for number in range(num_rollout)]
     for entry in entries:
@@ -187,7 +187,7 @@ def read_hosts(store: dist.Store, num_rollout: int) -> list[str]:
 def _run_worker(job: Job, settings: dict[str, Any]) -> tuple[int, bool]:
     """Run a worker until it ends. Return its exit code, and whether it has joined the trainer.
 
-    A worker sends its first heartbeat when it has joined the trainer. It is killed if its
+    A worker sends its first heartbeat when it has joined the trainer. The worker is killed if its
     heartbeats stop.
     """
     reader, writer = os.pipe()
@@ -220,10 +220,11 @@ def _run_worker(job: Job, settings: dict[str, Any]) -> tuple[int, bool]:
 def _wait_for_silence(reader: int, pid: int, start_s: float, later_s: float) -> tuple[str, bool]:
     """Wait until a worker closes its pipe or its heartbeats stop.
 
-    Returns why the worker counts as lost, which is empty if it has closed the pipe, and whether it
-    has sent a heartbeat. The first heartbeat may take `start_s` seconds, because it follows the
-    worker's imports. Each later heartbeat may take `later_s` seconds, and so may a worker that is
-    stopped (SIGSTOP). Time in which this process itself does not run is not counted.
+    Returns (why the worker counts as lost, whether it has sent a heartbeat). The first is empty if
+    the worker has closed the pipe. The first heartbeat may take `start_s` seconds, because it
+    follows the worker's imports. Each later heartbeat may take `later_s` seconds. A worker that is
+    stopped (SIGSTOP) for `later_s` seconds counts as lost, too. Time in which this process itself
+    does not run is not counted.
     """
     silent_s, stopped_s, has_joined = 0.0, 0.0, False
     while silent_s < (later_s if has_joined else start_s) and stopped_s < later_s:

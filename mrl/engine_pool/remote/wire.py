@@ -1,10 +1,9 @@
-"""This module holds the connection between the trainer and a worker, which exchange frames over
-TCP.
+"""The connection between the trainer and a worker, which exchange frames over TCP.
 
 A frame consists of a message, which is a JSON object, and a body, which is bytes. The body holds
 sample groups as encoded by `mrl.run.rollouts`. Nothing is pickled. A worker's first message
-contains the run's random token. Until the trainer has checked the token, it accepts only short
-messages without a body.
+contains the run's random token. Until the trainer has checked the token, it accepts only a short
+message without a body.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _FIRST = 4096
 _SIZES = struct.Struct("!IQ")
 _PART = 1 << 20
 WAITS = "waits"
-"""Type of the first message of a rollout rank without a worker. It only waits until the run
-ends."""
+"""Type of the first message from a rollout rank without a worker. Such a rank only waits until the
+run ends."""
 _SILENCE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
-"""Options with which the kernel notices within a minute that the other machine is gone. A machine
-that loses power does not close its connections."""
+"""Socket options with which the kernel notices within a minute that the other machine is gone. They
+are needed because a machine that loses power does not close its connections."""
 
 
 class WireClosed(Exception):
@@ -53,14 +52,14 @@ class Wire:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _SILENCE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        # If the other side hangs, a send must not block for ever.
+        # If the other side hangs, a send must not block forever.
         limit = struct.pack("ll", int(SEND_S), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._socket = connection
         self._lock = threading.Lock()
         self._is_trusted = is_trusted
         self.heard = time.monotonic()
-        """The time of the last arrival of data, on the clock of `time.monotonic`."""
+        """When data last arrived, on the clock of `time.monotonic`."""
         self.is_closed = False
 
     def trust(self) -> None:
@@ -84,7 +83,7 @@ class Wire:
     def has_unread(self) -> bool:
         """Whether data has arrived that `receive` has not read yet."""
         with suppress(OSError, ValueError):  # the connection was closed
-            poll = select.poll()  # not select(): a trainer may hold more than 1,024 files
+            poll = select.poll()  # not select(): a trainer may have more than 1,024 open files
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(0))
         return False
@@ -106,8 +105,8 @@ class Wire:
         return message, self._read(num_body)
 
     def _read(self, size: int) -> bytes:
-        """Read `size` bytes. Memory is allocated only as bytes arrive, so a frame cannot claim a
-        large size without sending it."""
+        """Read `size` bytes. Memory is allocated only as bytes arrive, so a frame that claims a
+        large size takes no memory for bytes that are not sent."""
         found = bytearray()
         try:
             while len(found) < size:
@@ -130,7 +129,7 @@ class Wire:
 
 
 def is_token(found: Any, token: str) -> bool:
-    """Return whether `found` equals `token`. The time of the comparison does not reveal the
+    """Return whether `found` equals `token`. The duration of the comparison does not reveal the
     token."""
     return isinstance(found, str) and hmac.compare_digest(
         found.encode(errors="replace"), token.encode()

@@ -1,5 +1,4 @@
-"""The worker of a rollout rank: it connects to the trainer and follows its messages with one
-engine.
+"""The worker of a rollout rank: it runs one engine as the trainer's messages say.
 
 The engine is always awake. New weights arrive in host memory while the engine generates. A worker
 does not import Megatron.
@@ -38,7 +37,7 @@ from mrl.weight_sync.transports import make_receiver, transfer_device
 
 
 class Worker:
-    """Follows the trainer's messages for one engine, or for one tenant of an engine, until
+    """Carries out the trainer's messages for one engine, or for one tenant of an engine, until
     `stop`."""
 
     def __init__(self, plan: Plan, engine: WorkerEngine, settings: dict[str, Any]) -> None:
@@ -61,9 +60,10 @@ class Worker:
             self._undo = undo.pop_all()
 
     def run(self, start_engine: Callable[[], None] = lambda: None) -> None:
-        """Call `start_engine`, and follow the trainer's messages until it sends `stop`.
+        """Call `start_engine`, and carry out the trainer's messages until it sends `stop`.
 
-        By default the engine runs already. Raises WireClosed if the trainer is gone.
+        Without `start_engine`, the engine must be running already. Raises WireClosed if the trainer
+        is gone.
         """
         with self._undo:
             for target in (self._read, self._pulse, self._report_progress):
@@ -122,8 +122,8 @@ class Worker:
                 time.sleep(PULSE_S)
 
     def _report_progress(self) -> None:
-        """Send the trainer the progress, the loaded version and the activities of the engine,
-        repeatedly."""
+        """Repeatedly send the trainer the progress, the loaded version and the activities of the
+        engine."""
         driver = self.driver
         with suppress(WireClosed):
             while True:

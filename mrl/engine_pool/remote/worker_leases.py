@@ -1,8 +1,8 @@
-"""The schedule of a worker that runs freely: it generates the prompts of its leases concurrently.
+"""The schedule of a worker that generates the groups of its leases concurrently.
 
 The main thread handles messages and changes the weights. Each lease has a thread that waits for the
-engine and the reward. Newer weights are loaded when all leases have finished
-(`async.in_flight_updates: finish`), or while they are paused (`interrupt`).
+engine and the reward. Newer weights are loaded either when all leases have finished
+(`async.in_flight_updates: finish`) or in the middle of generation (`interrupt`).
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Leases:
         self._running: dict[str, Lease] = {}
         """The leases whose threads are running, by lease id."""
         self._is_engine_lost = False
-        """Whether the engine is lost. Another engine is started once no thread of a lease is
-        running."""
+        """Whether the engine is lost. Another engine is started once no lease has a running
+        thread."""
         self._interrupted: list[Lease] = []
         """Leases whose threads ended because the engine was lost. They continue with the next
         engine."""
         self._scored: set[str] = set()
         """Ids of running leases whose samples are generated and wait for their rewards."""
         self._asked: dict[str, Any] = {}
-        """The last message that asked for leases."""
+        """The last `ask` message that was sent to the trainer."""
         self._threads = ThreadPoolExecutor(self._max_leases + 1, thread_name_prefix="mrl-lease")
         self._scoring = driver.tasks.scoring
         self._scoring.begin_step()
@@ -114,8 +114,8 @@ class Leases:
         driver.main.put(partial(self._end, lease, is_engine_lost=is_lost))
 
     def _end(self, lease: Lease, *, is_engine_lost: bool) -> None:
-        """Record that the thread of a lease has ended. `is_engine_lost`: whether the loss ended
-        it."""
+        """Record that the thread of a lease has ended. `is_engine_lost`: whether it ended because
+        the engine was lost."""
         self._scored.discard(lease.lease_id)
         del self._running[lease.lease_id]
         if is_engine_lost:
@@ -171,8 +171,8 @@ class Leases:
         """Load newer weights while requests are running.
 
         Full weights are loaded while the engine is paused. An adapter is loaded without a pause,
-        and running requests finish with their older adapter. Canaries are not checked, because they
-        need an idle engine.
+        and requests that are already running finish with the older adapter. Canaries are not
+        checked, because they need an idle engine.
         """
         driver, versions = self._driver, self._driver.versions
         staging = versions.waiting.pop()

@@ -1,2 +1,2 @@
-"""Sessions are tenants whose training loop runs in a client, which posts one operation after
+"""Sessions: tenants whose training loop runs in a client, which posts one operation after
 another."""

@@ -18,12 +18,12 @@ from mrl.errors import InputError
 from mrl.learn.named_losses import LOSSES
 
 MAX_TOKENS = 1 << 17
-"""Maximum number of tokens of one operation: the tokens of its sequences, or of its prompts and of
-the longest answers that it allows."""
+"""Maximum number of tokens in one operation: in its sequences, or in its prompts and the longest
+answers that it allows."""
 MAX_SEQUENCES = 4096
-"""Maximum number of sequences of one operation, or of answers that it asks for."""
+"""Maximum number of sequences in one operation, or of answers that it asks for."""
 LARGEST = 3.4e38
-"""The largest absolute value of a number, so that it fits into float32."""
+"""The largest allowed absolute value of a number, chosen so that the number fits into float32."""
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Strict(), Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[int, Strict(), Field(ge=1)]
@@ -186,8 +186,8 @@ KINDS: dict[str, type[Body]] = {
 
 
 def read_body(given: dict[str, Any], bounds: Bounds) -> Body:
-    """Return the body of an operation, checked against the model's `bounds`. Raises InputError that
-    says what is wrong."""
+    """Return the body of an operation, checked against the model's `bounds`. Raises InputError with
+    a message that says what is wrong."""
     kind = given.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         raise InputError(f"kind is {str(kind)[:80]!r}; expected one of {', '.join(KINDS)}")
@@ -208,8 +208,8 @@ def read_body(given: dict[str, Any], bounds: Bounds) -> Body:
 
 
 def num_tokens(body: Body) -> int:
-    """Return the number of tokens of an operation. For `sample` every answer counts with its prompt
-    and its maximum length."""
+    """Return the number of tokens of an operation. For `sample`, each answer counts as its prompt
+    plus its maximum length."""
     repeats = body.n if isinstance(body, SampleBody) else 1
     return repeats * sum(len(tokens) + more for tokens, more in _lengths(body))
 

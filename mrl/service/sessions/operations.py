@@ -28,15 +28,15 @@ MAX_QUEUED = 32
 """Maximum number of operations of a session that wait or are under way."""
 MAX_QUEUED_TOKENS = 1 << 20
 MAX_KEPT = 64
-"""How many answers of a session are kept; the newest ones are."""
+"""Maximum number of answers that are kept for a session; the oldest are dropped first."""
 MAX_KEPT_BYTES = 64 << 20
 MAX_PAST = 8
-"""For how many sessions answers are kept after the session's life has ended."""
+"""Maximum number of sessions whose answers are kept after the end of their life."""
 KEPT_S = 3600.0
 """How long an answer is kept, in seconds."""
 MAX_KEYS = 4096
-"""How many keys of a life are remembered; the newest ones are. A repeated request with a remembered
-key adds no operation."""
+"""Maximum number of idempotency keys that are remembered for a life; the oldest are dropped first.
+A repeated request with a remembered key adds no operation."""
 ID = re.compile(r"([0-9a-f]{8})-([1-9][0-9]{0,11})")
 LOST = (
     "lost: the session was left before it was done, and is at its newest checkpoint when it is opened "
@@ -90,7 +90,7 @@ class _Life:
     waiting: list[Operation] = field(default_factory=list)
     answers: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
     keys: OrderedDict[str, tuple[str, str]] = field(default_factory=OrderedDict)
-    """By key, the id of the operation that was posted with the key, and a digest of the operation's
+    """The id of the operation that was posted with each key, and a digest of the operation's
     body."""
 
 
@@ -104,8 +104,8 @@ class Operations:
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
         self._past: OrderedDict[str, _Life] = OrderedDict()
-        """By tenant name, the last life that has ended; its answers can still be read. The newest
-        life is at the end."""
+        """For each tenant name, the last life that has ended, whose answers can still be read.
+        Sorted by when the lives ended, the newest last."""
         self._changing = threading.Lock()
 
     def post(
@@ -156,11 +156,11 @@ class Operations:
             return {"life": mine.number, "version": mine.version, "queued": len(mine.waiting)}
 
     def look(self, name: str, operation: str) -> dict[str, Any]:
-        """Return the state of an operation of the session `name`, with its result, or with the
-        reason if it failed or was lost. An operation of an unknown life is lost.
+        """Return the state of an operation of the session `name`, with its result.
 
-        Raises NoOperation if `operation` is not an id, if the life has no such operation, or if its
-        answer is not kept any more.
+        If the operation failed or was lost, the reason takes the place of the result. An operation
+        of an unknown life is reported as lost. Raises NoOperation if `operation` is not an id, if
+        the life has no such operation, or if its answer is not kept any more.
         """
         if (asked := ID.fullmatch(operation)) is None:
             raise NoOperation(f"{operation[:80]!r} is not the id of an operation")
@@ -218,7 +218,7 @@ class Operations:
             self._past.popitem(last=False)
 
     def waiting_tokens(self, session: str) -> int:
-        """Return the number of tokens of the `sample` operations in a session's next turn, but at
+        """Return the number of tokens in the `sample` operations of a session's next turn, but at
         least 1 if any operation waits. Return 0 if no operation waits."""
         with self._changing:
             turn = self._turn(session)
@@ -252,8 +252,8 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        """Return the life of an incarnation, which begins if it does not exist yet. When a life
-        begins, earlier lives of the same name end if their sessions were never open."""
+        """Return the life of an incarnation; begin one if there is none yet. When a life begins,
+        earlier lives of the same tenant name end if their sessions were never open."""
         if session not in self._lives:
             name = name_of(session)
             for key, life in list(self._lives.items()):
@@ -273,8 +273,8 @@ class Operations:
         return turn
 
     def _forget_old(self, mine: _Life) -> None:
-        """Drop the oldest answers until number, size and age of the answers are within the limits.
-        The newest answer always stays."""
+        """Drop the oldest answers until the number, size and age of the answers are within the
+        limits. The newest answer always stays."""
         total = sum(len(each.text) for each in mine.answers.values())
         for operation, oldest in list(mine.answers.items())[:-1]:
             fits = len(mine.answers) <= MAX_KEPT and total <= MAX_KEPT_BYTES

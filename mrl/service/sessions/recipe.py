@@ -1,5 +1,5 @@
-"""The recipe of a session: the keys that a client gives, completed to a whole recipe without
-training steps."""
+"""The recipe of a session: the keys that a client gives, completed to a full recipe with 0 training
+steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "rollout": ("temperature",),
     "checkpoint": ("keep",),
 }
-"""The keys that a session's recipe may have. For a section, the tuple has the allowed keys in it;
-if the tuple is empty, all are allowed."""
+"""The top-level keys that a session's recipe may have, each with the keys that are allowed in that
+section. An empty tuple means that there is no restriction."""
 NO_DATA = "/none"
 """The data path in a session's recipe. Every recipe needs one; no file has this path."""
 

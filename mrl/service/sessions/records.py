@@ -16,14 +16,14 @@ from mrl.service.sessions.bodies import ForwardBackwardBody, SampleBody
 from mrl.service.tokenizer import ServiceTokenizer
 
 MAX_SAMPLES = 64
-"""How many answers are kept for each version of the weights; the first ones are."""
+"""Maximum number of answers that are kept for each version of the weights; later answers are not
+kept."""
 
 
 @dataclass
 class _Kept:
-    """An answer that is kept. `advantages` and `old_logprobs` are those of the first
-    forward_backward with the answer, if it came before the next version of the weights; otherwise
-    None."""
+    """An answer that is kept. `advantages` and `old_logprobs` come from the first forward_backward
+    on the answer before the next version of the weights; None if there was none."""
 
     source: str
     prompt_number: int
@@ -48,7 +48,7 @@ class SampleRecords:
         self._kept: dict[str, _Kept] = {}
 
     def add(self, version: int, body: SampleBody, result: Mapping[str, Any]) -> None:
-        """Keep the answers of a `sample` operation, at most MAX_SAMPLES of each version, and write
+        """Keep the answers of a `sample` operation, at most MAX_SAMPLES for each version, and write
         them. Raises OSError."""
         if version != self._version:
             self._version, self._number, self._kept = version, 0, {}

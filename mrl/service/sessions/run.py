@@ -105,8 +105,8 @@ class SessionRun:
         if operations is not None:
             operations.begin(incarnation, self._trainer.version)
         self.tokens_of_step = 0
-        """Tokens of the `sample` operations of the next turn, as rank 0 last reported it; 0 if no
-        operation waits."""
+        """Number of tokens in the `sample` operations of the next turn, as last reported by rank 0;
+        0 if no operation waits."""
         self._asked: dict[str, SampleBody] = {}
         """The `sample` operations of the current turn, by id."""
         self._turn: list[tuple[str, Body]] = []
@@ -128,8 +128,8 @@ class SessionRun:
         return bool(self._turn)
 
     def note_waiting(self, waiting_tokens: int) -> None:
-        """Store what `Operations.waiting_tokens` returned on rank 0: the tokens of the next turn's
-        `sample` operations, 0 if no operation waits."""
+        """Store the result of `Operations.waiting_tokens` on rank 0: the number of tokens in the
+        next turn's `sample` operations; 0 if no operation waits."""
         self.tokens_of_step = waiting_tokens
 
     def begin(self) -> None:
@@ -186,8 +186,8 @@ class SessionRun:
         self.cost.update_s = time.perf_counter() - start
 
     def _carried_out(self, name: str, body: Body) -> tuple[Any, str]:
-        """Carry out an operation. Return its result, and the error of the first rank on which it
-        failed, which is empty if it succeeded."""
+        """Carry out an operation. Return (result, error): the error is that of the first rank on
+        which the operation failed; empty if it succeeded on all ranks."""
         result, failure = None, ""
         try:
             result = self._trainer.run(body)

@@ -40,7 +40,7 @@ ENDS_TOO_OFTEN = (
 
 
 class Samples:
-    """Keeps the routes of the newest samples, so that training can replay them by the sample's id."""
+    """Keeps the routes of the newest samples, by sample id, so that training can replay them."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Tensor, RoutingTrace]] = OrderedDict()
@@ -93,11 +93,11 @@ class SessionSampler:
         self._how: dict[int, tuple[SamplingParams, int]] = {}
         """The sampling parameters and the seed of each group of the turn, by group id."""
         self._left: list[SingleTurnRollout] = []
-        """The rollouts that this rank's engine has still to generate, one after the other: all
-        operations at once, or one by one if that failed."""
+        """The rollouts that this rank's engine still has to generate, in sequence: a single rollout
+        for all operations or, if that failed, one rollout for each operation."""
         self._done: list[SampleGroup] = []
         self._failures: dict[str, str] = {}
-        """The errors on this rank, by the id of the operation."""
+        """The errors on this rank, by operation id."""
         self._num_ended = 0
         """The number of operations that have killed an engine since the session was opened."""
         self._version, self._sends = 0, False
@@ -137,7 +137,8 @@ class SessionSampler:
 
     def prepare_sync(self) -> None:
         """Find out whether any engine lacks the current version of the weights. If so, compute the
-        log-probs that the engine must give to the canaries. The base model is on the device."""
+        log-probs that the engine must give to the canaries. The base model must be on the
+        device."""
         self._policy.mount(adapter_only=True)
         endpoint = self.part.active_endpoint
         lacks = endpoint is not None and endpoint.weight_version != self._version
@@ -146,7 +147,7 @@ class SessionSampler:
             self.part.prepare_sync(self._policy)
 
     def send(self) -> None:
-        """Send the adapter to the engine, which is awake. Does nothing if every engine has the
+        """Send the adapter to the engine, which must be awake. Does nothing if every engine has the
         current version."""
         self._policy.mount(adapter_only=True)
         if self._sends:
@@ -155,14 +156,14 @@ class SessionSampler:
 
     def check_sync(self) -> None:
         """Compare the engine's log-probs of the canaries with the trainer's, if the adapter was
-        sent. The engine's KV cache is awake. Raises RunFailed if they differ too much."""
+        sent. The engine's KV cache must be awake. Raises RunFailed if they differ too much."""
         if self._sends:
             self.part.check_sync()
 
     def generate(self) -> None:
-        """Generate the remaining rollouts, until the engine is lost. If the engine refuses an
-        operation, only that operation fails: see `finish`. Raises errors that end the service, and
-        WrongWeights."""
+        """Generate the remaining rollouts; stop early if the engine is lost. If the engine refuses
+        an operation, only that operation fails: see `finish`. Raises errors that end the service,
+        and WrongWeights."""
         if (endpoint := self.part.active_endpoint) is None:
             return
         with self.part.engine.noting_loss():
@@ -172,9 +173,9 @@ class SessionSampler:
             self._left = [each for rollout in self._left for each in self._one_by_one(rollout)]
 
     def _generate(self, endpoint: PolicyEndpoint, rollout: SingleTurnRollout) -> None:
-        """Generate the rest of a rollout, and remove the rollout from `_left`. If that fails, the
-        rollout is replaced by one rollout for each of its operations; if there is only one
-        operation, its error is recorded instead."""
+        """Generate the rest of a rollout, and remove the rollout from `_left`. If generation fails,
+        the rollout is replaced by one rollout for each of its unfinished operations; if there is
+        only one such operation, its error is recorded instead."""
         parts: list[SingleTurnRollout] = []
         try:
             for group in rollout.finished(endpoint):
@@ -217,7 +218,7 @@ class SessionSampler:
 
     def finish(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]] | None:
         """Return on every rank the results of the operations that succeeded and the errors of the
-        other operations, both by id. Return None if rollouts are left to generate, because an
+        other operations, both by id. Return None if some rollouts remain to be generated because an
         engine was lost."""
         if not self._is_generated:
             return None

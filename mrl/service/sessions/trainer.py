@@ -83,7 +83,7 @@ class SessionTrainer:
 
     def note_failure(self, name: str, body: Any) -> None:
         """Record that an operation failed. If it is a forward_backward, the next optimizer step is
-        refused, because its gradients are incomplete."""
+        refused, because some of the gradients for it are missing."""
         if isinstance(body, ForwardBackwardBody):
             self._failed = self._failed or name
 
@@ -160,7 +160,8 @@ class SessionTrainer:
 
     def _weighted(self, given: SequenceBody) -> Weighted:
         """Return a sequence in the form that the trainer takes. Raises InputError if the sequence
-        names a sample whose routes are not kept, or if the session does not replay routes."""
+        names a sample although the session does not replay routes, or if the sample's routes are
+        not kept."""
         tokens = torch.tensor(given.tokens)
         routing = None
         if given.sample is not None:

@@ -1,6 +1,6 @@
 """Weight transports by name. `rollout.weight_sync: NAME` means NAME.py in this folder.
 
-To add a transport, write a file here. For engines on ranks of their own it defines
+To add a transport, write a file here. For engines on separate ranks, the file defines
 
     Sender      (address, timeout_s, device) -> `WeightSender`
     Receiver    (address, name, timeout_s, device) -> `WeightReceiver`
@@ -48,8 +48,9 @@ def check_transport(name: str, *, is_disaggregated: bool) -> None:
 def local_buckets(
     name: str, buckets: Iterator[WeightBucket], group: EngineGroup, *, sends_adapter: bool
 ) -> GatheredBuckets:
-    """Return the buckets of an export for an engine on the devices of `group`. If they bring an
-    adapter, the engine reads them from the memory of its leader, without handles of other ranks."""
+    """Return the buckets of an export for an engine on the devices of `group`. If the buckets
+    contain an adapter, the engine reads them from the memory of its leader, without handles from
+    other ranks."""
     # An engine of one rank makes the handles itself.
     has_handles = group.size > 1 and not sends_adapter and opens_handles(name)
     return GatheredBuckets(buckets, group.exchange, has_handles=has_handles)

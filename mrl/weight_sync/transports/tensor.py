@@ -1,8 +1,8 @@
 """The default, `rollout.weight_sync=tensor`: buckets stay in memory.
 
-An engine on the trainer's devices opens handles to the trainer's buckets. For an engine on ranks of its
-own, the trainer sends the weights to the engine's worker over a process group, and the engine opens
-handles to the worker's memory.
+An engine on the trainer's devices opens handles to the trainer's buckets. For an engine on separate
+ranks, the trainer sends the weights to the engine's worker over a process group, and the engine
+opens handles to the worker's memory.
 """
 
 from mrl.engines.sglang.weights.tensor import TensorPush as Push
