@@ -47,7 +47,7 @@ class Evaluation:
     """The result of `evaluate`."""
 
     step: int
-    """The number of steps for which the weights were trained; 0 for the untrained model."""
+    """The number of steps that the weights were trained for; 0 for the untrained model."""
     metrics: dict[str, float]
     """The metrics `eval/NAME/...`; see docs/evaluation.md."""
     samples: Path
@@ -79,8 +79,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on the recipe's `eval.sets` as `mrl eval` does.
 
-    `step` selects the checkpoint in `output_dir` with this number of steps done. If `step` is None,
-    the newest checkpoint is evaluated, or the model itself if there is no checkpoint. Raises
+    `step` selects the checkpoint in `output_dir` that was saved after that many steps. If `step` is
+    None, the newest checkpoint is evaluated, or the model itself if there is no checkpoint. Raises
     InputError and RunFailed as `train` does.
     """
     loaded = load_recipe(recipe)
@@ -116,8 +116,8 @@ def _session() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one CPU thread inside the `with` block, or as the recipe says, unless
-    OMP_NUM_THREADS is set (mrl/system/threads.py)."""
+    """Compute with one CPU thread inside the `with` block, unless OMP_NUM_THREADS is set; a run may
+    choose another number (mrl/system/threads.py). Restores the old number at the end."""
     before = torch.get_num_threads()
     changed = compute_with_one_thread()
     try:

@@ -1,5 +1,5 @@
-"""Client library of a service, with which a training loop of your own in Python uses the service's
-base model and engine.
+"""Client library of a service. With it, your own training loop in Python uses the service's base model
+and engine.
 
 docs/client.md explains how. The client needs neither torch nor a GPU.
 """

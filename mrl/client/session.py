@@ -108,7 +108,7 @@ class Session:
     carries out the operations in the order of the calls.
 
     A method raises InputError if the service refuses its request. A method that returns a Future
-    raises OperationLost if the session was reopened since this object was made.
+    raises OperationLost if the session has been reopened since this object was made.
     """
 
     def __init__(self, client: ControlClient, name: str) -> None:
@@ -117,13 +117,13 @@ class Session:
         self.name, self._client = name, client
         found = client.tenant(name)
         self._sequence: int = found["sequence"]
-        """The sequence of the session's tenant, which distinguishes it from a later tenant with the
-        same name."""
+        """The sequence number of the session's tenant, which distinguishes it from a later tenant with
+        the same name."""
         self.life: str = self._session(found)["session"]["life"]
         """An id that changes whenever the session is reopened."""
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the session: the JSON object that `GET /tenants/NAME` answers.
+        """Return the state of the session: the JSON object that `GET /tenants/NAME` returns.
 
         Raises InputError for a tenant that is not a session, and OperationLost if the session was
         removed and another tenant has its name.
@@ -204,12 +204,12 @@ class Session:
 
     def load(self, version: int) -> Future[int]:
         """Load the checkpoint that this session saved at `version`, including Adam's state. The
-        result is the new version number that the loaded weights get."""
+        loaded weights get a new version number, which is the result."""
         return self._post("load", {"version": version}, lambda found: found["version"])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text` by the tokenizer of the service's model. No special tokens
-        are added."""
+        """Tokenize `text` with the tokenizer of the service's model, and return the token ids. No
+        special tokens are added."""
         return self._client.encode([text])[0]
 
     def encode_chat(
@@ -219,9 +219,9 @@ class Session:
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of messages (`role`, `content`) and `tools` in the model's chat
-        template. With `add_generation_prompt`, the ids end with the beginning of the assistant's
-        answer."""
+        """Apply the model's chat template to `messages` (with `role` and `content`) and `tools`, and
+        return the token ids. With `add_generation_prompt`, the ids end with the tokens that begin the
+        assistant's answer."""
         return self._client.encode_chat(
             {
                 "messages": [dict(message) for message in messages],

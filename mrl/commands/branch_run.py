@@ -39,9 +39,9 @@ class Branched:
 def branch(source: str, target: Path, overrides: list[str]) -> Branched:
     """Make the run folder `target` from `source`, which is `RUN` or `RUN@STEP`, with `overrides`.
 
-    The new run has the checkpoint and the metrics of the steps before it. Raises InputError if the
-    checkpoint does not exist or is damaged, if `target` is not empty, if an override changes a key
-    that cannot change in a run, or if the recipe has `train.num_epochs`.
+    The new run gets the checkpoint, and the metrics of the steps before that checkpoint. Raises
+    InputError if the checkpoint does not exist or is damaged, if `target` is not empty, if an
+    override changes a key that cannot change in a run, or if the recipe has `train.num_epochs`.
     """
     parent, step = _parse(source)
     load_run(parent)  # raises InputError if it is not the folder of a run
@@ -87,8 +87,8 @@ def _parse(source: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    """Return the folder of the run's checkpoint with `step` steps done; None takes the newest
-    checkpoint.
+    """Return the folder of the run's checkpoint after `step` steps, or of its newest checkpoint if
+    `step` is None.
 
     Raises InputError if the checkpoint does not exist or is damaged.
     """

@@ -1,4 +1,4 @@
-"""Translate command lines of TRL, verl, slime and torchrun into mrl's, for error messages."""
+"""Translate command lines of TRL, verl, slime and torchrun into mrl commands, for error messages."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def planned_tables(
     gpu: Hardware,
     mean_response_len: int | None,
 ) -> tuple[list[Table], str]:
-    """Return tables with estimated times of a disaggregated recipe, and the line that says which
-    side waits, trainer or engines.
+    """Return tables with the estimated times of a disaggregated recipe, and a line that says whether
+    the trainer or the engines wait.
 
     `mean_response_len` is in tokens; if it is None, every response is assumed to have the longest
     length allowed. Raises InputError if the mean is below 1 or above that length.
@@ -86,8 +86,8 @@ def planned_tables(
 
 
 def measured_tables(folders: Sequence[Path], config: AsyncConfig | None) -> tuple[list[Table], str]:
-    """Return the tables from the times of measured runs, and the line that says which side waits,
-    trainer or engines.
+    """Return tables with the times of measured runs, and a line that says whether the trainer or the
+    engines wait.
 
     For a colocated recipe, `config` is None and the line is empty. Raises InputError if two
     runs have the same placement; at most one colocated and one disaggregated run are expected.

@@ -3,8 +3,8 @@
 The newest checkpoint at or before the step is loaded, or the initial weights if there is no such
 checkpoint. All steps from there to the requested step are trained again from
 rollouts/step_*.safetensors, and the metrics of the requested step are compared with those in
-metrics.jsonl. By default the replay is written to the run's folder replay/; nothing else in the run
-changes.
+metrics.jsonl. By default the replay is written to the folder replay/ of the run; nothing else in the
+run changes.
 
 Metrics of the engine are not compared, because the replay starts no engine. Times, memory,
 throughput and `async/` metrics are not compared either.
@@ -121,9 +121,9 @@ def _ranges(steps: list[int]) -> str:
 def replay_recipe(source: Source, output: Path) -> Recipe:
     """Return the run's recipe, changed to train from its saved rollouts and to write to `output`.
 
-    Token records are written if the algorithm computes log-probs before the update. For other
-    algorithms, a record would need an additional pass. The replay would then measure the mismatch
-    metrics on that pass, but the run may have measured them on the first update's pass.
+    Token records are written only if the algorithm computes log-probs before the update. With other
+    algorithms, a record would need an additional pass, on which the replay would measure the mismatch
+    metrics, whereas the run may have measured them on the pass of the first update.
     """
     run = source.run
     recipe = as_colocated(load_run(run.root, config=run.history.config_at(source.step)))
@@ -141,7 +141,7 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
 
 
 def replay(source: Source, output: Path, world: int) -> Replayed:
-    """Replay a step on this rank of `world`. A collective.
+    """Replay a step on this rank, which is one of `world` ranks. A collective.
 
     Raises InputError if the recipe cannot run on `world` ranks here, or if the saved rollouts are
     damaged.

@@ -54,8 +54,8 @@ def show_plan(
 
     The arguments are those of `mrl check --plan`; None takes the default. `response_len` is the
     mean number of tokens of a response. `measured` are folders of runs, whose measured times
-    replace the estimated times. If the model folder has weights, the recipe is checked as before a
-    start. If it has only config.json, only sizes and options are checked.
+    replace the estimated times. If the model folder has weights, the recipe is checked as it is when
+    a run starts. If the folder has only config.json, only sizes and options are checked.
 
     Raises InputError if the recipe is not valid, or if it does not fit; the message then shows the
     arithmetic.
@@ -180,8 +180,8 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
 
 
 def exact_pinned() -> int | None:
-    """Return `Workload.exact_pinned` in bytes, as torch's environment variables set it; None if
-    they do not set it."""
+    """Return the value of `Workload.exact_pinned`, in bytes, that torch's environment variables set;
+    None if they set none."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if found := PINNED_LIMIT.search(os.environ.get(name, "")):
             return int(found[1]) << 20

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
 @remembering_signals()  # SIGUSR1 while the model loads and the engine starts
 def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int:
-    """Serve tenants on this rank of `world`.
+    """Serve tenants on this rank, which is one of `world` ranks.
 
     Returns the signal that stopped the service, a key of `mrl.system.stop.WHO`; 0 if the service
     ended by itself.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 1e-5
-"""The largest difference of a log-prob in fp64 that rounding explains: transformers computes norms and
-routers in fp32 even then."""
+"""The largest difference in a log-prob that rounding can explain: transformers computes norms and
+routers in fp32 even if the model is in fp64."""
 
 
 def add_to(commands: Any) -> None:

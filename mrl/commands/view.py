@@ -80,8 +80,8 @@ def _read_service(args: argparse.Namespace, target: Path) -> dict[str, Any]:
 
 
 def read_steps(text: str) -> range:
-    """Parse a range of steps without its end: `a:b`, `a:`, `:b`, or the single step `a`. Raises
-    InputError for any other text."""
+    """Parse a half-open range of steps: `a:b`, `a:`, `:b`, or the single step `a`. Raises InputError
+    for any other text."""
     start, colon, stop = text.partition(":")
     try:
         first = int(start or 0)

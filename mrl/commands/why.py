@@ -1,4 +1,4 @@
-"""`mrl why RUN STEP` explains, from a step's token record, why trainer and engine disagreed in it."""
+"""`mrl why RUN STEP` explains why trainer and engine disagreed in a step, from its token record."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show_numbers(found: Explanation) -> None:
-    """Print the metrics of the step: first all spikes, then the other metrics, except those of
-    single layers."""
+    """Print the metrics of the step: first all spikes, then the other metrics. Per-layer metrics that
+    are not spikes are left out."""
     if not found.numbers:
         print(f"step {found.step} has no numbers in metrics.jsonl: it failed, or is not done yet")
     numbers = sorted(found.numbers, key=lambda number: not number.is_spike)

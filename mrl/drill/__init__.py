@@ -1,4 +1,4 @@
-"""Fault drills: `mrl drill RECIPE` provokes faults in a recipe on the machine that will run it."""
+"""Fault drills: `mrl drill RECIPE` provokes faults in runs of a recipe, on the machine to train on."""
 
 from mrl.drill.chain import FEWEST_LEFT, NUM_STEPS, Drill
 from mrl.drill.faults import FAULTS, NOT_PROVOKED, Fault, Row, never

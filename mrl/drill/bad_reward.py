@@ -1,7 +1,7 @@
 """Reward functions that misbehave in training, for `mrl drill`.
 
 The first calls of a process succeed: before a run starts, mrl tries a user's function on up to
-NUM_GOOD rows (`mrl.preflight.reward_trial`), and refuses one that fails there.
+NUM_GOOD rows (`mrl.preflight.reward_trial`), and refuses a function that fails there.
 """
 
 from __future__ import annotations

@@ -75,12 +75,12 @@ class Drill:
 
     @cached_property
     def scratch(self) -> Path:
-        """The temporary directory of all jobs, created on first use. Only jobs leave files in it."""
+        """The temporary directory of all jobs, created on first use. Every file in it is from a job."""
         return Path(tempfile.mkdtemp(prefix="mrl-drill-"))
 
     @property
     def first_rollout(self) -> int:
-        """The first rank that only leads engines; the number of ranks if no rank does."""
+        """The first rank that only leads engines; the number of ranks if there is no such rank."""
         return self.ranks - (self.recipe.rollout.num_ranks or 0)
 
     @property
@@ -146,7 +146,7 @@ class Drill:
     def continued(self, done: int, command: str = "") -> list[str]:
         """Start the run again, and wait until it has done more than `done` steps.
 
-        command: the command to start the run with; if empty, the command that started it first.
+        command: the command to start the run with; if empty, the command that trains the recipe.
 
         Returns a phrase for each difference from the reference and for each other problem. Raises
         Unexpected if the job ends too early or takes too long.

@@ -1,7 +1,7 @@
-"""Define faults, and the list FAULTS of the faults that a drill can provoke.
+"""Faults, and the table FAULTS of those that a drill can provoke.
 
 Each fault has a function that provokes it in a `Drill` and returns a `Row`. `make faults` tests
-more faults than this list has.
+more faults than this table has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Row:
     in which it recovered."""
     verdict: Verdict
     """`recovered` if the run continued, `refused` if mrl refused to start or to go on, `not
-    provoked` if the fault cannot be provoked here. It means nothing unless the row has `passed`."""
+    provoked` if the fault cannot be provoked here. The verdict is valid only if the row `passed`."""
     exit_code: int | None = None
     """The exit code of the job that the fault ended; None if no job ended."""
     problems: tuple[str, ...] = ()

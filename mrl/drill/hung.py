@@ -18,8 +18,8 @@ from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 LONGEST_STALL_S = 300.0
-"""The longest timeout of a hung engine or worker that a drill waits for, in seconds. With a
-longer timeout in the recipe, the fault is not provoked."""
+"""The longest timeout for a hung engine or worker that a drill waits out, in seconds. If the recipe's
+timeout is longer, the fault is not provoked."""
 SHORTEST_LIMIT_S = 20.0
 """The smallest limit that a drill sets for the watchdog, in seconds. The limit is five times the
 longest step if that is longer."""

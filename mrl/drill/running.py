@@ -201,7 +201,8 @@ def _signalled(drill: Drill, name: str, numbers: Sequence[int], codes: Sequence[
 def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
     """Return the exit codes that are allowed for a run that must save within checkpoint.stop_limit_s.
 
-    SAVED is always allowed, and `late` if a step of the reference took at least half of that time.
+    SAVED is always allowed. `late` is also allowed if a step of the reference took at least half of
+    that time.
     """
     longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
     is_short = longest < drill.recipe.checkpoint.stop_limit_s / 2

@@ -59,7 +59,7 @@ def damaged_metrics(drill: Drill) -> Row:
 
 @fault("other-recipe", "a start with another learning rate into the folder of the run")
 def other_recipe(drill: Drill) -> Row:
-    """A recipe key changes that may not change during a run.
+    """A start changes a recipe key that must not change during a run.
 
     The start is refused with a message that names the key.
     """
@@ -110,7 +110,7 @@ def flip(file: Path, place: float = 0.5) -> None:
 def _continued(drill: Drill, name: str, done: int) -> Row:
     """Continue the run after its files were changed, and return the row.
 
-    done: the number of steps that the run had done before.
+    done: the number of steps that the run had done before the change.
     """
     began = time.monotonic()
     problems = drill.continued(done)

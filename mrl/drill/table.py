@@ -24,11 +24,11 @@ HEADER = ("fault", "seconds", "verdict", "exit", "what happened")
 def drill(
     recipe: Recipe, ranks: int, folder: Path, names: Sequence[str], num_steps: int = NUM_STEPS
 ) -> Iterator[Row]:
-    """Train the reference with `num_steps` steps, then provoke the faults `names`; yield their rows.
+    """Train the reference for `num_steps` steps, then provoke the faults `names`; yield their rows.
 
-    The first row is the row of the reference. If the reference has not passed, no fault is
-    provoked. Outside of `folder`, only temporary files are written. Raises InputError if the folder
-    is not empty.
+    The first row is that of the reference. If the reference has not passed, no fault is provoked.
+    Outside of `folder`, only temporary files are written. Raises InputError if the folder is not
+    empty.
     """
     faults = [FAULTS[name] for name in names]
     whole = Drill(recipe, ranks, folder, num_steps)

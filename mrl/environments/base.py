@@ -1,4 +1,4 @@
-"""The interface of an environment, and the import of the environment that a recipe names."""
+"""The interface of an environment, and a function that imports the environment a recipe names."""
 
 from __future__ import annotations
 

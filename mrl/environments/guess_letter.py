@@ -29,7 +29,7 @@ class Environment:
         self._guesses = 0
 
     def reset(self, prompt: Any, seed: int, /, **columns: Any) -> None:
-        """Choose the right letter by the seed.
+        """Choose the right letter at random from the seed.
 
         The prompt explains the game, so no observation follows it.
         """

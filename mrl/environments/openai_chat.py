@@ -1,9 +1,9 @@
 """Environments that use OpenAI's chat messages: `messages -> (messages, reward, done)`.
 
 `environment.arguments.target` names the user's code, as `file.py:NAME` or `package.module:NAME`.
-NAME is a function, or a class of which each episode creates an instance with the other arguments as
-keywords. The function or instance is called once per turn with the whole conversation and the other
-columns of the prompt's row:
+NAME is a function or a class. Each episode creates an instance of the class, with the other
+`environment.arguments` as keyword arguments. The function or instance is called once per turn with
+the whole conversation and the other columns of the prompt's row:
 
     target(messages, **columns) -> (new_messages, reward, done)
 
@@ -46,8 +46,8 @@ _TARGET = Kind(
 def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, Any]]:
     """Return the well-formed tool calls in a turn of the policy, in OpenAI's format.
 
-    The ids of the calls are `call_0`, `call_1` and so on, without the ids in `taken`. A malformed
-    tool call is skipped; its text remains in the turn.
+    The calls get the ids `call_0`, `call_1` and so on; ids in `taken` are skipped. A malformed tool
+    call is left out; its text remains in the turn.
     """
     calls = []
     ids = (name for k in itertools.count() if (name := f"call_{k}") not in taken)

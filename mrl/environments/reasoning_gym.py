@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks in several turns: after a wrong answer the policy may try again.
+"""reasoning-gym tasks with several turns: after a wrong answer the policy may try again.
 
 The data must be written by `python -m mrl.data.reasoning_gym`. `environment.max_turns` limits the
 number of answers.
@@ -35,7 +35,7 @@ class Environment:
         """Score the answer in [0, 1] with the verifier. The episode is done after a full score.
 
         The reward is the amount by which the answer's score, multiplied by `retry_factor`, exceeds
-        the best such score so far. So the rewards of an episode add up to its best score.
+        the best such score so far. The rewards of an episode thus add up to its best such score.
         """
         raw = score(completions=[action], **self._row)[0]
         assert raw is not None

@@ -75,8 +75,8 @@ class _Worker:
     def end(self, numbers: Collection[int] | None = None, limit_s: float | None = None) -> None:
         """Close and forget the episodes `numbers` (None: all), within `limit_s` seconds.
 
-        Episodes that this worker does not have are ignored. By default, `limit_s` is
-        `config.time_limit_s` for each of these episodes. If the time is up, the process is killed.
+        By default, `limit_s` is `config.time_limit_s` times the number of episodes to close. If the
+        time is up, the process is killed. Episodes that this worker does not have are ignored.
         """
         chosen = list(self._episodes) if numbers is None else numbers
         ended = {n: self._episodes.pop(n) for n in chosen if n in self._episodes}
@@ -233,7 +233,7 @@ class EnvironmentRunner(Closing):
             check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
 
     def new_numbers(self, wanted: Iterable[int]) -> dict[int, int]:
-        """Return an episode number that is new to this runner for each number in `wanted`."""
+        """Map each number in `wanted` to an episode number that this runner has not used yet."""
         with self._counting:
             return {number: next(self._free_numbers) for number in wanted}
 

@@ -85,7 +85,7 @@ class Episodes:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer a request.
 
-        An exception of the environment ends its episode and is raised again.
+        An exception from the environment ends its episode and is re-raised.
         """
         if "end" in request:
             for number in request["end"]:

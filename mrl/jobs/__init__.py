@@ -1,4 +1,4 @@
-"""This room trains or evaluates on one rank, and reports the error that ends a job.
+"""Train or evaluate on one rank, and report the error that ends a job.
 
-Both the `mrl` commands and the functions of the Python package `mrl` use it.
+Both the `mrl` commands and the functions of the Python package `mrl` use this package.
 """

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from mrl.trainer import Trainer
 
 _NAMES = {"parameters": "weights", "critic_parameters": "critic_weights"}
-"""Names in the report of those kinds of memory that the policy's memory ledger names
-differently."""
+"""The report's names for kinds of memory, by their names in the policy's memory ledger, where the
+two differ."""
 
 
 def bytes_held(trainer: Trainer) -> str:
-    """Return a list in words of what uses this rank's memory.
+    """Return a text that lists what uses this rank's memory.
 
-    It has an entry for each kind of memory in the policy's memory ledger, the rest of the peak, the
-    routes of the step, and the engine.
+    The list has an entry for each kind of memory in the policy's memory ledger, one for the rest of
+    the peak, one for the routes of the step, and one for the engine.
     """
     where, device = trainer.policy.ledger.where(), trainer.mesh.device
     parts = []

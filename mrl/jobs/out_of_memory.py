@@ -16,8 +16,8 @@ from mrl.system.disk import chain
 from mrl.system.memory_error import Where, noted_bytes, out_of_memory
 
 TOO_LITTLE_CACHE = "increase --mem-fraction-static"
-"""Part of SGLang's message if the weights fill the memory that SGLang may use, so that no space is
-left for a KV cache. Then SGLang needs more memory, not less."""
+"""Part of the message with which SGLang fails if the weights fill the memory that it may use, so that
+no space is left for a KV cache. In that case SGLang needs more memory, not less."""
 OF_ENGINE = re.compile(r"out of memory|OutOfMemoryError|" + TOO_LITTLE_CACHE)
 
 
@@ -102,7 +102,7 @@ class Key(NamedTuple):
 
 
 def two_keys(phase: str, where: Where, recipe: Recipe) -> tuple[Key, Key]:
-    """Return the two keys whose change reduces the memory of a phase most.
+    """Return the two keys with which the memory of a phase can be reduced most.
 
     `where` tells whether memory ran out on the device or on the host.
     """

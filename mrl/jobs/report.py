@@ -84,8 +84,8 @@ _ATTRIBUTE = "__mrl_failure__"
 
 
 def note_run_folder(folder: Path, command: str) -> None:
-    """Write the run folder, and the command that continues the run, to files that `mrl.launch`
-    reads.
+    """Write the path of the run folder, and the command that continues the run, to two files that
+    `mrl.launch` reads.
 
     Does nothing if `mrl.launch` did not start this rank.
     """
@@ -96,7 +96,7 @@ def note_run_folder(folder: Path, command: str) -> None:
 
 
 def note_saved() -> None:
-    """Create the file by which `mrl.launch` learns that the run was saved and stopped early.
+    """Create the file that tells `mrl.launch` that the run was saved and stopped early.
 
     Does nothing if `mrl.launch` did not start this rank.
     """

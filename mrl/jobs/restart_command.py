@@ -1,4 +1,4 @@
-"""Builds the command that continues a run or a service in the same way as it was started.
+"""Builds the command that continues a run or a service the way it was started.
 
 A run or a service is started as a single process, with `mrl.launch`, or with sbatch.
 """

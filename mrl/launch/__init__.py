@@ -53,8 +53,8 @@ C10D_PORT = 29400
 RETURN_S = 20.0
 """The seconds that torch may take to return after the watchdog has killed the ranks."""
 LEFTOVERS_S = 10.0
-"""The seconds for which processes that the ranks started may outlive the ranks. Engines need
-this time to clean up."""
+"""The seconds that processes started by the ranks may outlive the ranks. Engines need this time to
+clean up."""
 RESTARTED_CODES = {
     *(ExitCode.UNFORESEEN, ExitCode.LOST_RANK, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE),
 }
@@ -194,7 +194,7 @@ def _check_endpoint(args: Any) -> None:
 def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) -> int:
     """Return the exit code of the launcher, and print a report if the ranks ended because of a failure.
 
-    `error` is torch's ChildFailedError. `killed` has the kernel's counters of OOM kills from before
+    `error` is torch's ChildFailedError. `killed` has the kernel's counters of OOM kills, read before
     the ranks were started. `hung` is the failure of a rank that was killed because it hung while
     starting; None without such a rank.
     """
@@ -231,7 +231,7 @@ def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) ->
 def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Failure:
     """Return the failure of a rank that was killed by the signal `name`.
 
-    `before` has the kernel's counters of OOM kills from before the ranks were started. `found` is
+    `before` has the kernel's counters of OOM kills, read before the ranks were started. `found` is
     the record in the run folder; None without a record.
     """
     cause, is_memory = "", False
@@ -250,7 +250,7 @@ def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Fa
 
 
 def _first(error: Any) -> tuple[int, Any]:
-    """Return the number of the rank that made torch end the other ranks, and its failure.
+    """Return the rank that made torch end the other ranks, and the failure of that rank.
 
     torch ends the other ranks with SIGTERM, and may report one of them as the first to fail. A rank
     that has exited after saving a checkpoint takes precedence.

@@ -1,4 +1,4 @@
-"""The launcher's watchdog, for the times in which the run's own watchdog does not check the ranks.
+"""The launcher's watchdog, for the times at which the run's own watchdog does not check the ranks.
 
 These are the time before the run's watchdog has started, and the time after the first rank has
 ended. The launcher's watchdog is needed because torch waits for its ranks without a limit, even if

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 HANG = "hang"
-"""Name of the kind of failure in which a call does not return in time. The other kinds are the
-attributes `kind` of the exceptions below."""
+"""Name of the kind of failure in which a call does not return in time. The exceptions below name the
+other kinds in their attribute `kind`."""
 
 
 class RewardError(ValueError):

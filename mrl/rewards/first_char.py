@@ -1,4 +1,4 @@
-"""The reward of the toy task, which is to repeat the prompt's first character."""
+"""The reward of the toy task "repeat the prompt's first character"."""
 
 from __future__ import annotations
 

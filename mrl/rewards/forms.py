@@ -45,7 +45,7 @@ def split_form(spec: str) -> tuple[str, str]:
 def adapt(spec: str, form: str, function: Any) -> Any:
     """Return `function`, adapted to the interface of `RewardFunction`.
 
-    `form` is one of FORMS, or empty to identify the form by the parameters. Raises InputError if a
+    `form` is one of FORMS, or empty to infer the form from the parameters. Raises InputError if a
     function in the form of TRL or mrl does not accept all columns as keyword arguments.
     """
     try:
@@ -178,10 +178,10 @@ async def _results(calls: list[Any]) -> list[Any]:
 
 
 def _entry(result: Any) -> Any:
-    """Return what a verl or slime function returned as an `Entry`.
+    """Convert the result of a verl or slime function to an `Entry`.
 
-    From a dict, only values that are numbers or None are kept, and `score` is renamed to `total`.
-    Any other result is returned unchanged.
+    Of a dict, only values that are numbers or None are kept, and `score` is renamed to `total`. Any
+    other result is returned unchanged.
     """
     if not isinstance(result, dict):
         return result

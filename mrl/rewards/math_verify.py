@@ -28,8 +28,8 @@ except ImportError:
     raise InputError("math-verify is not installed; pip install 'mrl[tasks]'") from None
 
 MAX_ANSWER_CHARS = 1000
-"""Largest number of characters of a completion that are parsed, because the time of parsing grows
-faster than the length of the text."""
+"""Maximum number of characters of a completion that are parsed. There is a maximum because parsing
+time grows faster than the length of the text."""
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())

@@ -7,7 +7,7 @@ waiting, and `Authorization: Bearer TOKEN` if MRL_REWARD_TOKEN is set. An answer
 status is a failure, and its key `error` gives the reason. Failures are handled as follows:
 
   - After 429, 502, 503, 504, or a refused or lost connection, the request is sent again, with growing
-    pauses, until nine tenths of the call's time limit are over. Scoring must have no side effects.
+    pauses, until nine tenths of the call's time limit have passed. Scoring must have no side effects.
   - After 500, or no answer in time, the call has failed. The runner then sends its samples one by one,
     so that only the samples that cause the failure are masked.
   - After 500 with `"broken": true`, or any other status or answer, no sample of the call has a reward.
@@ -36,7 +36,7 @@ from mrl.rewards.base import HANG, BrokenReward, RewardError
 BUSY = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 LEAST_TRY_S = 0.01
-"""Least number of seconds for another try. With fewer seconds left, a timeout would not show that
+"""Minimum number of seconds for another try. With fewer seconds left, a timeout would not show that
 the server hangs, so the client gives up."""
 WAIT_FOR_SERVER_S = 30.0
 """Seconds that a starting worker waits for the server, because run and server may start together."""
@@ -52,7 +52,7 @@ read this variable."""
 
 
 class ServerFailed(RewardError):
-    """The server could not score this call; it may be able to score fewer samples."""
+    """The server could not score the samples of this call, but may be able to score fewer at once."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -116,7 +116,7 @@ class HttpReward:
     def start_worker(self) -> None:
         """Wait until the server accepts connections.
 
-        Raises InputError if the server does not accept one within WAIT_FOR_SERVER_S, or within the
+        Raises InputError if no connection is accepted within WAIT_FOR_SERVER_S seconds, or within the
         time limit of a call if that is shorter.
         """
         deadline = time.monotonic() + min(self._timeout_s, WAIT_FOR_SERVER_S)

@@ -1,5 +1,5 @@
-"""The reward of the long-tailed toy task of `mrl/data/repeat.py`, which is to repeat a letter as often
-as requested."""
+"""The reward of the long-tailed toy task "repeat a letter as often as requested"
+(`mrl/data/repeat.py`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def reward(
     """Return the share of the completion's tokens that are the letter in the prompt.
 
     The share is reduced if the length is more than twice or less than half the requested length.
-    The further off the length is, the larger is the reduction, so neither a very short nor an
-    endless response pays off. The length is counted in tokens (without the end token), not in
+    The further off the length is, the larger the reduction, so neither a very short nor an endless
+    response pays off. The length is counted in tokens (without the end token), not in
     characters, because special tokens have no text.
     """
     rewards: list[float | None] = []

@@ -27,7 +27,7 @@ from mrl.types import Prompt, SampleGroup
 
 MAX_FAILED_SHARE = 0.05
 MAX_ROWS = 5
-"""Maximum number of rows that a message names; the others are counted."""
+"""Maximum number of rows that a message names; further rows are only counted."""
 _RESERVED = ("prompts", "completions", "completion_ids")
 
 
@@ -50,7 +50,7 @@ class RewardReport:
     """Number of samples that are masked because every reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
-    """Number of calls that scored a complete group, failed, and were retried one sample at a time."""
+    """Number of calls for a complete group that failed and were retried one sample at a time."""
     rows: tuple[str, ...] = ()
     """`file:line` of the prompts whose samples failed, without duplicates."""
 

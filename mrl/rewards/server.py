@@ -39,8 +39,8 @@ function."""
 class _WorkerThread:
     """A worker process and the thread that starts and calls it.
 
-    A worker is killed when the thread that started it ends. Each request has a thread of its own,
-    which ends too early to start a worker.
+    A worker is killed when the thread that started it ends. The thread of a request ends with the
+    request, so it cannot be the thread that starts a worker.
     """
 
     def __init__(self, spec: str, timeout_s: float) -> None:
@@ -154,7 +154,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind the address. Raises InputError without a token if the address is not loopback."""
+        """Bind the address. Raises InputError if the address is not loopback and there is no token."""
         given = self.server_address[0]
         socketserver.TCPServer.server_bind(self)  # HTTPServer's version does a DNS lookup
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]

@@ -1,4 +1,4 @@
-"""Trackers copy metrics.jsonl to TensorBoard, Weights & Biases, MLflow, or a service of the user's."""
+"""Trackers copy metrics.jsonl to TensorBoard, Weights & Biases, MLflow, or a user-defined service."""
 
 from mrl.trackers.check import check_trackers
 from mrl.trackers.trackers import Trackers

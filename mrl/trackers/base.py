@@ -1,7 +1,7 @@
 """The interface of a tracker.
 
 A tracker copies a run to a tracking service. It receives the lines of metrics.jsonl one by one. A
-tracker that fails is closed. Later a new tracker starts with the step that failed.
+tracker that fails is closed, and later a new tracker continues with the step that failed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from mrl.trackers.base import JSONL, KIND, load_tracker
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    """Raise InputError for an unknown tracker, or if a package that it needs is not installed."""
+    """Raise InputError if a tracker is unknown, or needs a package that is not installed."""
     for name in config.trackers:
         if name == JSONL:
             continue

@@ -21,7 +21,7 @@ RETRY_S = 30.0
 """Seconds until a tracker that failed is started again."""
 
 Save = Callable[[str, "Progress"], None]
-"""A function that saves the progress of the tracker with this name, for the next start of the
+"""A function that saves the progress of the tracker with the given name, for the next start of the
 run."""
 
 
@@ -55,8 +55,8 @@ class Follower:
         self._news, self._closing, self._failed = False, False, False
         self._has_warned = False
         self._offset = 0
-        """The offset in metrics.jsonl of the first row that was not sent since the tracker was
-        started."""
+        """The offset in metrics.jsonl of the first row that the current tracker has not been sent
+        yet."""
         self._thread = threading.Thread(target=self._loop, name=f"mrl-{name}", daemon=True)
 
     def start(self, progress: Progress) -> None:

@@ -21,7 +21,7 @@ from mrl.trackers.follower import Follower, Progress
 FOLDER = "run_folder"
 """The key of trackers.json that identifies the run folder."""
 CLOSE_TIMEOUT_S = 60.0
-"""The seconds that the end of a run waits for all of its trackers together."""
+"""The seconds to wait for all trackers together at the end of a run."""
 
 
 class Trackers:

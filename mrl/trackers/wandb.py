@@ -65,8 +65,8 @@ class Tracker:
     def _put_aside(self, run_id: str) -> bool:
         """Rename the segments of earlier starts, so that `wandb sync` does not find them. Return True.
 
-        If one of the segments was already uploaded, nothing is renamed and False is returned. The
-        reason is that a new segment with all steps would then repeat steps that the service has.
+        If one of the segments was already uploaded, nothing is renamed and False is returned, because
+        a new segment with all steps would repeat steps that the service already has.
         """
         folder = self._run.folder / "wandb"
         segments = sorted(folder.glob(f"offline-run-*-{run_id}/*.wandb"))

@@ -1,7 +1,7 @@
 """Reads a run folder, to which the run may still be writing, as JSON-able data for the page.
 
 The folder must have metrics.jsonl or config.yaml. If another file is missing, the page lacks the
-part that shows this file. The page also shows `notes`, which say what had to be left out.
+part that shows that file. The page also shows `notes`, which say what had to be left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SUMMARY = (
 """The entries of the page's header. Each is a name, followed by the recipe keys whose values are
 shown."""
 WORST_BY = ("mismatch/logprob_abs_max", "mismatch/k3", "routing/disagreement", "grad_norm")
-"""For each of these metrics, the page includes the samples of the step with the largest value."""
+"""For each of these metrics, the page includes the samples of the step in which it is largest."""
 
 
 def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _read_samples(
 ) -> list[dict[str, Any]]:
     """Return the data of the sample browser, with one entry per step.
 
-    An entry also has the `findings` of its step, of which the first is the diagnosis. Raises
+    An entry also has the `findings` of its step, the first of which is the diagnosis. Raises
     InputError if there are token records, but none for a step in `steps`.
     """
     files = {_step_of(file): file for file in (run / "tokens").glob("step_*.safetensors")}
@@ -163,7 +163,7 @@ def _read_samples(
 def _read_rollouts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the rows of a step's rollouts; [] if the file is missing or damaged.
 
-    No part of a damaged file is used, because the number of a sample is the number of its line.
+    No part of a damaged file is used, because samples are identified by their line numbers.
     """
     if not path.exists():
         return []
@@ -212,7 +212,7 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
 
 
 def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
-    """Return (name, version) of the packages that made this page, and of those that made the run.
+    """Return pairs (name, version): the packages that made this page, and those that made the run.
 
     The versions of the run are from the newest checkpoint whose manifest can be read. They are left
     out if there is no such checkpoint.

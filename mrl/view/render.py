@@ -2,8 +2,8 @@
 
 The page shows text that a model wrote, so its data must never be interpreted as markup. Jinja2 escapes
 the data. In the JSON block `<` is written as an escape, so that no text can end the block. The scripts
-only make text nodes, which `require-trusted-types-for` enforces. The Content-Security-Policy allows the
-page's own style and script by their hashes, and no request at all.
+create only text nodes, which `require-trusted-types-for` enforces. The Content-Security-Policy allows
+the page's own style and script by their hashes, and no request at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SERVICE = Kind("service.html.j2", ("base", "chart", "curves", "service"), ("metr
 
 
 def render(data: dict[str, Any], kind: Kind = RUN) -> str:
-    """Return the page of `data` as HTML.
+    """Return the page that shows `data`, as HTML.
 
     data: the result of `collect`, or of `collect_service` for the kind SERVICE.
     """

@@ -26,8 +26,8 @@ EXTREME = 0.6931471805599453
 """The `|d|` above which the ratio `exp(d)` is outside [1/2, 2]."""
 
 MAX_TEXT = 60
-"""The list of samples shows at most this many of the last characters of a prompt, and of a
-completion."""
+"""The list of samples shows only the ends of prompt and completion: at most this many characters of
+each."""
 
 
 def pack_step(
@@ -35,9 +35,9 @@ def pack_step(
 ) -> dict[str, Any]:
     """Pack one step for the page.
 
-    The result has at most `max_samples` samples, in the order of `choose_samples`. A sample with
-    which the result would exceed `max_bytes` is packed without its routes, or left out if that does
-    not suffice.
+    The result has at most `max_samples` samples, in the order of `choose_samples`. If a sample would
+    make the result exceed `max_bytes`, its routes are left out, or the whole sample if that does not
+    suffice.
 
     rows: the rows of rollouts/step_*.jsonl; empty if they are missing.
     """
@@ -104,7 +104,7 @@ def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
 
 
 def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values of the i-th sample for the list of samples, which shows and sorts by them."""
+    """Return the i-th sample's values for the list of samples, which shows them and sorts by them."""
     tokens = record.sample(i)
     number = int(record.sample_ids[i])
     row = rows[number] if 0 <= number < len(rows) else {}
@@ -187,9 +187,9 @@ def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
 
 
 def _load(record: TokenRecord) -> list[list[int]]:
-    """Return [L][E]: the number of the record's tokens that the engine sent to each expert.
+    """Return [L][E]: for each layer and expert, how many of the record's tokens the engine sent there.
 
-    Returns [] without captured routes.
+    Returns [] if no routes were captured.
     """
     if record.expert_ids is None:
         return []

@@ -33,7 +33,7 @@ LARGEST = 1e100
 computes differences of values."""
 
 Curve = dict[int, float | None]
-"""The values of a metric by the index of their row, in ascending order."""
+"""The values of a metric by row index, in ascending order."""
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -95,7 +95,7 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
 
 
 def is_clipped(value: Any) -> bool:
-    """Return whether `value` is a finite number above LARGEST in size, which is drawn as LARGEST."""
+    """Return whether `value` is finite but above LARGEST in magnitude, so that it is clipped."""
     return is_number(value) and LARGEST < abs(value) < math.inf
 
 
@@ -134,7 +134,7 @@ def _kept(curves: list[Curve], max_points: int) -> set[int]:
 
 
 def thin(values: list[float | None], max_points: int) -> list[int]:
-    """Return the ascending indices of at most `max_points` values; `max_points` counts as at least 4.
+    """Return the ascending indices of at most `max_points` values. A `max_points` below 4 counts as 4.
 
     The values are divided into equal stretches. Each stretch keeps its smallest value, its largest
     value and its first None, so a single spike or gap is not lost. The last value is always kept.

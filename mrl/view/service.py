@@ -40,7 +40,7 @@ NEWEST = (("reward", "reward/mean"), ("length", "response_len/mean"),
           ("gradient", "grad_norm"), ("mismatch", "mismatch/logprob_abs_max"))  # fmt: skip
 """Pairs (heading, metric) for the values of a tenant's newest step."""
 OVER_ROUNDS = ("trainer", "tokens", "of all", "at the gate, s", "for trainer, s")
-"""Headings for the values of a tenant over all rounds, which `_in_words` returns."""
+"""Headings for a tenant's values over all rounds; `_in_words` returns the values."""
 
 Row = dict[str, Any]
 
@@ -79,7 +79,7 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
 
 
 def _numbered(found: Sequence[Row]) -> Iterator[Row]:
-    """Yield the rows with `step`, a number that increases over all starts, in place of `round`.
+    """Yield the rows with `round` replaced by `step`, a number that increases over all starts.
 
     A start of the service counts `round` from 0. So a row is from a new start if its `round` is not
     larger than the `round` of the row before it. A row without a valid `round` gets the next `step`.

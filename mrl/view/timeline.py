@@ -1,4 +1,4 @@
-"""Reads timeline.jsonl and the metrics of staleness for the timeline on the page.
+"""Reads timeline.jsonl and the staleness metrics for the timeline on the page.
 
 The timeline shows what the trainer and each engine did, and when. A lane has the spans of the
 trainer or of one engine. The kind of a span is its activity, which is shown by a text and a colour.
@@ -16,7 +16,7 @@ from mrl.run.timeline import MAX_SECONDS, Timeline
 from mrl.system.json_text import is_number
 
 MAX_STEPS = 20
-"""The number of steps that are drawn by default: the last steps of the run."""
+"""The number of steps that are drawn by default, which are the last steps of the run."""
 MAX_LANES = 17
 MAX_SPANS = 1500
 """The largest number of spans of a lane. If a lane has more spans, the longest spans are kept."""

@@ -1,1 +1,1 @@
-"""The watchdog: a process on each node that finds a rank that hangs, reports it, and ends the run."""
+"""The watchdog: a process on each node that detects a hung rank, reports it, and ends the run."""

@@ -1,6 +1,6 @@
 """Record each collective of this rank in its heartbeat page, for the report about a rank that hangs.
 
-This replaces methods of torch's ProcessGroup, because every collective calls one of them. Replacing
+The methods of torch's ProcessGroup are replaced, because every collective calls one of them. Replacing
 the functions of torch.distributed would miss some calls, because Megatron keeps references to these
 functions.
 """
@@ -45,7 +45,7 @@ def noting_collectives() -> Iterator[None]:
 
     A collective is recorded as over when `wait` has returned and the collective is done. On GPUs
     torch's `wait` only makes the stream wait. If the device has not finished the collective when
-    `wait` returns, it is recorded as queued. Calls of `wait` in a thread that has begun no
+    `wait` returns, the collective is recorded as queued. Calls of `wait` in a thread that has begun no
     collective, such as a thread that sends weights, are ignored.
     """
     process_group, work = TORCH.take("ProcessGroup"), TORCH.take("Work")
@@ -62,7 +62,7 @@ def noting_collectives() -> Iterator[None]:
 
 
 def _replace(owner: type, method: str, undo: ExitStack) -> Callable[..., Any]:
-    """Return a method of a class that is about to be replaced, and make `undo` restore the method.
+    """Return the original of a method that will be replaced in its class, and let `undo` restore it.
 
     `undo` restores the entry of the class's `__dict__`, because the function that pybind11 returns
     for the attribute would not be bound to instances.

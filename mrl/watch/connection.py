@@ -1,9 +1,9 @@
 """Connections between the monitors of a job's nodes: JSON over TCP, authenticated by a token.
 
 The monitor of rank 0 listens, and the monitors of the other nodes connect to it. Five times a
-second, a node sends the state of its ranks to rank 0's monitor. The node receives requests to send
-stacks or to kill ranks. Sockets do not block, and an unexpected message closes the connection. This
-module uses neither torch nor pickle.
+second, a node sends the state of its ranks to rank 0's monitor. In return, it receives requests to
+send stacks or to kill ranks. Sockets do not block, and an unexpected message closes the connection.
+This module uses neither torch nor pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SILENT_S = 60.0
 """Seconds without a message after which rank 0's monitor counts another node as lost, and after
 which the monitor of another node counts rank 0's node as lost."""
 QUIET_S = 2.0
-"""Seconds after which the last message of a node is too old to judge the node's ranks by."""
+"""Seconds after which a node's last message is too old to show whether the node's ranks hang."""
 CONNECT_S = 1.0
 """The time limit in seconds for an attempt to connect."""
 MAX_BYTES = 4 << 20
@@ -31,7 +31,7 @@ MAX_BYTES = 4 << 20
 MAX_UNAUTHENTICATED = 16
 """The largest number of open connections that have not sent the token."""
 MAX_STACKS = 1 << 18
-"""The largest number of characters that are sent of a rank's stacks."""
+"""The largest number of characters of a rank's stacks that are sent."""
 
 
 class Connection:
@@ -221,7 +221,7 @@ class MonitorServer:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last message of some node is too old to judge the node's ranks by."""
+        """Whether the last message of some node is too old to show whether the node's ranks hang."""
         return any(node.was_heard for node in self._silent(QUIET_S))
 
     def _silent(self, seconds: float) -> list[Node]:

@@ -53,16 +53,15 @@ from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks
 from mrl.watch.verdict import GONE, MAX_TICK_S, Limits, Verdict, Watch
 
 DONE = b"done\n"
-"""The line with which the parent rank says that it has finished the run. Without it, the rank
-failed."""
+"""The line with which the parent rank says that it has finished the run. If the input ends without
+this line, the rank has failed."""
 LAST_TICK_S = 0.05
 """Seconds between ticks after the parent rank has finished, because the other ranks finish soon."""
 REPORT_S = 20.0
-"""Time limit in seconds for writing the stacks and the report, because a disk that hangs may be the
-reason why a rank hangs."""
+"""Time limit in seconds for writing the stacks and the report. There is a limit because the rank may
+hang on a disk that hangs."""
 PRINT_S = 2.0
-"""Time limit in seconds for printing, because printing may block, for example while the terminal is
-paused."""
+"""Time limit in seconds for printing, which may block, for example while the terminal is paused."""
 SENT_S = 5.0
 """The seconds that the stacks of other nodes may take to arrive after they were written."""
 

@@ -20,8 +20,8 @@ TICK_S = 0.2
 STACKS_S = 2.0
 """The seconds that ranks may take to write their stacks."""
 MOVES_BYTES = ("load", "save")
-"""The phases in which reading or writing files counts as progress. In other phases it does not
-count, because ranks may also do it while they wait."""
+"""The phases in which reading or writing files counts as progress. It does not count in other phases,
+because ranks may also read and write files there while they wait."""
 BEAT_BYTES = 1 << 16
 """The number of bytes read or written that counts as one sign of progress. Polling a file reads
 fewer."""

@@ -220,8 +220,8 @@ def least_limits(recipe: Recipe) -> dict[str, float]:
     """Return the least limit of the watchdog for each phase of a recipe, in seconds.
 
     A phase may contain waits that have time limits of their own: calls of an engine, the start of
-    another engine, and reward calls. The watchdog must allow as much time, because the run recovers
-    when one of these limits ends a wait.
+    another engine, and reward calls. The watchdog must allow at least that much time, because the run
+    recovers when one of these limits ends a wait.
     """
     rewards = (recipe.rollout.samples_per_prompt + 1) * recipe.reward_timeout_s
     return _least_limits(recipe.watch, recipe.rollout, rewards)

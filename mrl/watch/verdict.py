@@ -19,7 +19,7 @@ from mrl.system.heartbeat import LEFT, SUPERVISE, Collective, Pulse, kind_of
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
 MAX_TICK_S = 1.0
-"""The largest number of seconds that a tick counts. If more time has passed, the monitor itself
+"""The largest number of seconds that a tick counts as. If more time has passed, the monitor itself
 did not run, for example because the whole job was suspended, and the ranks did not run either."""
 STOPPED = ("T", "t")
 GONE = ("Z", "X", "")
@@ -123,7 +123,7 @@ class _Rank:
     age_s: float = 0.0
     """The seconds for which the rank has shown no progress."""
     halted_s: float = 0.0
-    """The seconds for which the process has been stopped or has no longer existed."""
+    """The seconds for which the process has been stopped or gone."""
 
 
 def _how(rank: _Rank) -> str:
@@ -157,8 +157,8 @@ class Watch:
     def late(self) -> Verdict | None:
         """Return a verdict on a rank that has used half of its limit, or None.
 
-        A rank that is not stopped is only returned if other ranks wait for it. The same rank in the
-        same phase is returned only once.
+        A rank that is stuck is returned only if other ranks wait for it. The same rank in the same
+        phase is returned only once.
         """
         found = self._worst(0.5)
         if found is None or (found.rank, found.pulse.position) in self._warned:
@@ -251,7 +251,7 @@ class Watch:
         return self._ranks[number].seen.pulse.phase not in (SUPERVISE, UNKNOWN.phase)
 
     def _leads_engines(self, number: int) -> bool:
-        """Return whether a rank leads engines, so that it does not go through the phases of a step."""
+        """Return whether a rank leads engines, instead of going through the phases of a step."""
         return self._ranks[number].seen.pulse.phase == SUPERVISE
 
     def _limit(self, number: int, *, is_stopped: bool = False) -> float:
