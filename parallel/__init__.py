@@ -1,7 +1,7 @@
 """All code that uses Megatron: layouts, models, weights, training steps, checkpoints.
 
-Importing the package does not import Megatron, so mrl can refuse bad input quickly. The import
-silences KNOWN_WARNINGS, because every process that uses Megatron imports this package first.
+Importing this package does not import Megatron, so mrl can refuse bad input quickly. It does silence
+KNOWN_WARNINGS, because every process that uses Megatron imports this package first.
 """
 
 import logging
@@ -15,7 +15,7 @@ KNOWN_WARNINGS = (
     "`load_state_dict` is deprecated and will be removed in future versions",
     ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
 )
-"""Patterns of Megatron's warnings about choices that mrl makes on purpose. Every rank would repeat
+"""Patterns for Megatron's warnings about choices that mrl makes on purpose. Every rank would repeat
 these warnings."""
 
 

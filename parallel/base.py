@@ -1,8 +1,8 @@
 """The modules of a Megatron model on this rank, and what a model attaches to them.
 
 A base holds only the modules. The model that trains them adds an optimizer, and attaches its
-adapter, its hooks and the routing replays of its routers. It can detach these again, so that
-several policies can take turns on one base.
+adapter, its hooks and its routing replays. It can detach these again, so that several policies can
+take turns on one base.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BaseSetup:
     true_on_policy: bool = False
     """Whether the layers compute each token as the engine does (`layers/invariant.py`)."""
     options: MegatronOptions = field(default_factory=MegatronOptions)
-    """The recipe's `megatron` section. The modules depend only on those of its fields that belong
-    to TransformerConfig."""
+    """The recipe's `megatron` section. The modules depend only on its TransformerConfig
+    fields."""
     logprob_chunk_tokens: int = 0
     """The number of tokens whose logits are computed at a time; 0 computes the logits of all tokens
     at once. It is 0 for a critic, which has no logits."""
@@ -157,7 +157,7 @@ class Base:
 
     kinds: ClassVar[tuple[str, ...]] = ()
     """The kinds (names in the memory ledger) under which the base registers its weights. Empty if
-    the only model on the base registers the weights instead."""
+    the base has only one model, which registers the weights instead."""
 
     def __init__(
         self, setup: BaseSetup, mesh: Mesh, output_layer: OutputLayer | None = None
@@ -186,13 +186,13 @@ class Base:
 
     def take(self, model: Any, seed: int) -> None:
         """Mount `model`, which is being built and attaches its adapter, hooks and replays itself.
-        `seed` is the seed of its adapter; only a shared base uses it."""
+        `seed` is the adapter's seed; only a shared base uses it."""
         assert self.mounted is None, "a base of one model was given to another"
         self.mounted = model
 
     def release(self, model: Any) -> bool:
-        """Release a model that is being closed, and return True. A shared base returns False for a
-        model that was released before."""
+        """Release a model that is being closed, and return True. A shared base returns False if the
+        model was already released."""
         return True
 
     def require_mounted(self, model: Any) -> None:

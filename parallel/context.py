@@ -58,8 +58,8 @@ class ContextSlice:
     """i64[n]: packed indices of this rank's tokens, in this rank's order; None without context
     parallelism, where the rank has all tokens."""
     places: Tensor | None = None
-    """i64[N]: entry t is the position of packed token t if the slices of all ranks are laid end to
-    end; None without context parallelism."""
+    """i64[N]: entry t is the position of packed token t in the concatenated slices of all ranks; None
+    without context parallelism."""
 
     @property
     def packed(self) -> Tensor:
@@ -96,8 +96,8 @@ class ContextSlice:
         return joined[self.places]
 
     def gather_shared(self, values: Tensor) -> Tensor:
-        """Gather `values` [n, ...] of all ranks; return [N, ...], the slices of the ranks end to
-        end. `places` holds the index of each packed token in the result.
+        """Gather `values` [n, ...] of all ranks; return the concatenated slices of the ranks
+        [N, ...]. `places` holds the index of each packed token in the result.
 
         The backward pass sums the gradients of all ranks, so each rank may use the result in its
         own way.

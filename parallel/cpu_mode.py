@@ -2,13 +2,13 @@
 
 No other file of parallel/ assigns to names inside torch or megatron-core.
 
-Megatron names the CUDA device in many places. On a machine without CUDA, `enable()` makes torch
-send `device="cuda"` and `.cuda()` to the CPU (by a `TorchFunctionMode`), and replaces the few
-functions of `torch.cuda` that Megatron calls by versions for the CPU.
+Megatron names the CUDA device in many places. On a machine without CUDA, `enable()` redirects
+`device="cuda"` and `.cuda()` to the CPU (with a `TorchFunctionMode`), and replaces the few functions
+of `torch.cuda` that Megatron calls with CPU versions.
 
-With CUDA it only repairs how megatron-core looks for TransformerEngine: it defines names that are
-undefined or wrong without TransformerEngine, and hides a TransformerEngine that is installed but
-cannot be imported.
+With CUDA, `enable()` only repairs how megatron-core looks for TransformerEngine: it defines names
+that are undefined or wrong without TransformerEngine, and hides a TransformerEngine that is
+installed but cannot be imported.
 
 Call `enable()` before the first import of megatron. A second call does nothing.
 """
@@ -112,8 +112,8 @@ def _replace_torch_cuda() -> None:
 
 
 def hide_broken_transformer_engine() -> None:
-    """Hide a TransformerEngine that cannot be imported as a whole, because Megatron would use those
-    of its parts that can be imported. Does nothing without CUDA.
+    """Hide a TransformerEngine of which some part cannot be imported, because Megatron would use the
+    other parts. Does nothing without CUDA.
 
     megatron-core 0.16 imports the parts one by one and catches only ImportError. If some of them
     fail, it uses the others and leaves names undefined (`TENorm` in its `gpt_layer_specs`).
@@ -149,7 +149,7 @@ def complete_megatron() -> None:
 
 
 def _replace_megatron() -> None:
-    """Replace functions of megatron-core that do not work on CPUs, or that gloo cannot run."""
+    """Replace functions of megatron-core that do not work on CPUs or over gloo."""
     MEGATRON.replace("_get_cuda_rng_state", lambda *a, **k: torch.get_rng_state())
     MEGATRON.replace("_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state))
 

@@ -24,7 +24,7 @@ class ModelSizes:
     dense_ffn_size: int
     """FFN columns of a dense layer; 0 if every layer is an MoE layer."""
     num_experts: int
-    """Experts of an MoE layer; 0 for a dense model."""
+    """Experts per MoE layer; 0 for a dense model."""
     moe_ffn_size: int = 0
     """FFN columns of one expert."""
     shared_expert_ffn_size: int = 0
@@ -129,9 +129,9 @@ class ParallelDims:
         return self.dispatcher == "allgather" or self.pp > 1
 
     def check_model(self, sizes: ModelSizes) -> None:
-        """Raise InputError if a size of the model is not divisible by the layout, or if the layout
-        divides experts and the model has no experts. The message shows the arithmetic of every
-        size that is not divisible."""
+        """Raise InputError if a size of the model is not divisible by its parallel size, or if the
+        layout splits experts and the model has none. The message shows the arithmetic of every
+        such size."""
         rules = [
             ("attention heads", sizes.num_attention_heads, "tensor", self.tp),
             ("query groups (key/value heads)", sizes.num_query_groups, "tensor", self.tp),
@@ -157,8 +157,8 @@ class ParallelDims:
             raise InputError("parallel: " + "; ".join(wrong))
 
     def _layer_rules(self, num_layers: int) -> list[tuple[str, int, str, int]]:
-        """Return the divisibility rules for layers as (description, number, name of the size,
-        size).
+        """Return the divisibility rules for layers as (description, number of layers, name of the
+        parallel size, parallel size).
 
         The first and last stage may have a given number of layers; the other stages share the rest
         equally. Raises InputError if too few or too many layers are left for the other stages.

@@ -185,8 +185,8 @@ def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[t
     """Yield (module, digest) for the tensors of a unit. `of_peers` has the unit's digest on each
     expert-parallel peer.
 
-    An expert's unit has a different expert on each peer, so it yields one pair per peer. All peers
-    hold the same copy of any other parameter, so its unit yields one pair.
+    An expert's unit has a different expert on each peer, so it yields one pair per peer. Any
+    other parameter is the same on all peers, so its unit yields one pair.
     """
     entry = unit.entry
     digests = of_peers if entry.expert >= 0 else [of_peers[weights.mesh.ep_rank]]
@@ -220,7 +220,7 @@ def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
 
 
 def _largest(weights: WeightMap, buckets: list[list[Unit]]) -> int:
-    """Return the bytes of the largest bucket of any pipeline stage."""
+    """Return the size in bytes of the largest bucket of all pipeline stages."""
     mesh = weights.mesh
     sizes = (sum(unit.num_bytes for unit in bucket) for bucket in buckets)
     largest = torch.tensor(max(sizes, default=0)).to(mesh.device)
@@ -269,7 +269,7 @@ def _unit(weights: WeightMap, entry: Entry, dtype: torch.dtype | None, merged: b
 
 
 def _experts(weights: WeightMap, entry: Entry) -> list[int]:
-    """Return the global number of the expert that each expert-parallel peer holds under this entry.
+    """Return, for each expert-parallel peer, the global index of the expert it holds for this entry.
 
     Returns [-1] for a parameter that is not an expert's.
     """
@@ -300,8 +300,7 @@ def _gather(weights: WeightMap, unit: Unit, views: list[Tensor]) -> None:
 
 
 def _split_hf(weights: WeightMap, entry: Entry, shard: Tensor) -> list[Tensor]:
-    """Split one tensor-parallel shard of a parameter into its parts of the parameter's HF
-    tensors."""
+    """Split one tensor-parallel shard of a parameter into one piece for each of its HF tensors."""
     _, size = weights.tp_place(entry)
     return split(shard, entry.rule.split, weights.num_groups // size, weights.heads_per_group)
 

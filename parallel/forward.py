@@ -112,7 +112,7 @@ class PipelineRunner:
     ) -> None:
         """Prepare the chunks for passes.
 
-        `recompute` says whether the routers run a second time in the backward pass. With `gates`
+        `recompute` says whether the routers run a second time in the backward pass. With `gates`,
         passes also replay the gate weights of routes that have them, and record gate weights for a
         later `Replay.recorded`. `overlaps_reduction` says whether hooks reduce the gradients while
         the backward pass runs.
@@ -240,8 +240,8 @@ class PipelineRunner:
 
     @contextmanager
     def replaying_gates(self, gates: bool) -> Iterator[None]:
-        """Inside the block, passes replay the gate weights of routes too if `gates` is true, and
-        otherwise only expert ids."""
+        """Inside the block, passes replay gate weights in addition to expert ids if `gates` is true,
+        and otherwise only expert ids."""
         before, self._gates = self._gates, gates
         try:
             yield

@@ -31,8 +31,8 @@ LARGEST_COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-"""The largest values of keys for which LARGEST_COUNT is too high, because mrl makes lists of that
-length."""
+"""The largest allowed values of the keys for which LARGEST_COUNT is too high, because mrl makes lists
+of that length."""
 TWO_NAMES = (
     (("num_experts",), ("num_local_experts",)),
     (("rope_theta",), ("rope_parameters", "rope_theta")),
@@ -204,7 +204,7 @@ class HfModel:
         }
 
     def describe(self) -> str:
-        """Return one line for the plan, with the parts of the checkpoint that mrl leaves out."""
+        """Return one line for the plan, including the parts of the checkpoint that mrl leaves out."""
         layers, moe_layers = f"{self.sizes.num_layers} layers", len(self.moe_layer_numbers)
         experts = (
             f"{self.sizes.num_experts} experts in {moe_layers} of " if moe_layers else "dense, "

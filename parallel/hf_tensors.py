@@ -1,5 +1,5 @@
 """Read the tensors of a Hugging Face folder one at a time. Check their names and sizes, and that
-their numbers are finite."""
+all values are finite."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def check_sizes(model: HfModel, tensors: HfTensors) -> None:
-    """Raise InputError if a layer of config.json has no weights, or if the embedding has another
-    shape than config.json says."""
+    """Raise InputError if a layer that config.json implies has no weights, or if the embedding has
+    another shape than config.json says."""
     config, sizes = model.config, model.sizes
     layers = {int(found[1]) for name in tensors.names if (found := LAYER.match(name))}
     missing = sorted(set(range(sizes.num_layers)) - layers)
@@ -170,8 +170,8 @@ def check_names(model: HfModel, names: set[str]) -> None:
 
 
 MAX_SAMPLED = 400
-"""The largest number of experts' tensors that are sampled, and also the largest number of other
-tensors. The numbers are limited because the disk may be slow."""
+"""The largest number of tensors that are sampled, separately for experts' tensors and for all others.
+It is limited because the disk may be slow."""
 NUM_PARTS = 3
 """The number of places at which a sampled tensor is read: its start, its middle and its end."""
 PART_ELEMENTS = 4096

@@ -38,8 +38,7 @@ class TransformerEngine:
 
     @property
     def problem(self) -> str | None:
-        """The reason, in words, why TransformerEngine's layers cannot be built; None if they can be
-        built."""
+        """The reason why TransformerEngine's layers cannot be built; None if they can be built."""
         if self.version is None:
             return "no transformer-engine"
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""Keep gradients in host memory from the passes that compute them until an optimizer step."""
+"""Keep gradients in host memory between the passes that compute them and the optimizer step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class KeptGradients:
     """The sum of the gradients of several passes of one model, in host memory.
 
     The model's own buffers hold gradients only until the next pass, or until another policy is
-    mounted. Gradients are added after their reduction over ranks. So the sum over a single pass is
-    equal to the buffers bit for bit.
+    mounted. Gradients are added after their reduction over ranks. So the sum for a single pass
+    is equal to the buffers bit for bit.
     """
 
     def __init__(self, model: MegatronModel) -> None:

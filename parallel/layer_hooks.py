@@ -20,12 +20,12 @@ MAX_NAMED = 8
 
 
 class BackwardWatch:
-    """Finds the micro-batches whose backward pass overflowed, from the gradient of the input of
+    """Finds the micro-batches whose backward pass overflowed, from the gradient at the input of
     each chunk's first layer.
 
-    A NaN or an infinity in the backward pass of a layer travels with the gradient to the layers
-    before it, so it appears in the gradient of the first layer's input. An overflow in the gradient
-    of a weight alone does not appear there.
+    A NaN or an infinity in the backward pass of a layer spreads with the gradient to all earlier
+    layers, so it appears in the gradient at the first layer's input. An overflow in the gradient of
+    a weight alone does not appear there.
 
     Micro-batches are identified by counting, because Megatron runs, and recomputes, the
     micro-batches of a chunk in order.
@@ -36,7 +36,7 @@ class BackwardWatch:
         wrapper."""
         self._num_seen: dict[int, int] = {}
         self._bad: list[tuple[int, Tensor]] = []
-        """(number of the micro-batch, bool[]: whether its backward pass overflowed)."""
+        """(index of the micro-batch, bool[]: whether its backward pass overflowed)."""
         self._layers = [layer for chunk in chunks for layer in list(chunk.decoder.layers)[:1]]
         self._hooks: list[Any] = []
         self.attach()
@@ -118,8 +118,8 @@ def named(samples: Sequence[object]) -> str:
 class LayerOutputs:
     """A context manager that records what each layer returns for the first micro-batch.
 
-    Dimensions: n rows of the micro-batch that this rank has (only a part of all rows under sequence
-    or context parallelism), h hidden size.
+    Dimensions: n rows of the micro-batch on this rank (not all rows under sequence or context
+    parallelism), h hidden size.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:

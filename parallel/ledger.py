@@ -83,13 +83,13 @@ class Ledger:
         on_host: bool = False,
         keeps_frozen: bool = False,
     ) -> None:
-        """Register a kind, whose tensors the function `tensors` returns. If a storage belongs to
-        the tensors of an earlier kind too, it stays with the earlier kind.
+        """Register a kind and the function `tensors`, which returns its tensors. A storage that an
+        earlier kind has too stays with the earlier kind.
 
         `disposable`: the contents are not needed between steps, so the kind may be freed.
-        `on_host`: the tensors are always on the host and never move. `keeps_frozen`: weights that
-        are not trained have their final values when the kind first moves, so their host copies are
-        kept and never written again.
+        `on_host`: the tensors are always on the host and never move. `keeps_frozen`: host copies of
+        frozen weights are kept and never written again, so these weights must have their final
+        values when the kind first moves.
         """
         assert kind not in self._owners, f"the ledger has {kind!r} already"
         place: Place = "host" if on_host else "device"
@@ -148,8 +148,8 @@ class Ledger:
         owner.place = "freed"
 
     def put_away(self, *kinds: str) -> int:
-        """Move those of `kinds` that are on the device: free disposable kinds, and copy others to
-        the host.
+        """Move away those of `kinds` that are on the device: free disposable kinds, and copy the
+        others to the host.
 
         Return the number of copied bytes.
         """

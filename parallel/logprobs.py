@@ -148,7 +148,7 @@ class LogprobHead:
 
 
 def sequence_logprobs(model: MegatronModel, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the log-probs f32[T] of each sequence i64[T] under the present weights at temperature
+    """Return the log-probs f32[T] of each sequence i64[T] under the current weights at temperature
     1.
 
     The log-prob of a sequence's first token is 0. Routers choose the experts themselves. A

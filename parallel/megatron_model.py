@@ -1,6 +1,6 @@
 """A Megatron model on this rank: chunks, weights, passes, optimizer steps, and moves off the device.
 
-Its two subclasses are `Policy` and `Critic`, which define what the model's output means.
+The subclasses `Policy` and `Critic` define what the model's output means.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MegatronModel:
     """One Megatron model on this rank, with an optimizer if it is trained.
 
     It has everything that policy and critic have in common: chunks, weights, passes, optimizer, and
-    the ledger entries by which its memory moves. The runner's head decides what the model's output
+    the ledger entries through which its memory moves. The runner's head decides what the model's output
     means. Every method except those that only move memory is a collective. A model without an
     optimizer has weights only, without gradient buffers and optimizer state.
     """
@@ -81,8 +81,8 @@ class MegatronModel:
     ) -> None:
         """Set up passes and training on the chunks of `base`. Its weights are random until `load`.
 
-        `optimizer` is None for a model that is never trained. `name` is used in messages. `prefix`
-        starts the names of its kinds in the ledger. `options` is the recipe's `megatron` section.
+        `optimizer` is None for a model that is never trained. `name` is used in messages. The
+        model's kinds in the ledger begin with `prefix`. `options` is the recipe's `megatron` section.
         `lora` describes the adapter that is trained instead of the weights, if any.
         """
         self.base, self.mesh, self.ledger = base, base.mesh, ledger
@@ -171,7 +171,7 @@ class MegatronModel:
             self.make_optimizer(self._optimizer_config)
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
-        """Make a new optimizer and schedule for the present weights; earlier moments are lost. Raises
+        """Make a new optimizer and schedule for the current weights; earlier moments are lost. Raises
         RuntimeError for a model that was made without an optimizer.
         """
         self._require_trainable()
@@ -216,8 +216,8 @@ class MegatronModel:
         self.ledger.require_on_device(*self.base.kinds, *self.own_kinds)
 
     def gather_parameters(self) -> None:
-        """Gather the present weights on all ranks, before anything but a forward pass reads them. A
-        collective. Without `overlap_param_gather` all ranks have the weights already.
+        """Gather the current weights on all ranks. A collective. Call it before anything other than a
+        forward pass reads them. Without `overlap_param_gather` all ranks have them already.
         """
         for chunk in self.chunks if self._optimizer_config is not None else ():
             if not chunk.ddp_config.overlap_param_gather:
@@ -234,7 +234,7 @@ class MegatronModel:
         head: Head | None = None,
         observe: Observe | None = None,
     ) -> PassOutput:
-        """Run all micro-batches forward under the present weights, without gradient.
+        """Run all micro-batches forward under the current weights, without gradient.
 
         `head` replaces the model's own head in this pass.
         """
@@ -326,12 +326,12 @@ class MegatronModel:
         return merge([{**loss.stats, self.loss_key: Sum(loss.loss_sum)} for loss in output.losses])
 
     def offload_optimizer(self) -> None:
-        """Except on a CPU, move optimizer and gradients off the device, for the engine's weights."""
+        """Move optimizer and gradients off a GPU, to make room for the engine's weights."""
         self.move_optimizer()
         self.ledger.give_back()
 
     def offload_parameters(self) -> None:
-        """Except on a CPU, move the weights off the device, for the engine's KV cache."""
+        """Move the weights off a GPU, to make room for the engine's KV cache."""
         if self.mesh.device.type != "cpu":
             self.ledger.put_away(*self._parameter_kinds)
         self.ledger.give_back()

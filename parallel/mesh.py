@@ -117,8 +117,8 @@ _num_joins = itertools.count(1)
 
 
 def join_store() -> tuple[dist.Store, int]:
-    """Return the store that all ranks of the launcher share, including ranks that do not train, and
-    the number of this rank.
+    """Return (the store that all ranks of the launcher share, including ranks that do not train; the
+    number of this rank).
 
     Without a launcher, return a new local store and 0. Raises InputError if another program listens
     at the store's address.
@@ -137,7 +137,7 @@ def join_store() -> tuple[dist.Store, int]:
 
 
 def _empty_store() -> tuple[dist.Store, int]:
-    """Return an empty store that all ranks share, and the number of this rank.
+    """Return (an empty store that all ranks share, the number of this rank).
 
     A process may train several times. It uses another prefix of torchrun's store each time, because
     gloo would find the addresses that earlier process groups left there.
@@ -149,7 +149,7 @@ def _empty_store() -> tuple[dist.Store, int]:
 def init_mesh(dims: ParallelDims, seed: int, timeout_s: float = 1800.0) -> Mesh:
     """Join the other ranks, make Megatron's process groups, and seed the random generators.
 
-    The ranks find each other by torchrun's rendezvous; without torchrun there is one rank.
+    The ranks find each other through torchrun's rendezvous; without torchrun there is one rank.
     `timeout_s` is the longest time that a rank waits for the others in a collective of any group,
     including Megatron's groups. If some ranks do not connect within this time, raises a RankLost
     that names them.

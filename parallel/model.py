@@ -37,8 +37,8 @@ def build_chunks(
     wrapper.
 
     `output_layer` makes the layer that replaces the projection onto the vocabulary in the last
-    chunk. With `true_on_policy` the local layers compute each token as the engine does. With
-    `experts_in_order` an MoE layer sums a token's experts in the order of its route. If
+    chunk. With `true_on_policy`, local layers compute each token as the engine does. With
+    `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route. If
     `logprob_chunk_tokens` is not 0, the last chunk returns hidden states, and the head computes the
     logits of that many tokens at a time; otherwise it returns all logits.
     """
@@ -95,8 +95,8 @@ def _flag_experts(chunk: torch.nn.Module) -> None:
     """Mark the experts' parameters, so that their gradients are reduced over the experts' own
     replicas.
 
-    Megatron does this only if EP > 1. But if ETP < TP, the experts are also distributed differently
-    from the dense layers, and without the mark their gradients would be silently wrong.
+    Megatron does this only if EP > 1. But if ETP < TP, the experts are distributed differently from
+    the dense layers too, and without the mark their gradients would be silently wrong.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:

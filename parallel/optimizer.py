@@ -25,7 +25,7 @@ def build_optimizer_config(
     use_distributed_optimizer: bool,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> MegatronOptimizerConfig:
-    """Return Megatron's settings of Adam. The recipe's `options` override all other settings."""
+    """Return Megatron's settings for Adam. The recipe's `options` override all other settings."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -62,7 +62,7 @@ def build_optimizer(
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any) -> OptimizerParamScheduler:
-    """Return Megatron's schedule of the learning rate, at step 0, for the groups of `optimizer`."""
+    """Return Megatron's learning-rate schedule, at step 0, for the groups of `optimizer`."""
     warmup = config.lr_warmup_steps
     return OptimizerParamScheduler(
         optimizer,

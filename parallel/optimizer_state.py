@@ -2,9 +2,9 @@
 
 Megatron keeps the state in three forms: for the parameter itself (FP32Optimizer), for an fp32 main
 parameter (Float16OptimizerWithFloat16Params), or only for the range of a flattened shard that this
-data-parallel rank owns (DistributedOptimizer). The range is updated by torch's Adam or
-TransformerEngine's, or with `optimizer_cpu_offload` by one of several Adams in a
-HybridDeviceOptimizer, each of which updates a separate fp32 copy. This module presents all of these
+data-parallel rank owns (DistributedOptimizer). Torch's or TransformerEngine's Adam updates this
+state. With `optimizer_cpu_offload` there are several Adams in a HybridDeviceOptimizer, which may
+update separate fp32 copies. This module presents all of these
 in one form: a range of the flattened parameter, and fp32 tensors over this range.
 """
 
@@ -158,11 +158,11 @@ def _state(adam: Any, inner: Tensor) -> dict[str, Tensor]:
 
 
 def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]:
-    """Return a function to call after a load, which has changed only one of the two copies of a
-    main parameter. The function copies the changed one to the other.
+    """Return a function that makes the two copies of a main parameter equal after a load, which
+    changes only one of them.
 
-    With `is_weight` the load has changed `main`, which is the weight itself; otherwise it has
-    changed `inner`.
+    With `is_weight` the load changes `main`, which is the weight itself; otherwise it changes
+    `inner`.
     """
 
     def copy() -> None:
@@ -180,7 +180,8 @@ def _step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield (parameter, tensor that Adam updates for it, index of that tensor's first element)."""
+    """Yield (parameter, its tensor in the optimizer, index of that tensor's first element in the
+    parameter)."""
     groups = part.optimizer.param_groups
     if isinstance(part, DistributedOptimizer):
         for parameter in part.model_param_gbuf_map:

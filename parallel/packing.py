@@ -37,7 +37,7 @@ class WeightedSample:
     all samples have an advantage or no sample has."""
     seq_weight: float
     sample_id: int = -1
-    """The number of the sample in its step; -1 if it is in no step."""
+    """The index of the sample in its step; -1 if it is in no step."""
     nll_weight: float | None = None
     """The weight of the sample's log-likelihood, a term that is added to the policy loss; None
     without that term. Either all samples have a weight or no sample has."""
@@ -181,8 +181,8 @@ def _packed_masks(
 def _token_rewards(sample: Sample) -> Tensor:
     """Return f32[T] with the reward of each turn at the last loss token before the end of the turn.
 
-    If no token of the turn has loss, that loss token belongs to an earlier turn, and the rewards of
-    both turns are added. A reward without any loss token before it is left out, because no trained
+    If the turn itself has no loss token, this is a token of an earlier turn, and the rewards of both
+    turns are added. A reward without any loss token before it is left out, because no trained
     token earned it.
     """
     places = sample.loss_mask.nonzero().flatten()

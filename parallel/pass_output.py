@@ -1,6 +1,7 @@
-"""The results of a pass over micro-batches, and who gets those of a training pass early.
+"""The results of a pass over micro-batches, and the observer that gets those of a training pass.
 
-n rows that the routers of this rank see, N packed tokens of a micro-batch, K experts per token.
+Dimensions: n rows that the routers of this rank see, N packed tokens of a micro-batch, K experts
+per token.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class Observer:
-    """What a training pass records about the routers, and who gets its output before the update."""
+    """What a training pass records about the routers, and a function that gets its output early,
+    before the update."""
 
     observe: Observe | None = None
     record: Callable[[PassOutput], None] = lambda output: None

@@ -163,7 +163,7 @@ class Policy(MegatronModel):
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Megatron's numbers of the MoE layers in this rank's chunks."""
+        """Megatron's 1-based numbers of the MoE layers in this rank's chunks."""
         return tuple(n for replay in self.runner.replays.values() for n in replay.layers)
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -173,7 +173,7 @@ class Policy(MegatronModel):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Replace the policy by the frozen reference inside the block.
+        """Replace the policy with the frozen reference inside the block.
 
         Afterwards the policy's weights are restored bit for bit. If a pass inside the block replays
         routes, it uses the replayed experts with the reference's own gate weights. With an adapter,
@@ -234,7 +234,7 @@ def with_rollout_as_old(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def with_ref_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:
-    """Return the micro-batches with `ref_logprobs` from the output of a pass of the reference. Only
+    """Return the micro-batches with `ref_logprobs` from the output of a reference pass. Only
     the last pipeline stage has log-probs; on other stages the micro-batches are unchanged."""
     return _with_field("ref_logprobs", batches, output)
 

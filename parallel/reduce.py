@@ -1,5 +1,4 @@
-"""Reduce statistics and sums per sample over all ranks, so that every rank gets the same
-numbers."""
+"""Reduce statistics and per-sample sums over all ranks, so that every rank gets the same numbers."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ class HostCopy:
 
 
 class ReferenceWeights:
-    """A host copy of the weights that `tensors` returns when this object is made. The copy can be
-    swapped in later."""
+    """A host copy of the weights that `tensors` returns when this object is made. The copy can
+    replace the weights later."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         # Called each time: Megatron replaces the data of a half-precision expert bias by fp32.
@@ -73,8 +73,8 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the present weights by the reference weights inside the block. At the end of the
-        block the present weights are restored, even after an error."""
+        """Replace the current weights with the reference weights inside the block. At its end the
+        replaced weights are restored, even after an error."""
         with torch.no_grad():
             present = self._tensors()
             if self._stash is None or not self._stash.fits(present):

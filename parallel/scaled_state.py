@@ -60,7 +60,7 @@ def read(adam: Any, weight: Tensor) -> tuple[dict[str, Tensor], Callable[[], Non
 
 
 def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Join a bf16 weight and its remainder, the 16 bits after it (int16), to fp32.
+    """Join a bf16 weight and its remainder (int16, the lower 16 bits) to fp32.
 
     A negative remainder means that the weight was rounded up.
     """

@@ -1,4 +1,4 @@
-"""Pure functions that join one parameter from Hugging Face tensors and split it over ranks.
+"""Pure functions that join Hugging Face tensors to one parameter and split it over ranks.
 
 `join` makes the whole Megatron tensor from its HF tensors, and `split` is the inverse. `take_shard`
 takes one tensor-parallel shard of the whole tensor. A `kind` is a
@@ -76,7 +76,7 @@ def whole_shape(kind: Split, shape: Shape, size: int) -> Shape:
 def boxes(
     kind: Split, shape: Shape, rank: int, size: int, start: int = 0, stop: int | None = None
 ) -> list[Box]:
-    """Return the rectangles that together are the elements [start, stop) of the flattened shard of
+    """Return the rectangles that make up the elements [start, stop) of the flattened shard of
     tensor-parallel `rank` among `size`. By default these are all elements of the shard.
 
     For each block of rows there are at most `2 * dims - 1` rectangles, because the range may begin

@@ -1,5 +1,4 @@
-"""Derive Megatron's settings of a model and of its gradient buffers from config.json and the
-recipe."""
+"""Derive Megatron's settings for a model and its gradient buffers from config.json and the recipe."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def build_config(
     true_on_policy: bool = False,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> TransformerConfig:
-    """Return Megatron's settings of a model. The recipe's `options` override all other settings.
+    """Return Megatron's settings for a model. The recipe's `options` override all other settings.
 
     Megatron may raise any exception for options that it cannot combine.
     """
@@ -85,7 +84,7 @@ def build_ddp_config(
     use_distributed_optimizer: bool,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> DistributedDataParallelConfig:
-    """Return Megatron's settings of the gradient buffers and their reduction. The recipe's
+    """Return Megatron's settings for the gradient buffers and their reduction. The recipe's
     `options` override all other settings."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

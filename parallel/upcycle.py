@@ -1,9 +1,9 @@
 """Sparse upcycling: write a dense model as a mixture of experts that computes the same function.
 
-Each MLP becomes experts with its own weights (Komatsuzaki et al., arXiv 2212.05055). With a
-granularity of N, an expert has 1/N of the MLP's width, and N experts with equal router rows form a
-group that holds the whole MLP once: the virtual groups of He et al., arXiv 2410.07524. The router
-is random, and its softmax is over the chosen experts, so that the gate weights of a token sum to 1.
+Each MLP becomes several experts that are copies of it (Komatsuzaki et al., arXiv 2212.05055). With a
+granularity of N, an expert is a slice with 1/N of the MLP's width, and N experts with equal router
+rows form a group that holds the whole MLP once (the virtual groups of He et al., arXiv 2410.07524).
+The router is random. Its softmax is over the chosen experts, so a token's gate weights sum to 1.
 
 Dimensions: H hidden size, F width of the dense MLP, E experts, K experts per token, N granularity.
 """
@@ -32,14 +32,14 @@ ROUTER, MLP = f"{LAYER}.mlp.router.weight", f"{LAYER}.mlp"
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 SHARED_GATE = f"{SHARED_EXPERT}.gate_weight"
 SHARE = 0.5
-"""The share of the MLP that the shared expert computes: sigmoid(0) of its gate."""
+"""The share of the MLP's output that the shared expert gives: sigmoid(0), as its gate is 0."""
 COPIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
     "use_cache", "rope_theta", "rope_scaling", "rope_parameters", "attention_dropout",
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version",
 )  # fmt: skip
-"""Keys of config.json that mean the same in the dense model and in the MoE."""
+"""Keys of config.json that have the same meaning in the dense model and in the MoE."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Upcycling:
     """How a dense model becomes a MoE."""
 
     num_experts: int
-    """E, with all slices counted."""
+    """E: the number of experts, where every slice counts as one expert."""
     topk: int
-    """K, with all slices counted."""
+    """K: the number of experts per token, where every slice counts as one expert."""
     granularity: int = 1
     """N: each expert has F / N of the MLP's width. Divides E, K and F."""
     noise: float = 0.0
     """The standard deviation of the noise that is added to each expert's weights, relative to that
-    of the weight. Above 0, the function is no longer the same."""
+    of the weight. With noise, the MoE no longer computes exactly the same function."""
     like: str | None = None
-    """The `model_type` of the MoE; None: the first that fits the dense model."""
+    """The `model_type` of the MoE; None for the first one that fits the dense model."""
     seed: int = 0
-    """Of the router and of the noise."""
+    """The seed of the router and of the noise."""
 
 
 def _mixtral(hf: HfConfig, how: Upcycling) -> HfConfig:
@@ -99,25 +99,25 @@ TARGETS: dict[str, Callable[[HfConfig, Upcycling], HfConfig]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
 }
-"""The keys of config.json by the `model_type` of the MoE, beside COPIED."""
+"""Functions that return the keys of config.json other than COPIED, by the `model_type` of the MoE."""
 FITS: dict[str, tuple[str, ...]] = {
     "llama": ("mixtral", "qwen2_moe"),
     "qwen2": ("qwen2_moe",),
     "qwen3": ("qwen3_moe",),
 }
-"""The MoE architectures whose attention is that of a dense model, the default first."""
+"""Maps a dense `model_type` to the MoE types that have the same attention; the default is the first."""
 
 
 def upcycle(source: Path, target: Path, how: Upcycling, max_bytes: int = 2 << 30) -> HfModel:
     """Write the dense model folder `source` as the MoE folder `target`, and return the MoE.
 
-    Weights keep their dtype. One layer is in memory at a time, and one output file of at most
-    `max_bytes`. The embedding is untied, because SGLang does not tie it in these architectures.
+    Weights keep their dtype. At any time, one layer and one output file of at most `max_bytes` are
+    in memory. The embedding is untied, because SGLang does not tie it in these architectures.
     `target` gets its name only when it is complete.
 
-    Raises InputError if `source` is no dense model that an architecture of FITS can hold, if the
-    numbers of `how` do not fit each other, or if `target` is not empty or cannot be made; DiskFailed
-    if a file cannot be written.
+    Raises InputError if `source` is not a dense model that can become such a MoE, if the numbers in
+    `how` are inconsistent, or if `target` is not empty or cannot be made. Raises DiskFailed if a file
+    cannot be written.
     """
     dense = HfModel.read(source)
     config = moe_config(dense, how)
@@ -191,7 +191,7 @@ def _check_numbers(how: Upcycling, ffn_size: int) -> None:
 
 
 def _check_exact(tensors: HfTensors, granularity: int) -> None:
-    """Raise InputError if the down projections, times `granularity`, are not exact in their dtype."""
+    """Raise InputError if `granularity` times a down projection is not exact in the weights' dtype."""
     half = {tensors.dtype(name) for name in tensors.names} & {"BF16", "F16"}
     if half and granularity & (granularity - 1):
         raise InputError(
@@ -205,8 +205,8 @@ def upcycled_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the HF tensors of the MoE, layer by layer.
 
-    Both architectures name their parameters by Megatron's names, so a parameter that both have is
-    copied, and what is left are the MLPs, the router and the output layer.
+    The rules of both architectures use Megatron's names, so parameters that both have are copied.
+    Only the MLPs, the router and a tied output layer need anything else.
     """
     table = moe.architecture.rules(moe.config)
     known = {rule.megatron: rule.hf for rule in dense.architecture.rules(dense.config)}
@@ -273,8 +273,8 @@ def _with_noise(weight: Tensor, noise: float, generator: torch.Generator) -> Ten
 
 
 def largest_difference(source: Path, target: Path, num_tokens: int = 64, seed: int = 0) -> float:
-    """Return the largest |log-prob - log-prob| of `num_tokens` random tokens between two model
-    folders, computed by transformers in fp64. Both models are in memory, one after the other."""
+    """Return the largest absolute difference between the log-probs that two model folders give to
+    `num_tokens` random tokens, in fp64 with transformers. The models are loaded one after the other."""
     generator = torch.Generator().manual_seed(seed)
     vocab_size = HfModel.read(source).sizes.vocab_size
     ids = torch.randint(vocab_size, (num_tokens + 1,), generator=generator)
@@ -283,7 +283,7 @@ def largest_difference(source: Path, target: Path, num_tokens: int = 64, seed: i
 
 
 def _logprobs(folder: Path, ids: Tensor) -> Tensor:
-    """Return log-probs f64[T-1] of the tokens 1 to T-1 of `ids` i64[T]."""
+    """Return the log-probs f64[T-1] of tokens 1 to T-1 of `ids` i64[T]."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

@@ -43,8 +43,8 @@ def version_rows(
     """Return (package, version, what the version implies) for each package, for the terminal.
 
     `installed` returns a package's version, or None if it is not installed. `python` is Python's
-    version. `failure` returns in one line the error of importing a module, or None if the module
-    can be imported. All three are by default those of this environment.
+    version. `failure` returns the error from importing a module, as one line, or None if the module
+    can be imported. All three default to this environment.
     """
     find = installed or installed_version
     here = python or platform.python_version()
@@ -69,7 +69,7 @@ def version_rows(
 
 
 def import_failure(module: str) -> str | None:
-    """Return in one line the error of importing `module` in a new process; None if it succeeds."""
+    """Return the error from importing `module` in a new process, as one line; None if it succeeds."""
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(

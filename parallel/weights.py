@@ -33,7 +33,7 @@ the rule tables."""
 
 
 def canonical_name(name: str) -> str:
-    """Return a Megatron parameter's name as the rule tables have it, for any implementation."""
+    """Return a Megatron parameter's name as in the rule tables, whichever implementation it is from."""
     for engine_name, local_name in TRANSFORMER_ENGINE_NAMES:
         name = re.sub(engine_name, local_name, name)
     return name
@@ -47,9 +47,9 @@ class Entry:
     """The parameter; a buffer if `rule.is_buffer`."""
     rule: Rule
     layer: int
-    """0-based number of the layer in the whole model; -1 for a parameter outside the layers."""
+    """0-based index of the layer in the whole model; -1 for a parameter outside the layers."""
     expert: int
-    """Number of the expert in the whole model; -1 for a parameter that is not an expert's."""
+    """0-based index of the expert over all ranks; -1 for a parameter that is not an expert's."""
     update: Any = None
     """The `parallel.lora.layers.Update` (adapter) of the layer whose weight this is; None if the
     layer has no update, or if the parameter is not the layer's weight."""

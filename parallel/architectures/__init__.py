@@ -1,6 +1,6 @@
 """Find a model's architecture by `model_type` of config.json, or by the recipe's `model.architecture`.
 
-The architecture of a `model_type` is in the file of this folder with that name.
+Each supported `model_type` has a file of that name in this folder.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ def architectures() -> list[str]:
 
 
 def load_architecture(model_type: str) -> Architecture:
-    """Return the architecture of a `model_type`. Raises an InputError that lists the supported
-    types.
+    """Return the architecture of a `model_type`.
 
-    A config.json comes with downloaded weights, so it can name files of this folder but no other
-    code.
+    Only files of this folder are accepted, because config.json comes with downloaded weights and
+    must not name other code. For any other type, raises an InputError that lists the supported ones.
     """
     own = "give your own with model.architecture=path/file.py (docs/architecture.md)"
     return resolve_builtin(_KIND, model_type, own)

@@ -1,8 +1,7 @@
 """The definition of an architecture: sizes, Megatron's settings, and one table of parameter rules.
 
 The table serves both directions, HF -> Megatron and Megatron -> HF, at any TP/PP/EP. In HF and
-Megatron names, `{layer}` is the 0-based number of the layer, and `{expert}` the number of the
-expert, in the whole model.
+Megatron names, `{layer}` and `{expert}` are 0-based indices in the whole model, not in a rank's part.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Rule:
 
     @property
     def shard_dim(self) -> int:
-        """The dimension of the rule's HF tensors that is split over tensor-parallel ranks, if the
+        """The dimension along which the rule's HF tensors are split over tensor-parallel ranks, if the
         parameter is split."""
         return 1 if self.split == "columns" else 0
 
@@ -50,8 +49,7 @@ HfConfig = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The properties of a `model_type` that mrl must know. All functions in it take a parsed
-    config.json."""
+    """What mrl must know about a `model_type`. Every function takes a parsed config.json."""
 
     model_type: str
     sizes: Callable[[HfConfig], ModelSizes]
@@ -61,8 +59,8 @@ class Architecture:
     moe_layer_numbers: Callable[[HfConfig], tuple[int, ...]]
     """Returns Megatron's 1-based numbers of the MoE layers."""
     unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
-    """Returns the tensors of a checkpoint that mrl leaves out, as a dict from the prefix of their
-    names to the text about them in the plan (`mrl check --plan`)."""
+    """Returns which tensors of a checkpoint mrl leaves out: a dict from the prefix of their names to
+    the explanation that the plan (`mrl check --plan`) shows."""
 
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:
@@ -71,8 +69,8 @@ def rule_pattern(rule: Rule) -> re.Pattern[str]:
 
 
 def name_pattern(name: str) -> re.Pattern[str]:
-    """Return a pattern for the names that `name` stands for: its placeholders `{layer}` and
-    `{expert}` match digits, and are the groups `layer` and `expert`."""
+    """Return a pattern that matches `name` with digits in place of the placeholders `{layer}` and
+    `{expert}`. The digits are the groups `layer` and `expert`."""
     escaped = re.escape(name)
     for field in ("layer", "expert"):
         escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")

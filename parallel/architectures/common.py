@@ -1,4 +1,4 @@
-"""Code that the architectures share: settings, rows of the rule table, and refusals of config.json.
+"""Code that the architectures share: settings, rows of the rule table, and checks of config.json.
 
 A setting that transformers and Megatron would not compute in the same way is refused here or in the
 architecture's own file, because a silent difference is the worst outcome.
@@ -24,7 +24,7 @@ LLAMA3_FIXED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Settings of that RoPE type that are constants in Megatron."""
+"""The settings of RoPE type llama3 that are constants in Megatron."""
 
 
 def rope_settings(hf: HfConfig) -> dict[str, Any]:
@@ -142,12 +142,12 @@ def dense_sizes(hf: HfConfig) -> ModelSizes:
 
 
 def no_moe_layers(hf: HfConfig) -> tuple[int, ...]:
-    """Return the numbers of the MoE layers of a dense model: none."""
+    """Return the MoE layers of a dense model: none."""
     return ()
 
 
 def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return Megatron's settings of the decoder, except for its attention and its experts."""
+    """Return Megatron's settings for the decoder, except for its attention and its experts."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -159,7 +159,7 @@ def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
-    """Return Megatron's settings of grouped-query attention."""
+    """Return Megatron's settings for grouped-query attention."""
     return {"num_query_groups": query_groups(hf), "kv_channels": head_dim(hf)}
 
 
@@ -193,8 +193,8 @@ def decoder_rules(hf: HfConfig) -> list[Rule]:
 
 
 def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Return the rules of grouped-query attention, optionally with norms of query and key, or with
-    biases."""
+    """Return the rules of grouped-query attention, optionally with query and key norms, and with
+    query, key and value biases."""
 
     def qkv(kind: str) -> tuple[str, ...]:
         return tuple(f"{HF_ATTENTION}.{x}_proj.{kind}" for x in "qkv")
@@ -218,8 +218,8 @@ def mlp_rules(
 ) -> list[Rule]:
     """Return the rules of a SwiGLU block, which may be a dense MLP, an expert or a shared expert.
 
-    `megatron` and `hf` are the prefixes of the names of its weights. `names` are the HF names of
-    its gate, up and down projections.
+    `megatron` and `hf` are the prefixes of its weight names. `names` are the HF names of its gate,
+    up and down projections.
     """
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [

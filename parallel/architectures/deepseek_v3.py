@@ -1,13 +1,13 @@
 """DeepSeek-V3 and R1: latent attention (MLA), a shared expert, sigmoid routing in groups of experts.
 
-A bias, which affects only the choice of experts, balances the load of the experts.
+A bias that affects only the choice of experts balances their load.
 
-Gate weights (arXiv 2412.19437 eq. 12 to 16): `s = sigmoid(router logits)`. By the scores
-`s + e_score_correction_bias` the router chooses first groups of experts, then the experts in these
-groups. The gate weights are the `s` of the chosen experts, divided by the sum of these `s` and
-multiplied by `routed_scaling_factor`. Routing replay replaces the choice and nothing else.
+Gate weights (arXiv 2412.19437 eq. 12 to 16): `s = sigmoid(router logits)`. From the
+scores `s + e_score_correction_bias`, the router first chooses groups of experts, then the experts in
+these groups. The gate weights are the `s` of the chosen experts, divided by the sum of these `s` and
+multiplied by `routed_scaling_factor`. Routing replay replaces only the choice.
 
-Source: `DeepseekV3ForCausalLM` of transformers. The layers of multi-token prediction
+Source: `DeepseekV3ForCausalLM` of transformers. The multi-token-prediction layers
 (num_nextn_predict_layers) are not part of that class: mrl does not read, train or export them.
 """
 
@@ -24,8 +24,8 @@ LATENT_NORM_EPS = 1e-6
 """The epsilon that transformers uses for the latents' norms, regardless of rms_norm_eps. Megatron
 has one epsilon for all norms."""
 SCORED_EXPERTS = 2
-"""The number of experts whose scores are summed to the score of their group: the best two (arXiv
-2412.19437 section 2.1.2)."""
+"""A group's score is the sum of its SCORED_EXPERTS highest expert scores (arXiv 2412.19437 section
+2.1.2)."""
 
 
 def moe_layer_numbers(hf: HfConfig) -> tuple[int, ...]:
@@ -46,8 +46,8 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 
 def unread(hf: HfConfig) -> dict[str, str]:
-    """Return the tensors that are not read: those of the layers of multi-token prediction, which
-    come after all other layers."""
+    """Return the tensors that are not read: those of the multi-token-prediction layers, which come
+    after all other layers."""
     count, first = hf.get("num_nextn_predict_layers") or 0, hf["num_hidden_layers"]
     return {
         f"model.layers.{first + n}.": "a multi-token-prediction layer is neither trained nor exported"
@@ -90,7 +90,7 @@ def _latent_attention(hf: HfConfig) -> dict[str, Any]:
 
 
 def _rope(hf: HfConfig) -> dict[str, Any]:
-    """Return Megatron's settings of RoPE, plain or YaRN (arXiv 2309.00071).
+    """Return Megatron's settings for RoPE, plain or YaRN (arXiv 2309.00071).
 
     YaRN scales cosines and sines by `m(mscale) / m(mscale_all_dim)`, and the softmax by
     `m(mscale_all_dim) ** 2`, with `m(x) = 0.1 * x * ln(factor) + 1`. If config.json has neither

@@ -1,7 +1,7 @@
 """Llama 2 and 3, SmolLM2 and other models of that form: GQA, RoPE, SwiGLU, RMSNorm, no biases.
 
 Source: `LlamaForCausalLM` of transformers, and the papers of Llama 2 (arXiv 2307.09288) and Llama 3
-(arXiv 2407.21783), whose longer contexts scale RoPE (`rope_type` llama3).
+(arXiv 2407.21783). Llama 3.1 and later scale RoPE for longer contexts (`rope_type` llama3).
 """
 
 from __future__ import annotations

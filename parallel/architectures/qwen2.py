@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, the dense models: GQA with biases of query, key and value, RoPE, SwiGLU, RMSNorm.
+"""The dense models Qwen2 and Qwen2.5: GQA with query/key/value biases, RoPE, SwiGLU, RMSNorm.
 
 Source: `Qwen2ForCausalLM` of transformers and the Qwen2 technical report (arXiv 2407.10671).
 """

@@ -1,1 +1,1 @@
-"""Checkpoints, which are written in the background, checked, loaded in any layout, and exported."""
+"""Checkpoints: written in the background, checked for damage, loaded in any layout, and exported."""

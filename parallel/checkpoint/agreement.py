@@ -1,4 +1,4 @@
-"""Let all ranks agree on what one rank found in a checkpoint folder, or did to it.
+"""Share one rank's findings in a checkpoint folder, or the outcome of its work there, with all ranks.
 
 The ranks return together or raise together. Every function except `failed` is a collective.
 """
@@ -21,8 +21,8 @@ def first_reason(reason: str | None) -> str | None:
 
 
 def find_damage(mesh: Mesh, folder: Path) -> str | None:
-    """Return in words what is wrong with a checkpoint; None if it is not damaged (see
-    `manifest.damage`). The ranks divide the work of hashing, and all return the same result.
+    """Return a message that says what is wrong with a checkpoint; None if it is not damaged (see
+    `manifest.damage`). The ranks divide the hashing, and all return the same result.
 
     Raises InputError on every rank if `manifest.damage` raises it on one rank.
     """

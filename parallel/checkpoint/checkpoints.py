@@ -1,10 +1,10 @@
 """Checkpoints that any layout can load, and from which the same layout resumes bit for bit.
 
 `checkpoints/iter_0000010/` is a Megatron `torch_dist` checkpoint (`.metadata`, `__R_0.distcp`,
-`common.pt`, `metadata.json`) with a manifest (`manifest.py`). It holds whole tensors by name, cut
-into rectangles (`sharded_state.py`), and one set of random states for each rank. The trainer's own
-state is in the manifest. The folder gets its name only when it is complete. With a critic it holds
-policy and critic; the keys of the critic begin with `critic_`.
+`common.pt`, `metadata.json`) with a manifest (`manifest.py`). It stores each tensor
+as rectangles (`sharded_state.py`) under its name in the whole model, and one set of random states
+for each rank. The trainer's own state is in the manifest. The folder gets its name only when it is
+complete. With a critic, the folder holds both models; the critic's keys begin with `critic_`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Loaded:
     trainer: dict[str, Any]
     """The trainer state that was passed to `save`."""
     same_layout: bool
-    """Whether the layout is that of the save. If so, random states were restored; otherwise they
-    were reseeded."""
+    """Whether the checkpoint was saved in this layout. If so, the random states were restored;
+    otherwise they were reseeded."""
 
 
 class Checkpoints:
@@ -100,8 +100,8 @@ class Checkpoints:
         """Use the folder `root`, and keep the newest `keep` checkpoints in it.
 
         `seed` is the recipe's seed, from which a load in another layout reseeds the random states;
-        the seed in a loaded checkpoint replaces it. `record` gives the run's files of which each
-        checkpoint keeps a copy.
+        the seed in a loaded checkpoint replaces it. `record` gives the run's files that each
+        checkpoint keeps copies of.
         """
         self.root, self.mesh, self.keep = root, mesh, keep
         self.async_save = async_save
@@ -109,7 +109,7 @@ class Checkpoints:
         self.warn = warn
         self.record = record
         self.folder_ranks: Sequence[int] = (0,)
-        """The ranks that make the folder of a save: one rank for each file system."""
+        """The ranks that create the folder of a save: one rank for each file system."""
         self._queue = AsyncCallsQueue()
         self._in_flight: PendingSave | None = None
 
@@ -123,8 +123,8 @@ class Checkpoints:
     ) -> Path:
         """Save the policy, the critic if there is one, and the JSON-able `trainer` state.
 
-        Return the folder that the checkpoint will have. A crash at any moment leaves the previous
-        checkpoint untouched and named by LATEST. Waits first for an earlier save in flight. Raises
+        Waits first for an earlier save in flight. Returns the folder that the checkpoint will have.
+        A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Raises
         RunFailed if a rank cannot write.
         """
         self.finish()
@@ -220,7 +220,7 @@ class Checkpoints:
 
         Newer checkpoints, which are damaged, are reported and renamed, so that they do not count in
         `keep` and are not found again. Raises InputError if there is no undamaged checkpoint, or if
-        it is of another model.
+        the newest undamaged one is of another model.
         """
         listed = [manifest.candidates(self.root) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(listed)
@@ -299,7 +299,7 @@ class Checkpoints:
         return Loaded(content["step"], content["trainer"], same_layout)
 
     def _needed_bytes(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
-        """Return the number of bytes that must be free on the disk of the folder."""
+        """Return the number of bytes that must be free on the checkpoint folder's disk."""
         return writer.count_bytes(shards)
 
     def _fetch_files(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
@@ -307,8 +307,8 @@ class Checkpoints:
         all of them; `Snapshots` overrides it."""
 
     def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
-        """Return an error message that names a parameter that the checkpoint has and the model
-        lacks on every rank; None if there is no such parameter."""
+        """Return an error message that names a parameter of the checkpoint that the model has on no
+        rank; None if there is no such parameter."""
         names = parameter_names(saved, prefix)
         ours = {shard.key.partition(".")[2] for shard in shards}
         used = torch.tensor([name in ours for name in names], dtype=torch.uint8)

@@ -1,5 +1,4 @@
-"""Send files from rank to rank over gloo. Files are sent in pieces, and all files at the same
-time."""
+"""Send files from rank to rank over gloo. All files are sent at the same time, piece by piece."""
 
 from __future__ import annotations
 

@@ -60,13 +60,14 @@ def export_checkpoint(
     An adapter's checkpoint becomes a PEFT folder or, with `merged`, a model folder whose weights
     include the adapter. `base` is the model folder that has the tokenizer and the frozen weights;
     by default it is the folder that the run trained from. `notes` are additional rows of the model
-    card's table. `architecture` is the present location of the recipe's `model.architecture`, by
-    default the location that the run used. A file has at most `max_bytes`, unless one tensor is
-    larger. `target` gets its name only when it is complete.
+    card's table. `architecture` is the current location of the recipe's `model.architecture`, by
+    default the location that the run used. Each weight file has at most `max_bytes`, unless a
+    single tensor is larger. `target` gets its name only when it is complete.
 
-    Raises InputError if `target` exists and is not empty or cannot be made, if `base` is missing or
-    is another model, if the architecture is missing, if the checkpoint is a critic's, or if it has
-    no adapter to merge. Raises DiskFailed if a file cannot be written.
+    Raises InputError if `target` exists and is not empty or cannot be made, if the model folder is
+    missing (a PEFT folder needs none) or is not the base model of the adapter to merge, if the
+    architecture is missing, if the checkpoint is a critic's, or if `merged` is set for a checkpoint
+    without an adapter. Raises DiskFailed if a file cannot be written.
     """
     content = read_manifest(folder)
     adapter = saved_adapter(content["model"])
@@ -100,8 +101,8 @@ def export_checkpoint(
 
 
 def _read_model(content: dict[str, Any], base: Path | None, architecture: str | None) -> HfModel:
-    """Return the model that a manifest describes, with the folder `base`, or by default the folder
-    that the run trained from. Raises InputError if its architecture is not found."""
+    """Return the model that a manifest describes. Its folder is `base`, or by default the folder
+    that the run trained from. Raises InputError if the model's architecture is not found."""
     config = dict(content["model"]["config"])
     named = architecture or content["model"].get("architecture")
     try:
@@ -136,15 +137,15 @@ def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
 def adapter_tensors(
     saved: SavedTensors, model: HfModel, adapter: Adapter
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices A and B of an adapter, each once, under PEFT's names and in the dtype of
-    training."""
+    """Yield the matrices A and B of an adapter, each once, under PEFT's names and in the training
+    dtype."""
     return hf_tensors(saved, model, adapter_rules(model.architecture.rules(model.config), adapter))
 
 
 def hf_tensors(
     saved: SavedTensors, model: HfModel, table: Iterable[Rule] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every HF tensor once, layer by layer, in the dtype of training.
+    """Yield every HF tensor once, layer by layer, in the training dtype.
 
     `table` has the rules of the parameters, by default those of the model. Raises ValueError if a
     weight of the checkpoint has no rule.
@@ -171,7 +172,7 @@ def _place(name: str, rules: list[tuple[re.Pattern[str], Rule]]) -> tuple[int, i
 
 
 def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
-    """Write config.json with the dtype, which transformers 5 calls `dtype` and 4 `torch_dtype`."""
+    """Write config.json with the dtype (`dtype` in transformers 5, `torch_dtype` in transformers 4)."""
     assert isinstance(getattr(torch, dtype), torch.dtype)
     named = {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps({**config, **named}, indent=2) + "\n")

@@ -1,5 +1,5 @@
-"""Write a Hugging Face folder: safetensors files of bounded size, with one of them in memory at a
-time, and the tokenizer of another folder."""
+"""Write a Hugging Face folder: safetensors files of bounded size, only one of which is in memory at
+a time, and the tokenizer of another folder."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ COPIED = (
 def write_safetensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int
 ) -> dict[str, str]:
-    """Write `model-00001-of-00003.safetensors` and so on, and the index. Return a dict from the
-    names of the tensors to the names of their files.
+    """Write `model-00001-of-00003.safetensors` and so on, and the index. Return a dict from
+    tensor name to file name.
 
     A file is closed before it would exceed `max_bytes`; a larger tensor gets a file of its own. The
     tensors come from a checkpoint (`parallel.checkpoint.hf_export`) or from the buckets of a live
@@ -72,7 +72,7 @@ def write_safetensors(
 
 
 def _temporary(number: int) -> str:
-    """Return the name that file number `number` has until the number of files is known."""
+    """Return the temporary name of file `number`, which it has until the file count is known."""
     return f"model-{number:05d}.safetensors.partial"
 
 
@@ -80,8 +80,8 @@ def _temporary(number: int) -> str:
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a hidden folder to write into, which becomes `target` at the end of the block.
 
-    Raises InputError if the folder could not become `target`, and DiskFailed if writing fails. If
-    writing fails, the hidden folder is removed.
+    Raises InputError if `target` is not empty or cannot be made, and DiskFailed if writing fails.
+    If writing fails, the hidden folder is removed.
     """
     target = Path(os.path.abspath(target))  # a folder cannot be renamed to `.` or `..`
     partial = target.parent / f".{target.name}.partial"

@@ -94,7 +94,7 @@ def _refuse_other_format(folder: Path, data: bytes) -> None:
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise Damaged if a file is missing or has another size. This is cheap: it reads no contents."""
+    """Raise Damaged if a file is missing or has the wrong size. This is cheap: it reads no contents."""
     for name, listed in manifest["files"].items():
         file = folder / name
         if not file.is_file():
@@ -115,7 +115,7 @@ def check_digests(folder: Path, manifest: dict[str, Any], rank: int = 0, world: 
 
 
 def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1) -> str | None:
-    """Return in words what is wrong with a checkpoint, naming the file; None if it is not damaged.
+    """Return a message that says which file of a checkpoint is damaged and how; None if none is.
 
     Without `digests` the manifest and the sizes of all files are checked, but not the contents of
     the files. With several ranks (`world`) each rank checks the contents of a part of the files.

@@ -11,7 +11,7 @@ from parallel.hf_config import HfModel
 
 
 def describe_model(model: HfModel, adapter: Adapter | None) -> dict[str, Any]:
-    """Return the manifest's entry about a model, which can be written as JSON."""
+    """Return the manifest's entry for a model, as a JSON-serializable dict."""
     return {
         "path": str(model.path),
         "config": model.config,
@@ -21,9 +21,8 @@ def describe_model(model: HfModel, adapter: Adapter | None) -> dict[str, Any]:
 
 
 def saved_adapter(model: dict[str, Any]) -> Adapter | None:
-    """Return the adapter of a checkpoint from its manifest's entry about the model.
-
-    Returns None if the checkpoint holds all weights.
+    """Return a checkpoint's adapter, given the manifest's entry for the model; None if the
+    checkpoint holds all weights.
     """
     lora: dict[str, Any] | None = model.get("lora")
     if lora is None:
@@ -40,7 +39,7 @@ def refusal(
     """Return the reason why a run with this model and adapter cannot load a checkpoint; None if it
     can.
 
-    `saved` is the manifest's entry about the model, or None if the checkpoint has no such model.
+    `saved` is the manifest's entry for the model, or None if the checkpoint has no such model.
     `path` is the recipe key of the model's folder. The reason is a message that continues the words
     "checkpoint FOLDER" and tells the user what to do.
     """

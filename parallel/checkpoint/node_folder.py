@@ -93,8 +93,8 @@ class NodeFolder:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def sweep(self) -> list[Path]:
-        """Remove the folders of this user's other runs that have ended and are older than
-        SWEPT_AFTER_S. Return the paths of the removed folders."""
+        """Remove this user's folders of other runs if they are older than SWEPT_AFTER_S and no
+        process uses them. Return the paths of the removed folders."""
         swept = []
         for folder in self.root.parent.glob(f"mrl-{os.getuid()}-" + "[0-9a-f]" * 16):
             with suppress(OSError):

@@ -26,13 +26,13 @@ class Record(Protocol):
     """The run's own files. A checkpoint keeps a copy of some of them."""
 
     def kept(self, step: int) -> Mapping[str, bytes]:
-        """Return the contents, by file name, of the files that the checkpoint of `step` keeps a
-        copy of."""
+        """Return the files that the checkpoint of `step` keeps copies of, as contents by file
+        name."""
         ...
 
     def settle(self, step: int) -> None:
-        """Wait until the files of the steps before `step` are on the disk. This is called in a
-        thread."""
+        """Wait until the files of the steps before `step` are on the disk. A background thread may
+        call this."""
         ...
 
 

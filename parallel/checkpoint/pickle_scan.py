@@ -34,7 +34,7 @@ ARCHIVE_START = b"PK\x03\x04"
 ENTRIES = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
-"""The files that torch.save writes into an archive, in its one folder. Only data.pkl is a pickle."""
+"""The files of a torch.save archive, inside its single folder. Only data.pkl is a pickle."""
 IMPORTS_BY_NAME = ("GLOBAL", "INST")
 IMPORTS_UNSEEN = ("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID")
 NEUTRAL = ("PROTO", "FRAME")

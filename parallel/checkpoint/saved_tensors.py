@@ -20,7 +20,7 @@ class _Reader(dcp.FileSystemReader):
     one key of it.
 
     torch plans each load over all keys that it sees, so reading n tensors one by one would otherwise
-    take n^2 steps.
+    take time proportional to n^2.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -142,8 +142,7 @@ class ShardWriter:
         self._accept([self._read_report(rank) or {} for rank in ranks])
 
     def all_have_reported(self) -> bool:
-        """Return, on rank 0, whether all ranks have reported, so that `wait` would not have to
-        wait."""
+        """Return, on rank 0, whether all ranks have reported. If so, `wait` does not block."""
         return not self._without_report(range(self.world))
 
     def _without_report(self, ranks: Iterable[int]) -> list[int]:
@@ -268,8 +267,7 @@ def _result(item: Item) -> WriteResult:
 
 
 def joined_metadata(items_by_rank: Sequence[Sequence[Item]]) -> Metadata:
-    """Return the tensors' entries of `.metadata`, as torch's planner would make them from the items
-    of all ranks.
+    """Return `.metadata` with the entries that torch's planner would make from the items of all ranks.
 
     Raises ValueError if the items do not fit together: ranks have different shapes or dtypes for a
     tensor, or the rectangles of a tensor overlap, reach beyond the tensor, or leave a part of it

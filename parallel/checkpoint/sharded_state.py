@@ -1,4 +1,4 @@
-"""A model's weights and optimizer state as rectangles of whole tensors, which a checkpoint stores.
+"""A model's weights and optimizer state, as the rectangles of whole tensors that a checkpoint stores.
 
 The key of a tensor is its kind (`model`, `main`, `exp_avg`, `exp_avg_sq`) and the Megatron name of the
 parameter in the whole model (`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that
@@ -37,12 +37,12 @@ def own_key(prefix: str = "") -> KeyOf:
 def state_shards(
     weights: WeightMap, state: Mapping[int, OptimizerShard], key_of: KeyOf | None = None
 ) -> list[ShardedTensor]:
-    """Return all tensors of this rank as shards of whole tensors. They include the optimizer's
-    `state`, which `optimizer_shards` returns.
+    """Return all tensors of this rank as shards of whole tensors, including the optimizer's `state`
+    (from `optimizer_shards`).
 
     The data of the shards are views of the model's tensors. So the model is loaded by loading into
-    the shards and then calling `optimizer_state.write_back`. A tied output layer is one more copy
-    of the embedding.
+    the shards and then calling `optimizer_state.write_back`. A tied output layer counts as one
+    more copy of the embedding.
     """
     both = [(e, 0) for e in weights.entries] + [(e, 1) for e in weights.tied_entries]
     return [
@@ -84,9 +84,9 @@ def _rectangles(
 
 
 def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
-    """Return two indices of this rank's copy of a parameter: among the copies on tensor-parallel
-    ranks (0 if the parameter is split over them), and among the copies on data- and
-    context-parallel ranks."""
+    """Return two indices of this rank's copy of a parameter: its index among the copies on
+    tensor-parallel ranks (0 if the parameter is split over them), and its index among the copies on
+    data- and context-parallel ranks."""
     state: Any = parallel_state
     split = weights.tp_place(entry)[1] > 1
     if entry.expert >= 0:
@@ -97,7 +97,7 @@ def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
 
 
 def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
-    """Return a function that returns the key from which a tensor is read.
+    """Return a function that gives the key under which a tensor is read.
 
     The model's dtype may have changed since the save. If a bf16 checkpoint is loaded into an fp32
     model, the weights are read from the fp32 main parameters. If an fp32 checkpoint is loaded into
@@ -123,8 +123,8 @@ def parameter_names(saved: Metadata, prefix: str = "") -> list[str]:
 
 
 def misfit(shards: list[ShardedTensor], saved: Metadata) -> str | None:
-    """Return in words why the tensors `shards` cannot be read from a checkpoint; None if they can be
-    read."""
+    """Return a message that says why the tensors `shards` cannot be read from a checkpoint; None if
+    they can be read."""
     for shard in shards:
         found = saved.state_dict_metadata.get(shard.key)
         if not isinstance(found, TensorStorageMetadata):

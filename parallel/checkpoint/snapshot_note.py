@@ -64,8 +64,8 @@ def note_to_resume(checkpoints: Path, num_steps: int) -> Note | None:
     """Return the note of the snapshot from which the run can resume; None if there is no such
     snapshot.
 
-    The snapshot must be newer than the newest checkpoint and before `num_steps`, and the run must
-    not have been set back to an older checkpoint.
+    The step of the snapshot must be after that of the newest checkpoint and before `num_steps`, and
+    the run must not have been set back to an older checkpoint.
     """
     note, newest = read_note(checkpoints), newest_checkpoint(checkpoints)
     if note is None or note.step >= num_steps:

@@ -85,7 +85,7 @@ class Snapshots(Checkpoints):
         """The ranks of each node. Nodes are sorted by their lowest rank."""
         self._node = NodeFolder(root)
         self._held: list[set[str]] = []
-        """For each node, the undamaged files that it has of the snapshot that is being loaded."""
+        """For each node, its undamaged files of the snapshot that is being loaded."""
         self._seconds = 0.0
         self._num_bytes = 0
         self._copy_seconds = 0.0
@@ -148,8 +148,8 @@ class Snapshots(Checkpoints):
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds that snapshots have taken since the last call, and the size in bytes
-        of the last snapshot. With several nodes, also return seconds and size of the copies to
-        the next nodes. The result is empty if no snapshots are taken."""
+        of the last snapshot. With several nodes, also return the seconds and bytes of the copies
+        to the next nodes. The result is empty if no snapshots are taken."""
         if not self.every:
             return {}
         seconds, self._seconds = self._seconds, 0.0
@@ -280,7 +280,7 @@ class Snapshots(Checkpoints):
         """Find out which node has which undamaged files of the snapshot, and send the small files
         to the nodes that lack them.
 
-        Return in words what is missing; None if the snapshot is complete.
+        Return a message that says what is missing; None if the snapshot is complete.
         """
         folder = self.root / manifest.folder_name(note.step)
         number = self._own.index(self.mesh.rank)

@@ -42,12 +42,12 @@ class Bucket:
     """i64[b, k]: indices into the gathered keys; None if each block is a whole sequence, whose keys
     are those of its own tokens."""
     mask: Tensor | None
-    """bool[b, 1, s, k]: true where a query sees a key; None if causal attention needs no mask."""
+    """bool[b, 1, s, k]: true where a query sees a key; None if plain causal attention suffices."""
 
 
 @dataclass
 class Layout:
-    """The padded blocks of all buckets laid end to end: P positions for n tokens, n <= P < 2 n."""
+    """The concatenated padded blocks of all buckets: P positions for n tokens, n <= P < 2 n."""
 
     source: Tensor
     """i64[P]: the index of the token at each position; padding repeats the block's last token."""
@@ -106,7 +106,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor | None = None
     """i64[n]: the position of each of this rank's tokens in its sequence."""
     rotation: Rotation | None = None
-    """Rotation of queries and keys in PackedAttention; RotaryAttention of the first layer sets it."""
+    """Rotation of queries and keys in PackedAttention; the first layer's RotaryAttention sets it."""
     latent_rotation: Rotation | None = None
     """Rotation of the rotary parts in latent attention; the first layer sets it."""
 
@@ -138,7 +138,7 @@ def packed_sequences(
 
 
 def _columns(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return first local token, length and offset of each block, i64[b, 1] each."""
+    """Return the first local token, length and offset of each block, i64[b, 1] each."""
     rows = [(block.local_start, block.num_tokens, block.offset) for block in blocks]
     start, length, offset = torch.tensor(rows).unsqueeze(2).unbind(1)
     return start, length, offset
@@ -315,7 +315,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attend in all sequences at once: query [n, h, d], key and value [n, g, d] -> [n, h, d].
 
-    Nothing is padded. Like every FlashAttention it sums the gradient of the queries in no fixed
+    Nothing is padded. Like every FlashAttention, it sums the gradient of the queries in varying
     order unless `torch.use_deterministic_algorithms` is on.
     """
     assert VARLEN is not None

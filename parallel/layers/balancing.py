@@ -152,7 +152,7 @@ class RouterLosses:
 
     def end_step(self) -> Statistics:
         """Return this rank's part of the statistics `moe/aux_loss` and `moe/z_loss`, each only if
-        the recipe turns this loss on.
+        the recipe turns that loss on.
 
         They are the means of the losses over counted tokens and layers, without the losses'
         coefficients. Raises RuntimeError if a router missed a micro-batch.

@@ -2,14 +2,14 @@
 
 The exchange between ranks is Megatron's. Two steps within a rank are replaced. Tokens are copied
 and summed by `parallel.layers.permutation`. Received rows are sorted by expert with the same
-kernels, not by splitting and joining (ranks x local experts) pieces. Without expert and tensor
-parallelism nothing here waits for the device, because the number of tokens of each expert is not
-copied to the host.
+kernels, instead of being split into (ranks x local experts) pieces and joined again. Without expert
+and tensor parallelism nothing here waits for the device, because the number of tokens of each
+expert is not copied to the host.
 
-Megatron sums the results of a token's K experts in the order of the experts' numbers. SGLang sums
-them in the order of the route, which is by falling weight. From K = 3 on the two sums round
-differently. With `moe.replay: ids_order` the sum follows the route: `NativeMoELayer` does this for
-mrl's own layers, and `OrderedMoELayer` for TransformerEngine's layers.
+Megatron sums the results of a token's K experts in the order of expert index. SGLang sums them in
+the order of the route, which is by descending weight. For K >= 3 the two sums round differently.
+With `moe.replay: ids_order` the sum follows the route: `NativeMoELayer` does this for mrl's own
+layers, and `OrderedMoELayer` for TransformerEngine's layers.
 
 Dimensions: n tokens of this rank, E experts, K experts per token, m rows for this rank's experts, H
 hidden size.
@@ -45,8 +45,8 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
     """An all-to-all dispatcher that sums over a token's experts in a fixed order."""
 
     route: Tensor | None = None
-    """i64[n, K]: each token's experts in the order in which their results are summed; None sums by
-    expert number."""
+    """i64[n, K]: each token's experts in the order in which their results are summed; None for
+    the order of expert index."""
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -159,7 +159,7 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
 class OrderedAllGather(MoEAllGatherTokenDispatcher):
     """An all-gather dispatcher that sums over a token's experts in a fixed order.
 
-    Each rank sums by expert number, and the reduce-scatter sums over the ranks.
+    Each rank sums in the order of expert index, and the reduce-scatter sums over the ranks.
     """
 
     route: Tensor | None = None
@@ -204,9 +204,9 @@ class NativeMoELayer(MoELayer):
     def __init__(self, *args: Any, in_route_order: bool = False, **kwargs: Any) -> None:
         """Build the layer.
 
-        `in_route_order`: sum the results of a token's experts in the order in which the router or
-        the replayed route names the experts (`moe.replay.LayerReplay.chosen`), not by expert
-        number.
+        `in_route_order`: whether to sum the results of a token's experts in the order in which the
+        router or the replayed route lists the experts (`moe.replay.LayerReplay.chosen`), rather
+        than in the order of expert index.
         """
         pg_collection = kwargs.setdefault("pg_collection", None) or get_default_pg_collection()
         super().__init__(*args, **{**kwargs, "pg_collection": pg_collection})
@@ -233,8 +233,8 @@ class NativeMoELayer(MoELayer):
 
 
 def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
-    """Return i64[n, K]: the row of each token's copy for each expert in `ids` i64[n, K], after the
-    dispatcher has sorted all copies by expert, then by token.
+    """Return i64[n, K]: for each token and each of its experts in `ids` i64[n, K], the row of that
+    copy after the dispatcher has sorted all copies by expert, then by token.
 
     `routing_map` bool[n, E] marks exactly the experts that are in `ids`.
     """
@@ -259,7 +259,7 @@ class OrderedMoELayer(MoELayer):
     """MoELayer that sums the results of a token's experts in the order of
     `moe.replay.LayerReplay.chosen`.
 
-    That is the order in which the router or the replayed route names the experts.
+    That is the order in which the router or the replayed route lists the experts.
     """
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Layers for `rollout.true_on_policy` on CPUs, which compute each token as the engine does.
 
-They are Megatron's own classes, with matrix products, attention and activation of
+They are Megatron's own classes, with the matrix products, attention and activation of
 mrl.kernels.invariant in place of torch's. The rest of Megatron's forward pass (norms, rotary
 embedding, softmax of the router, sums over the experts) already gives each token the same bits
 whatever else is in the batch. mrl's plugin in the engine computes that rest in the same way.

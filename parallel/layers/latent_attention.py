@@ -32,7 +32,7 @@ from parallel.layers.rotary import Rotation
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer without bias, whose weight every tensor-parallel rank holds completely.
+    """A linear layer without bias. Every tensor-parallel rank holds its whole weight.
 
     Given [..., inputs], it returns [..., outputs], and None in place of a bias.
     """

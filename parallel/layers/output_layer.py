@@ -1,9 +1,9 @@
-"""The projection onto the vocabulary, moved out of the model so that the head computes it in
+"""The projection onto the vocabulary, moved out of the model so that the head can compute it in
 chunks.
 
 Megatron's model ends with all logits of a micro-batch. Here the model's last layer keeps the
-weight, with the weight's name, its place in checkpoints and the hooks of Megatron's DDP, but it
-returns the hidden states. The head (`parallel.logprobs`) computes the logits of a few rows at a
+weight (with its name, its place in checkpoints and the hooks of Megatron's DDP) but returns the
+hidden states. The head (`parallel.logprobs`) computes the logits of a few rows at a
 time.
 
 Dimensions: n hidden states, c rows of a chunk, h hidden size, V_loc this tensor-parallel rank's
@@ -109,14 +109,14 @@ class Projection:
 
 
 class MainGradient:
-    """Adds the gradient of each chunk directly to the weight's part of the gradient buffer of
-    Megatron's DDP.
+    """Adds the weight gradient of each chunk of rows directly to the weight's slice of the gradient
+    buffer of Megatron's DDP.
 
     This follows the protocol of Megatron's fused accumulation (tensor_parallel/layers.py,
     `LinearWithGradAccumulationAndAsyncCommunication.backward`): `grad_added_to_main_grad` tells
     DDP's hook not to add the weight's `.grad` again. If reductions overlap, the hook still needs a
-    `.grad`, which is an empty tensor. With a tied embedding (`zero_out_wgrad`) it is zeros: the
-    embedding adds its own part to `.grad`, and the hook adds the sum.
+    `.grad`, which is an uninitialized tensor. With a tied embedding (`zero_out_wgrad`) it is all
+    zeros, because the embedding adds its own part to `.grad`, and the hook adds `.grad` to the buffer.
     """
 
     def __init__(self, weight: Any, *, fused: bool, overlaps: bool) -> None:

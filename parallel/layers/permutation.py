@@ -36,13 +36,13 @@ class Permutation:
     @classmethod
     def of_full_map(cls, chosen: Tensor, topk: int) -> Permutation:
         """Make the permutation from `chosen` bool[n, E], which has exactly `topk` experts for each
-        token. Results are summed by expert number."""
+        token. Results are summed in the order of expert index."""
         return cls(moe_sort(moe_ids(chosen, topk), chosen.shape[1]))
 
     @classmethod
     def of_map(cls, chosen: Tensor, topk: int | None = None) -> Permutation:
         """Make the permutation from `chosen` bool[n, E], which has up to `topk` experts for each
-        token, or any number if `topk` is None. Results are summed by expert number.
+        token, or any number if `topk` is None. Results are summed in the order of expert index.
 
         The host waits for the device, because only the device knows the number of copies.
         """
@@ -56,8 +56,8 @@ class Permutation:
 
     @property
     def cells(self) -> Tensor:
-        """i32[m]: the index, in a flattened table [n, E], of the entry of each copy's token and
-        expert."""
+        """i32[m]: for each copy, the index of its (token, expert) entry in a flattened table
+        [n, E]."""
         return self.order.cells
 
     @property
@@ -75,8 +75,8 @@ class Permutation:
         return moe_permute(rows, self.order, table)
 
     def pick(self, table: Tensor) -> Tensor:
-        """Pick from a table the entry of each copy's token and expert. [n, E] becomes [m]. No entry
-        is picked twice."""
+        """Pick from a table the (token, expert) entry of each copy. [n, E] becomes [m]. No entry is
+        picked twice."""
         return moe_permute(table[:, :0], self.order, table)[1]
 
     def add_up(self, rows: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def block_spec(
 ) -> Any:
     """Return the spec of one chunk's decoder layers.
 
-    With `true_on_policy` local layers compute each token as the engine does. With
-    `experts_in_order` an MoE layer sums a token's experts in the order of its route.
+    With `true_on_policy`, local layers compute each token as the engine does. With
+    `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route.
     """
     engine = implementation == "transformer_engine"
     spec: Any = get_gpt_decoder_block_spec(

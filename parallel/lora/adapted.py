@@ -45,12 +45,12 @@ class Adaptation:
             updates.join()
 
     def attach(self) -> None:
-        """Put the updates into the layers."""
+        """Put the low-rank updates into the layers."""
         for updates in self._updates:
             updates.attach()
 
     def detach(self) -> None:
-        """Take the updates out of the layers."""
+        """Remove the low-rank updates from the layers."""
         for updates in self._updates:
             updates.detach()
 

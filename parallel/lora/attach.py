@@ -1,7 +1,7 @@
 """Make the low-rank updates of a chunk's layers, put them into the layers, and take them out again.
 
 Without updates the layers are Megatron's plain layers, so the base computes the same as a model
-without adapter.
+without an adapter.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Builder:
         self.num_groups, self.heads_per_group = num_groups, heads_per_group
         self.linears: list[tuple[Any, Update]] = []
         self.shared: dict[torch.nn.Module, torch.nn.ModuleDict] = {}
-        """The module that holds the matrices which the experts of an MoE layer share, by MoE layer."""
+        """For each MoE layer, the module that holds the matrices that its experts share."""
 
     def make(self, name: str, linear: Any, rule: Rule) -> None:
         """Make the update of one linear layer. Raises ValueError for a layer of a class that is not
@@ -147,8 +147,8 @@ class _Builder:
         return part, shared
 
     def _shared(self, name: str, hf: str) -> LowRank:
-        """Return the module that holds the matrices of the Hugging Face weight `hf` which the
-        experts of a layer share. It is made if it does not exist yet."""
+        """Return the module that holds the matrices that all experts of a layer share for the
+        Hugging Face weight `hf`. It is made if it does not exist yet."""
         layer = self.chunk.get_submodule(name.partition(".experts.")[0])
         held = self.shared.setdefault(layer, torch.nn.ModuleDict())
         if module_name(hf) not in held:

@@ -1,11 +1,11 @@
 """Read an adapter's matrices for the experts in the form that PEFT writes with transformers 5.
 
-transformers 5 keeps a projection of all experts of a layer as one parameter. For gate and up
-projection there is one such parameter, in which their rows are joined. PEFT adapts this parameter as a
-whole: A is [experts * r, inputs], one expert after the other, and B is [outputs, r * experts], where
-the expert's index varies fastest. If PEFT has trained such a parameter, r is the adapter's rank, and
-gate and up projection share one A. If PEFT has read an adapter in which gate and up projection each
-have an A, r is twice the adapter's rank, and B holds the two B matrices in the blocks on its diagonal.
+transformers 5 keeps a projection of all experts of a layer as one parameter, and joins the rows of the
+gate and up projections in one parameter. PEFT adapts such a parameter as a whole: A is
+[experts * r, inputs], one expert after the other, and B is [outputs, r * experts], where the expert's
+index varies fastest. If PEFT has trained the parameter, r is the adapter's rank, and the gate and up
+projections share one A. If PEFT has read an adapter in which the gate and up projections each have an
+A, r is twice the adapter's rank, and an expert's B has the two B matrices as its diagonal blocks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def find_fused(
 ) -> dict[str, tuple[FusedExperts, Matrix, int, int]]:
     """Find the experts' matrices that the file holds as parts of fused matrices.
 
-    Return a dict from the name of each matrix to (fused parameter, "A" or "B", number of the
-    expert, number of its weight in the parameter). `shapes` are the shapes of the matrices in the
+    Return a dict from the name of each matrix to (fused parameter, "A" or "B", index of the
+    expert, index of its weight in the parameter). `shapes` are the shapes of the matrices in the
     file. A parameter whose shapes do not fit is left out. Raises InputError for a parameter of
     another rank or scale than the adapter's.
     """

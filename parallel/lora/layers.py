@@ -55,8 +55,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Update(torch.nn.Module):
-    """The low-rank update of a linear layer, in which Megatron may have joined several Hugging Face
-    weights."""
+    """The low-rank update of a linear layer. Megatron may have joined several Hugging Face weights
+    in this layer."""
 
     split: Split
 
@@ -76,7 +76,7 @@ class Update(torch.nn.Module):
         self._shared: list[tuple[LowRank | None]] = [(None,)] * len(self.sizes)
 
     def add(self, number: int, name: str, part: LowRank, shared: LowRank | None) -> None:
-        """Add the matrices of weight number `number` as the submodule `name`.
+        """Add the matrices of the layer's weight with index `number` as the submodule `name`.
 
         `shared` holds the matrices that the experts of the MoE layer share, and is a submodule of
         that layer.
@@ -94,8 +94,8 @@ class Update(torch.nn.Module):
         ]
 
     def is_shared(self, number: int, matrix: str) -> bool:
-        """Return whether the experts share `matrix` ("A" or "B") of weight number `number`; False
-        for a weight that is not adapted."""
+        """Return whether the experts share `matrix` ("A" or "B") of the layer's weight with index
+        `number`; False for a weight that is not adapted."""
         part = self._parts[number]
         return part is not None and getattr(part, matrix) is None
 
@@ -166,15 +166,15 @@ class _Adapted:
 
 
 class AdaptedColumnLinear(_Adapted, ColumnParallelLinear):
-    """A linear layer with an update, whose weight is split by rows over ranks."""
+    """A linear layer whose weight is split by rows over ranks, with an update."""
 
 
 class AdaptedRowLinear(_Adapted, RowParallelLinear):
-    """A linear layer with an update, whose weight is split by columns over ranks."""
+    """A linear layer whose weight is split by columns over ranks, with an update."""
 
 
 class AdaptedReplicatedLinear(ReplicatedLinear):
-    """A linear layer with an update, whose weight every rank holds completely."""
+    """A linear layer whose whole weight every rank holds, with an update."""
 
     lora: Update
 

@@ -39,10 +39,10 @@ class PeftConfig:
     rank: int
     alpha: float
     ranks: Mapping[str, int]
-    """The ranks that replace `rank` in some modules, by a regular expression that matches the end of
-    the module's name."""
+    """The ranks that replace `rank` in some modules, keyed by a regular expression that matches the end
+    of the module's name."""
     alphas: Mapping[str, float]
-    """The alphas that replace `alpha` in some modules, by a regular expression as in `ranks`."""
+    """The alphas that replace `alpha` in some modules, keyed as in `ranks`."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, such as `model.layers.0.self_attn.q_proj`."""

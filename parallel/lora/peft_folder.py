@@ -1,9 +1,9 @@
 """Read and write PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors.
 
-A written file has a matrix for each expert under its number
+A written file has one matrix per expert, with the expert's index in its name
 (`...experts.7.gate_proj.lora_A.weight`), even if the experts share the matrix, because SGLang, vLLM
 and PEFT can all read that. This module reads such files, files with shared matrices under names
-without a number, and the form that PEFT itself writes with transformers 5 (`fused_experts.py`).
+without an index, and the form that PEFT itself writes with transformers 5 (`fused_experts.py`).
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class PeftFolder(Mapping[str, Tensor]):
         return tensor
 
     def _check_names(self) -> None:
-        """Raise InputError for a matrix that is missing in the file, or that the file has and the
-        recipe does not ask for."""
+        """Raise InputError for a matrix that the file lacks, or that it has although the recipe does
+        not ask for it."""
         used, missing = set(), []
         for name in self:
             for source in self._sources(name):

@@ -33,7 +33,7 @@ UNSUPPORTED = {
 
 
 def module_name(hf_name: str) -> str:
-    """Return the last part of the name of the module that has the weight `hf_name`: `q_proj`, say."""
+    """Return the last part of the module name of the weight `hf_name`, for example `q_proj`."""
     return hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -87,7 +87,7 @@ def adapter_pair(rule: Rule, hf: str, adapter: Adapter) -> Iterator[Rule]:
 def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
     """Return the adapter that the recipe asks for, with the modules that the model has.
 
-    Raises InputError for a module that the model does not have, or that cannot have an adapter, for
+    Raises InputError for a module that the model lacks or that cannot have an adapter, for
     `lora.experts` in a model without experts, and if nothing would be trained.
     """
     attention: dict[str, None] = {}

@@ -63,7 +63,7 @@ class SharedBase(Base):
         self.ledger.own(KIND, self._tensors, keeps_frozen=True)
         self._random = pack_random_state(mesh.device)
         self._random_of: dict[Any, Tensor] = {}
-        """The policies, with their random states at the time when they were unmounted."""
+        """The random states of each policy from when it was last unmounted. Holds all open policies."""
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +78,7 @@ class SharedBase(Base):
             yield from chunk.buffers()
 
     def take(self, model: Any, seed: int) -> None:
-        """Unmount the present policy, if any, and mount `model`, which is being built and attaches
+        """Unmount the current policy, if any, and mount `model`, which is being built and attaches
         its adapter, hooks and replays itself.
 
         The random states of `model` depend only on `seed`, not on earlier policies. Raises
@@ -105,7 +105,7 @@ class SharedBase(Base):
         return self._random_of.pop(model, None) is not None
 
     def mount(self, policy: Any, *, adapter_only: bool = False) -> SwapReport:
-        """Mount a policy in place of the present one, and move the policy and the base to the
+        """Mount a policy in place of the current one, and move the policy and the base to the
         device. A policy that is mounted already is only moved.
 
         With `adapter_only` only the adapter's weights are moved, which is enough to export them; a
@@ -125,7 +125,7 @@ class SharedBase(Base):
         return self._report(start, num_bytes)
 
     def unmount(self) -> SwapReport:
-        """Unmount the present policy, if any. Its weights and optimizer state move to the host, and
+        """Unmount the current policy, if any. Its weights and optimizer state move to the host, and
         its gradients are freed."""
         start = time.perf_counter()
         return self._report(start, self._unmount())
@@ -158,7 +158,7 @@ class SharedBase(Base):
         restore_random_state(self._random_of[policy], self.mesh.device)
 
     def _unmount(self) -> int:
-        """Unmount the present policy, if any; return the number of bytes copied to the host."""
+        """Unmount the current policy, if any; return the number of bytes copied to the host."""
         policy = self.mounted
         if policy is None:
             return 0

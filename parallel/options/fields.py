@@ -73,7 +73,7 @@ OWNED: dict[str, str] = {
         "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim"), MODEL),
 }  # fmt: skip
-"""Maps a field to what sets it instead of `megatron:`, which is another recipe key or the model's
+"""Maps a field to what sets it instead of `megatron:`: another recipe key or the model's
 config.json."""
 
 REFUSED: dict[str, tuple[str, ...]] = {

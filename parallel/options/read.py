@@ -1,9 +1,9 @@
 """Read Megatron's options in the `megatron:` section of a recipe, and check them against Megatron's
 dataclasses.
 
-Options have the names of fields in Megatron. If several dataclasses have a field of that name, the
-field is set in all of them. Values are YAML: a dtype is given by its torch name ("bfloat16"), and a
-member of an enum by its name ("flash").
+Options are named after the fields of these dataclasses. If several of them have a field of that
+name, the field is set in all of them. Values are YAML: a dtype is given by its torch name
+("bfloat16"), and a member of an enum by its name ("flash").
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Surroundings:
 
 
 def check_rules(given: Mapping[str, Any], around: Surroundings) -> None:
-    """Raise InputError, in one line, if the options break a rule.
+    """Raise InputError with a one-line message if the options break a rule.
 
     `given` holds the options as they are in the recipe; `read_options` must have checked each of
     them by itself. An option that turns off something that is off by default is always accepted.
@@ -251,7 +251,7 @@ def _check_model(given: Mapping[str, Any], around: Surroundings) -> None:
 
 
 def _check_activations(given: Mapping[str, Any], around: Surroundings) -> None:
-    """Raise InputError for impossible options that keep activations in 8 bits or on the host."""
+    """Raise InputError if options that keep activations in 8 bits or on the host are impossible."""
     fuses = given.get("bias_activation_fusion", torch.cuda.is_available())
     if given.get("activation_func_fp8_input_store") and not fuses:
         raise InputError(
