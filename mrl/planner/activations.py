@@ -13,19 +13,19 @@ from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
 NATIVE = {2: 1.9, 4: 1.3}
-"""Ratio of the activation bytes of mrl's native layers to those of fused layers, by the bytes of a
-weight. tests/planner/test_estimates.py measures the ratios on a CPU."""
+"""Activation bytes of mrl's native layers relative to those of fused layers. The key is the number of
+bytes of a weight. tests/planner/test_estimates.py measures the ratios on a CPU."""
 HEAD_SLICE = 8192
-"""Number of rows of the output layer's weight gradient that the chunked head computes at a time in
-half precision."""
+"""In half precision, the chunked head computes the output layer's weight gradient in slices of this
+many rows."""
 
 
 def layer_parts(shape: ModelShape, number: int) -> dict[str, tuple[int, int]]:
     """Return the size of the activations that layer `number` keeps per row, by module.
 
-    The keys are the modules of Megatron's `recompute_modules` that can recompute the activations;
-    selective recompute never covers the keys that begin with `kept`. The values are (number of
-    elements of b bytes, number of elements of 4 bytes).
+    The keys are modules as in Megatron's `recompute_modules`; selective recompute never covers the
+    activations under keys that begin with `kept`. The values are (number of elements of b bytes, number
+    of elements of 4 bytes).
     """
     width = shape.query_width + shape.kv_width
     rotated = (1 + shape.qk_norm) * (shape.query_width + shape.kv_width // 2)
@@ -50,8 +50,8 @@ def layer_activation_bytes(
 
     Activations of the `modules` under selective recompute are not counted. The count follows
     Korthikanti et al. (arXiv 2205.05198, section 4), for flash attention, no dropout, SwiGLU and MoE.
-    It includes the inputs and outputs of both norms; queries, keys and values; queries and keys once
-    more after RoPE and, if the model has query and key norms, after these norms; the attention's
+    It includes the inputs and outputs of both norms; queries, keys and values; queries and keys again
+    after RoPE and, if the model has query and key norms, again after those norms; the attention's
     output; the input and 3 F columns for every row that an expert receives; and the router's logits and
     probabilities in fp32. Routing is assumed to be balanced.
 

@@ -27,8 +27,9 @@ def adapted_shape(model: HfModel, adapter: Adapter | None) -> ModelShape:
 def count_adapter(model: HfModel, adapter: Adapter) -> AdapterShape:
     """Return the sizes of an adapter's matrices. Only the model's config.json is needed.
 
-    Modules of an architecture that is defined outside mrl, and whose sizes `parallel.expected_tensors`
-    does not know, are left out. Raises InputError if no layer of the model has any of the modules.
+    Modules whose sizes `parallel.expected_tensors` does not know are left out; only architectures that
+    are defined outside mrl have such modules. Raises InputError if no layer of the model has any of the
+    modules.
     """
     layers = [_Layer() for _ in range(model.sizes.num_layers)]
     topk = model.architecture.transformer_config(model.config).get("moe_router_topk", 0)
@@ -58,7 +59,7 @@ def _sharing(rule: Rule) -> Sharing:
 
 
 class _Layer:
-    """Collects the matrices of an adapter in one layer."""
+    """Collects the adapter matrices of one layer."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -66,10 +67,10 @@ class _Layer:
         self.outputs: dict[str, int] = {}
 
     def add(self, part: Part, rule: Rule, sizes: tuple[int, int], passes: int) -> None:
-        """Add a matrix, which `rule` describes.
+        """Add the matrix that `rule` describes.
 
-        `sizes` is (rank, outputs) of the update. `passes` is the number of times that a token uses the
-        matrix.
+        `sizes` is (rank, outputs) of the low-rank update. `passes` is how often each token passes
+        through the matrix.
         """
         self.parts.append(part)
         if rule.megatron.endswith(".A"):

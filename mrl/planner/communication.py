@@ -27,7 +27,7 @@ class Volume:
     group: int
     """Number of ranks that take part."""
     span: int
-    """Length of the range of consecutive ranks that contains the group. If it exceeds the number of
+    """Number of consecutive ranks from the group's first rank to its last. If it exceeds the number of
     GPUs of a node, the traffic leaves the node."""
     forward: float
     """Bytes of the forward pass, summed over the micro-batches of the step."""
@@ -39,7 +39,7 @@ class Volume:
     """Bytes that are sent once per step, for the gradients and the new weights."""
 
     def step(self, recompute: bool) -> float:
-        """Return the total bytes of one optimizer step, with `recomputed` if `recompute` is true."""
+        """Return the bytes of one optimizer step; they include `recomputed` if `recompute` is true."""
         return self.forward + self.backward + recompute * self.recomputed + self.update
 
 
@@ -49,7 +49,7 @@ def ring(size: int, num_bytes: float) -> float:
 
 
 def volumes(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> list[Volume]:
-    """Return the traffic of one rank of `stage` in one optimizer step, by kind.
+    """Return the traffic of one rank of `stage` in one optimizer step, one volume per kind.
 
     Kinds without traffic are left out.
     """
@@ -112,9 +112,9 @@ def logprob_statistics(
 ) -> Volume:
     """Return the traffic of computing log-probs over a sharded vocabulary.
 
-    `mrl.kernels.linear_logprob` gathers 4 fp32 numbers per loss token and tile of the vocabulary, and
-    nothing in the backward pass. (With `train.logprob_chunk_tokens: 0` it also gathers these numbers
-    for prompt tokens, which are not counted here.)
+    `mrl.kernels.linear_logprob` gathers 4 fp32 numbers per loss token and vocabulary tile. Its backward
+    pass communicates nothing. (With `train.logprob_chunk_tokens: 0` it also gathers these numbers for
+    prompt tokens, which are not counted here.)
     """
     loss_tokens = work.sequences_per_pack(dims) * work.response_len
     tokens = work.num_micro_batches(dims) * loss_tokens / dims.cp
@@ -126,7 +126,7 @@ def logprob_statistics(
 def expert_parallel(
     shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
 ) -> list[Volume]:
-    """Return the traffic of tokens to their experts and back (megatron-core's `token_dispatcher.py`).
+    """Return the traffic of rows to their experts and back (megatron-core's `token_dispatcher.py`).
 
     - The `alltoall` dispatcher sends every row K times, as [n K, H] with fp32 probabilities [n K], and
       gets [n K, H] back; the backward pass sends the same. With expert-tensor parallelism, the received

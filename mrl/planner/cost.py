@@ -54,7 +54,7 @@ def distinct_experts(num_experts: int, topk: int, tokens: float) -> float:
 
 
 def decode_bytes(shape: ModelShape, work: Workload, batch: float, context: float) -> float:
-    """Return the bytes that one engine rank reads to decode one token of each of `batch` sequences.
+    """Return the bytes that one engine rank reads to decode one token for each of `batch` sequences.
 
     These are the weights and the KV cache of `context` tokens per sequence. Of the experts, only those
     that the batch is expected to use are counted.
@@ -75,7 +75,7 @@ def rollout_seconds(
 ) -> tuple[dict[str, float], int]:
     """Estimate the seconds of prefill and decode.
 
-    Return them by name, and the number of sequences that an engine decodes at the same time. Prefill is
+    Return (seconds by name, number of sequences that an engine decodes at the same time). Prefill is
     compute bound and happens once per prompt. Decode is bound by HBM bandwidth.
     """
     sequences = -(-work.num_sequences // work.num_engines(dims))
@@ -91,7 +91,7 @@ def rollout_seconds(
 
 
 def token_seconds(shape: ModelShape, work: Workload, gpu: Hardware, batch: int) -> float:
-    """Estimate how long an engine takes to decode one token of each of `batch` sequences."""
+    """Estimate how long an engine takes to decode one token for each of `batch` sequences."""
     context = work.prompt_len + work.response_len / 2
     read = decode_bytes(shape, work, batch, context) / (gpu.hbm * EFFICIENCY.hbm)
     # Two all-reduces per layer over the engine's ranks; their latency is left out.
@@ -175,7 +175,7 @@ def update_seconds(
 def sync_seconds(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, held: list[Stage]
 ) -> dict[str, float]:
-    """Estimate the seconds of a weight sync by part.
+    """Estimate the seconds of each part of a weight sync.
 
     The parts are the collectives of the export, the engine's copy of the weights and, in colocated
     runs, moving the trainer's state to the host and back. Every bucket, and every tensor in it, costs

@@ -31,8 +31,8 @@ def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
 
     The attention's matrices are sharded over the ranks of its replica, all other matrices over all
     ranks. If a replica has more ranks than key/value heads, several ranks have a copy of the same head
-    (`QKVParallelLinear`). Every rank has all routers, norms and down projections of latent attention
-    and, under DP attention, the whole embedding (`VocabParallelEmbedding(enable_tp=...)`).
+    (`QKVParallelLinear`). Every rank has all routers, all norms, the down projections of latent
+    attention and, under DP attention, the whole embedding (`VocabParallelEmbedding(enable_tp=...)`).
     """
     ranks, total = work.attention_ranks, 0
     extra = max(0, ranks - shape.kv_heads) if shape.mla is None else 0
@@ -52,7 +52,7 @@ def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
 def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of KV cache per token on one engine rank.
 
-    Latent attention caches its compressed keys and values completely on every rank.
+    With latent attention, every rank caches all compressed keys and values.
     """
     ways = 1 if shape.mla else min(work.attention_ranks, shape.kv_heads)
     return work.weight_bytes * shape.num_layers * shape.kv_cache_width // ways
@@ -103,7 +103,7 @@ def engine_rows(
 ) -> tuple[Row, ...]:
     """Return the engine's memory-plan rows on one GPU.
 
-    An engine that is not `awake` has only the row of its weights.
+    If the engine is not `awake`, there is only the row of its weights.
     """
     each = engine_weight_bytes(shape, work)
     replicas = f", {work.engine_dp} replicas of the attention" * (work.engine_dp > 1)

@@ -1,8 +1,8 @@
 """Memory of SGLang for LoRA: a pool of adapter slots on each GPU, and copies on the host.
 
-The pool is counted as SGLang allocates it (`lora/mem_pool.py`, `LoRAMemoryPool`). A slot has A and B of
-every target module in every layer, at the largest rank; query, key and value count as one module, and
-so do gate and up. The pool stays allocated while the engine sleeps.
+The pool is counted as SGLang allocates it (`lora/mem_pool.py`, `LoRAMemoryPool`). A slot has room for A
+and B of every target module in every layer, at the largest rank; query, key and value count as one
+module, and so do gate and up. The pool stays allocated while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MLP_MODULES = {"gate_proj", "up_proj", "down_proj"}
 
 
 def slot_elements(shape: ModelShape, work: Workload) -> int:
-    """Return the elements of one adapter slot on one engine rank; 0 if the engine serves no adapter."""
+    """Return how many elements an adapter slot has on one rank; 0 if the engine serves no adapter."""
     if shape.adapter is None or work.lora != "adapter":
         return 0
     adapter = shape.adapter.adapter
@@ -33,7 +33,7 @@ def slot_elements(shape: ModelShape, work: Workload) -> int:
 
 
 def _attention(shape: ModelShape, work: Workload, names: set[str]) -> int:
-    """Return the elements of a slot for one layer's attention, per unit of the adapter's rank."""
+    """Return how many elements of a slot a layer's attention needs, per unit of the adapter's rank."""
     ranks, hidden, mla = work.attention_ranks, shape.hidden, shape.mla
     total = 0
     if "o_proj" in names:
@@ -56,13 +56,13 @@ def _attention(shape: ModelShape, work: Workload, names: set[str]) -> int:
 
 
 def _mlp(shape: ModelShape, work: Workload, number: int) -> int:
-    """Return the elements of a slot for one layer's dense MLP or shared expert, per unit of rank."""
+    """Return how many elements of a slot a dense MLP or shared expert needs, per unit of rank."""
     columns = shape.shared_ffn if number in shape.moe_layers else shape.dense_ffn
     return 3 * shape.hidden + 3 * (columns // work.engine_tp)
 
 
 def _experts(shape: ModelShape, work: Workload, *, is_shared: bool) -> int:
-    """Return the elements of a slot for one layer's experts, per unit of rank.
+    """Return how many elements of a slot a layer's experts need, per unit of rank.
 
     `is_shared`: whether the experts share their outer matrices, the A of gate and up and the B of down.
     """
@@ -77,7 +77,7 @@ def pool_bytes(shape: ModelShape, work: Workload) -> int:
 
 
 def adapter_pool_rows(shape: ModelShape, work: Workload) -> tuple[Row, ...]:
-    """Return one row for the adapter slots on one GPU, which is the same in every phase."""
+    """Return the row of the adapter slots on one GPU. It is the same in every phase of a step."""
     return (
         Row(
             "engine's adapter slots",
@@ -93,7 +93,7 @@ def adapter_host_rows(
 ) -> tuple[Row, ...]:
     """Return the host-memory rows that LoRA adds to one engine rank; none if it serves no adapter.
 
-    The rank holds `engine_weight_bytes` of the base model.
+    `engine_weight_bytes` is the size of the base model's weights on the rank.
     """
     if shape.adapter is None or work.lora != "adapter":
         return ()

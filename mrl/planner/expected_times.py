@@ -25,7 +25,7 @@ OFFLOAD = "offload and onload"
 
 @dataclass(frozen=True)
 class Part:
-    """The time of one part of a step, for which one role is responsible."""
+    """The time of one part of a step, attributed to one role."""
 
     role: str
     """`trainer`, `rollout`, `sync` or `load`."""

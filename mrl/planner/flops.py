@@ -38,7 +38,7 @@ def stage_flops(shape: ModelShape, stage: Stage, context: float) -> float:
 
 
 def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> float:
-    """Return the FLOPs of one token that the backward pass saves because weights are frozen.
+    """Return the FLOPs per token that the backward pass saves because weights are frozen.
 
     The gradients of frozen weights are not computed; they would need as many FLOPs as the forward pass
     through these weights. Return 0 without an adapter.

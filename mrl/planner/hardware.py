@@ -50,7 +50,7 @@ class Efficiency:
     bucket_s: float = 0.01
     """Seconds per weight bucket for a request and its answer, in addition to the time to copy bytes."""
     tensor_s: float = 0.2e-3
-    """Seconds per tensor of a bucket, in which the engine looks up the parameter and starts a copy, in
+    """Seconds per tensor of a bucket for looking up the parameter and starting a copy in the engine, in
     addition to the time to copy bytes."""
     host_memory: float = 40e9
     """Host-memory bandwidth that one rank gets, in bytes per second; used for Adam on the CPU."""
@@ -60,7 +60,10 @@ EFFICIENCY = Efficiency()
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the hardware of that name. Raises InputError, with the known names, if it is unknown."""
+    """Return the hardware with this name.
+
+    Raises InputError, with the known names, for any other name.
+    """
     if name not in HARDWARE:
         raise InputError(f"--gpu: got {name!r}, expected {' or '.join(HARDWARE)}")
     return HARDWARE[name]

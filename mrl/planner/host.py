@@ -38,7 +38,7 @@ def pinned_total(tensors: Tensors, element_bytes: int, exact: int | None) -> int
 
 
 def stage_tensors(parts: Iterable[Part], dims: ParallelDims) -> tuple[Tensors, Tensors]:
-    """Return the tensors (dense, experts) that one rank holds of the `parts` of its stage."""
+    """Return (dense tensors, expert tensors) that one rank holds of the `parts` of its stage."""
     dense: list[tuple[int, int]] = []
     experts: list[tuple[int, int]] = []
     for part in parts:
@@ -88,7 +88,7 @@ def pinned_state(
     """Return the pinned bytes for a `share` of one kind of optimizer state that a rank keeps.
 
     There is one buffer per parameter. Under the distributed optimizer, the total is divided by the
-    number of ranks that share the state, as if no parameter were split between two ranks.
+    number of ranks over which the state is sharded, as if no parameter were split between two ranks.
     """
     copies = copies_of(dims, work.distributed_optimizer)
     found = 0.0
@@ -125,8 +125,9 @@ def offloaded_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> tuple[i
 def saved_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the largest number of bytes that a rank of the stage copies for an asynchronous save.
 
-    A rank saves its shard of the main parameters and moments, and the weights of the trained parameters
-    of which it is the main replica. The result is for a rank that is the main replica of all of them.
+    A rank saves its shard of the main parameters and moments, and the weights of those trained
+    parameters whose main replica it holds. The result is for a rank that holds the main replica of all
+    of them.
     """
     options = work.state
     aware = options.precision_aware and not options.offload_fraction
@@ -173,7 +174,7 @@ def trainer_host_rows(
 
 
 def routes_per_token(shape: ModelShape, work: Workload) -> list[int]:
-    """Return the bytes of one token's routes for each MoE layer; empty without r3 replay."""
+    """Return, for each MoE layer, the bytes of one token's routes; empty without r3 replay."""
     if work.routing_replay != "r3" or not shape.moe_layers:
         return []
     return [route_bytes(shape.num_experts, shape.topk)] * len(shape.moe_layers)

@@ -1,7 +1,7 @@
 """Read the seconds of a step's parts from the metrics of a run, for `mrl check --measured`.
 
-Only times that the run measured are returned. If it could not measure them, `MeasuredRun.missing` names
-the kind of run that can.
+Only times that the run measured are returned. If it could not measure them, `MeasuredRun.missing` says
+why and names the kind of run that can.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mrl.errors import InputError
 from mrl.planner.placement import Placement, StepTimes
 
 NUM_SKIPPED, MIN_STEPS = 2, 3
-"""Number of steps that are skipped at the start, because engines and kernels are set up in them, and
-the smallest number of steps that must remain."""
+"""Number of initial steps that are skipped because engines and kernels are set up in them, and the
+smallest number of steps that must remain."""
 STEP, SYNC, ROLLOUT, EVAL = "time/step_s", "time/sync_s", "time/rollout_s", "time/eval_s"
 MEAN_LEN, MAX_LEN = "response_len/mean", "response_len/max"
 
@@ -31,7 +31,7 @@ class MeasuredRun:
     placement: Placement
     max_staleness: int
     num_steps: int
-    """Number of steps in the means."""
+    """Number of steps over which the means are taken."""
     step_s: float
     times: StepTimes | None
     """The mean times. None if the run could not measure them; `missing` says why."""
@@ -91,10 +91,10 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _times(
     folder: Path, means: Mapping[str, float], placement: Placement
 ) -> tuple[StepTimes | None, str]:
-    """Return a run's times; None, with the reason, if it is asynchronous and did not measure them.
+    """Return (times, ""), or (None, reason) for an asynchronous run, which cannot measure them.
 
-    In a synchronous disaggregated run the engines load weights while the trainer waits for the
-    rollout, so `generate_s` includes the loading.
+    In a synchronous disaggregated run the engines load weights while the trainer waits for the rollout,
+    so `generate_s` includes the loading.
     """
     if absent := [key for key in (STEP, SYNC, ROLLOUT) if key not in means]:
         raise InputError(f"--measured: the steps of {folder} have no {absent[0]}; give another run")

@@ -25,8 +25,8 @@ COUNTED = "counted in tests/planner/test_bytes.py"
 def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
     """Return the bytes of one rank's parameters, of b bytes each, and of its layers' module buffers.
 
-    The buffers are the bias and the token count of every expert, in fp32, if biases balance the
-    routers, and the rotary tables of latent attention.
+    The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
+    bias and token count of every expert.
     """
     biases, mla = 2 * router_bias_bytes(shape, stage.layers), shape.mla
     table = 2 * mla.rotary_positions * mla.rope_dim * len(stage.layers) if mla else 0
@@ -60,10 +60,11 @@ def optimizer_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
 def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes of the replayed expert ids on the device, summed over micro-batches.
 
-    With r3, the engine captured the ids. For one optimizer step, every token has K ids of one or two
-    bytes for each MoE layer of the whole model, and one byte that says whether it has a route. With r2,
-    the log-prob pass before the update recorded the ids. For all optimizer steps, a rank keeps K ids of
-    8 bytes for each of its own rows and MoE layers.
+    With r3, the ids come from the engine, and the device holds those of one optimizer step at a time:
+    per token, K ids of one or two bytes for each MoE layer of the whole model, plus one byte that says
+    whether the token has a route. With r2, the ids are recorded by the log-prob pass before the update,
+    and the device holds those of all optimizer steps of the rollout: K ids of 8 bytes for each row and
+    each MoE layer of this rank.
     """
     if work.routing_replay == "off" or not shape.moe_layers:
         return 0
@@ -78,7 +79,8 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
     """Return the bytes of the largest parameter that is exported in one piece.
 
     An expert's [gate; up] is gathered together with the [gate; up] of its expert-parallel peers; every
-    other parameter is exported alone. If only the adapter is sent, the parameters are its matrices.
+    other parameter is exported alone. If only the adapter is sent, the parameters are the adapter's
+    matrices.
     """
     if shape.adapter and work.lora == "adapter":
         return work.weight_bytes * max(
@@ -119,9 +121,9 @@ def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
 def merging_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes needed to merge an adapter into one weight; 0 if no adapter is merged.
 
-    Four fp32 copies of the size of the weight's shard exist at the same time: the shard itself, the
-    updates (`scale B A`) of its Hugging Face weights, these updates joined into one tensor, and the
-    sum of shard and update.
+    Four fp32 tensors as large as the weight's shard exist at the same time: the shard itself, the
+    updates (`scale B A`) of its Hugging Face weights, these updates joined into one tensor, and the sum
+    of shard and update.
     """
     if work.lora != "merged":
         return 0

@@ -1,8 +1,9 @@
 """The bfloat16 peak of GPUs and the FLOPs of training, for the model FLOPs utilization (MFU).
 
 MFU is the FLOPs that the model needs for the tokens of a step, divided by the FLOPs that the GPUs could
-do in that time at their peak (PaLM, arXiv 2204.02311, appendix B). Recomputed activations, passes
-without a gradient, padding and communication do not count as useful FLOPs, so they lower the MFU.
+do at their peak in the time of the step (PaLM, arXiv 2204.02311, appendix B). Recomputed activations,
+passes without a gradient, padding and communication do not count as useful FLOPs, so they lower the
+MFU.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def peak_flops(device_name: str) -> float | None:
 def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     """Return the FLOPs of a forward and a backward pass over sequences of these lengths.
 
-    A token attends to half of its sequence on average, so the sum is sum_i T_i f(T_i / 2) over the
+    A token attends to half of its sequence on average, so the result is sum_i T_i f(T_i / 2) over the
     lengths T_i, where f is `flops.training_flops` of one token.
     """
     return sum(length * flops.training_flops(shape, length / 2) for length in lengths)

@@ -1,4 +1,4 @@
-"""Predict from the times of a step's parts how long it takes in each placement, and which role waits.
+"""Predict, from the times of a step's parts, the step's time in each placement and which role waits.
 
 Legend: g = `generate_s`; t = `train_s`; c = `sync_s`; l = `load_s`; r = `spread`; n = `max_staleness`.
 All times are means over steps. If steps differ in length, a real run is slower than predicted, because
@@ -26,12 +26,13 @@ class StepTimes:
     generate_s: float
     """Seconds from the first request to the end of the slowest group of the step's batch."""
     train_s: float
-    """The trainer's work other than the weight sync: log-probs, updates, records."""
+    """Seconds of the trainer's work other than the weight sync: log-probs, updates, records."""
     sync_s: float
-    """The trainer's part of a weight sync: the export, and the copy to the engines or their hosts."""
+    """Seconds of the trainer's part of a weight sync: the export, and the copy to the engines or their
+    hosts."""
     load_s: float = 0.0
-    """The engine's part of a weight sync, in which it loads the weights from host memory and generates
-    nothing. 0 if `sync_s` includes it, as in a colocated run."""
+    """Seconds of the engine's part of a weight sync, in which it loads the weights from host memory and
+    generates nothing. 0 if `sync_s` includes it, as in a colocated run."""
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():

@@ -30,8 +30,8 @@ class Table:
 def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> list[Table]:
     """Return the tables of the plan.
 
-    They show the model, GPU memory by phase for each kind of rank, the items of the peak, host memory,
-    traffic and the time of a step. Tables without rows are left out.
+    They show the model, GPU memory by phase for each kind of rank, the items of GPU memory at the peak,
+    host memory, traffic and the time of a step. Tables without rows are left out.
     """
     found = [
         model_table(shape, work),

@@ -80,7 +80,7 @@ def all_phases(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardw
 def _stage_phases(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[Phase]:
-    """Return the phases of a rank of the stage, which also generates in a colocated run."""
+    """Return the phases of one rank of `stage`. In a colocated run the rank also generates."""
     own, export = trainer_rows(shape, stage, dims, work), export_row(shape, dims, work)
     runtime = runtime_rows(shape, dims, work, gpu.gpus_per_node)
     shard = optimizer_shard(stage, dims, work.distributed_optimizer)
@@ -102,7 +102,7 @@ def _stage_phases(
 
 
 def _rollout_phase(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
-    """Return the memory of the first rank of an engine, which is the same through the whole step."""
+    """Return the memory of an engine's first rank, as a single phase that lasts for the whole step."""
     bucket = export_buffer_bytes(shape, dims, work)
     groups = [*engine_communicators(work), worker_pair(dims, work)]
     rows = (
@@ -202,7 +202,7 @@ def nodes(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) 
 
 
 def split_engine(dims: ParallelDims, work: Workload, gpus_per_node: int) -> str:
-    """Return why an engine of a disaggregated run would span two nodes; empty if none does."""
+    """Return an error message if an engine of a disaggregated run would span nodes; empty otherwise."""
     for first in range(dims.world, dims.world + work.rollout_ranks, work.engine_tp):
         last = first + work.engine_tp - 1
         if first // gpus_per_node != last // gpus_per_node:

@@ -35,7 +35,7 @@ class RolloutBytes:
     leader: float
     """Bytes that the leader of each engine sends."""
     rank: float
-    """Bytes that each rank receives, for the pipeline stage that receives most."""
+    """Bytes that each rank receives, on the pipeline stage that receives the most."""
     first: float
     """Bytes that rank 0 receives in addition to `rank`."""
 
@@ -86,7 +86,7 @@ def _to_first_rank(shape: ModelShape, work: Workload, num_tokens: float) -> Roll
 
 
 def _from_engine(shape: ModelShape, work: Workload, num_tokens: float) -> RolloutBytes:
-    """Return the traffic of routes from SGLang's scheduler to the leader, in memory that both map.
+    """Return the traffic of routes from SGLang's scheduler to the leader, through memory that both map.
 
     `num_tokens` is the number of tokens of one engine.
     """
@@ -97,7 +97,7 @@ def _from_engine(shape: ModelShape, work: Workload, num_tokens: float) -> Rollou
 
 
 def moe_layers_by_stage(shape: ModelShape, dims: ParallelDims) -> list[tuple[int, ...]]:
-    """Return the 0-based numbers of the MoE layers of each stage."""
+    """Return the 0-based indices of each stage's MoE layers."""
     moe = set(shape.moe_layers)
     return [tuple(n for n in stage.layers if n in moe) for stage in stages(shape, dims)]
 
@@ -105,9 +105,9 @@ def moe_layers_by_stage(shape: ModelShape, dims: ParallelDims) -> list[tuple[int
 def node_copies(dims: ParallelDims) -> float:
     """Return the mean number of other nodes to which a leader sends a sample.
 
-    A sample is sent once to each node that has ranks which train on it. In Megatron's numbering of
-    ranks, the tensor-parallel index varies fastest, followed by the context-, data- and
-    pipeline-parallel index.
+    A sample is sent once to each node that has at least one rank that trains on the sample. In
+    Megatron's numbering of ranks, the tensor-parallel index varies fastest, followed by the context-,
+    data- and pipeline-parallel index.
     """
     inner = dims.tp * dims.cp
     pairs = {(rank // NODE, rank // inner % dims.dp) for rank in range(dims.world)}

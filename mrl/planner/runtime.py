@@ -1,7 +1,7 @@
 """Memory other than tensors: CUDA contexts, communicators, workspaces, fragmentation.
 
-None of these numbers has been measured with mrl. They come from measurements by others, from the source
-code of a library, or are assumptions; the source of each row says which.
+None of these numbers has been measured with mrl. They are measurements by others, values from the
+source code of a library, or assumptions; the source of each row says which.
 
 NCCL creates a communicator at the first collective of a group, and mrl never destroys one.
 tests/planner/test_bytes.py counts the groups that real training steps use.
@@ -35,15 +35,15 @@ NETWORK_CHANNELS = 2
 """Number of channels to each peer on another node: NCCL_NCHANNELS_PER_NET_PEER (NVIDIA/nccl issue
 1424)."""
 CUBLAS_BYTES = 32 << 20
-"""torch's workspace per cuBLAS handle and stream on Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp,
-parseChosenWorkspaceSize)."""
+"""Bytes of torch's workspace per cuBLAS handle and stream on Hopper
+(aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)."""
 CUBLAS_STREAMS = 2
 """Number of streams with a cuBLAS workspace: the default one, and one for communication or offload."""
 GROUPED_GEMM_STREAMS = 4
 """Streams of TransformerEngine's grouped matrix products, each with a cuBLAS workspace
 (`get_num_cublas_streams`)."""
 FRAGMENTATION = 0.05
-"""Share of the bytes managed by torch's caching allocator that fragmentation adds."""
+"""Bytes that fragmentation adds, as a share of the bytes that torch's caching allocator manages."""
 
 Kind = Literal["collective", "peers"]
 
@@ -57,7 +57,7 @@ class Communicator:
     size: int
     """Number of ranks in the group."""
     span: int
-    """Length of the range of consecutive ranks that contains the group."""
+    """Number of consecutive ranks from the group's first rank to its last."""
     kind: Kind = "collective"
     """`peers` for all-to-all or send and receive, which need buffers for every peer."""
 
@@ -79,7 +79,7 @@ class Communicator:
 
 
 def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[Communicator]:
-    """Return the communicators of a trainer rank on the first or last stage, by Megatron's names.
+    """Return the communicators of a trainer rank on the first or last stage, under Megatron's names.
 
     A group of a single rank is listed if Megatron calls collectives on it nevertheless. The groups of
     expert-data parallelism are used only if experts are trained.
@@ -184,7 +184,7 @@ def workspace_row(num_streams: int, formula: str, *, has_grouped: bool) -> Row:
     """Return the row of the cuBLAS workspaces of `num_streams` streams.
 
     `formula` says in words how `num_streams` is computed. If `has_grouped`, the streams of
-    TransformerEngine's grouped matrix products are added to the number and to the formula.
+    TransformerEngine's grouped matrix products are added to both.
     """
     source = "torch CublasHandlePool.cpp (parseChosenWorkspaceSize)"
     if has_grouped:

@@ -113,7 +113,7 @@ class ModelShape:
     head_dim: int
     dense_ffn: int
     moe_layers: tuple[int, ...]
-    """0-based layer numbers."""
+    """0-based layer indices."""
     num_experts: int
     topk: int
     moe_ffn: int
@@ -144,7 +144,10 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Elements of a token's keys and values in training, in which latent attention expands them."""
+        """Elements of a token's keys and values during training.
+
+        Latent attention is counted in its expanded form here (compare `kv_cache_width`).
+        """
         if self.mla:
             return self.query_width + self.value_width
         return 2 * self.kv_heads * self.head_dim
@@ -185,7 +188,7 @@ class ModelShape:
         return _all("norms", "whole", self.hidden)
 
     def layer(self, number: int) -> list[Part]:
-        """List the parameters of 0-based layer `number`."""
+        """List the parameters of the layer with the 0-based index `number`."""
         parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention()]
         if number not in self.moe_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
@@ -222,7 +225,7 @@ class ModelShape:
         return [self.embedding(), *layers, self.final_norm(), self.output()]
 
     def count(self) -> dict[str, int]:
-        """Count parameters by the name of their part."""
+        """Return the number of parameters by part name."""
         totals: dict[str, int] = {}
         for part in self.parts():
             totals[part.name] = totals.get(part.name, 0) + part.num
@@ -243,7 +246,7 @@ class ModelShape:
 
 
 def _all(name: str, sharing: Sharing, *numels: int) -> Part:
-    """Return a part with a tensor of each of the sizes `numels`, which every token uses completely."""
+    """Return a part with one tensor for each size in `numels`. Every token uses all elements."""
     return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels))
 
 

@@ -11,11 +11,11 @@ from parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage. Parameter counts are the counts on one rank of the stage."""
+    """A pipeline stage. Its parameter counts are those of one rank of the stage."""
 
     index: int
     layers: tuple[int, ...]
-    """0-based numbers of the layers in all chunks of the stage."""
+    """0-based indices of the layers in all chunks of the stage."""
     chunk_layers: int
     """Number of layers in the largest chunk."""
     parts: tuple[Part, ...]
@@ -37,7 +37,7 @@ class Stage:
     """How many of the `expert` parameters are not sharded by expert-tensor parallelism. Their gradients
     are summed over the expert-tensor-parallel ranks."""
     frozen: int
-    """Number of parameters without a gradient and without optimizer state."""
+    """Number of parameters that have neither a gradient nor optimizer state."""
 
     @property
     def num_trained(self) -> int:
@@ -87,7 +87,7 @@ def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:
 
 
 def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
-    """Return the 0-based numbers of the layers, indexed by [pipeline rank][chunk].
+    """Return the range of 0-based layer indices of each chunk, indexed by [pipeline rank][chunk].
 
     As in Megatron, the first chunks of all ranks get the first layers, the second chunks of all ranks
     get the next ones, and so on. `dims.check_model` must have passed.

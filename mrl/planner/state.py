@@ -1,8 +1,8 @@
 """The memory of gradients and optimizer state under Megatron's options.
 
 P is the number of parameters whose weights a rank holds, and S the number of parameters whose optimizer
-state it keeps. S equals P without the distributed optimizer, and P divided by the number of copies of
-each parameter with it (ZeRO stage 1, arXiv 1910.02054).
+state it keeps. Without the distributed optimizer, S equals P. With it (ZeRO stage 1, arXiv 1910.02054),
+S is P divided by the number of copies of each parameter.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def read_state(megatron: Mapping[str, Any], weight_bytes: int) -> StateOptions:
 
 
 def dtype_bytes(name: Any) -> int:
-    """Return the bytes of a dtype: a torch.dtype, or a name such as `bfloat16`, `bf16` or
-    `torch.bfloat16`."""
+    """Return the bytes of a dtype: a torch.dtype, or a name such as `bf16` or `torch.bfloat16`."""
     return DTYPE_BYTES[str(name).rpartition(".")[2]]
 
 
@@ -86,11 +85,11 @@ class Shard(NamedTuple):
 
 
 def copies_of(dims: ParallelDims, distributed: bool) -> Shard:
-    """Return how many ranks share the optimizer state of one parameter.
+    """Return the number of ranks over which the optimizer state of one parameter is sharded.
 
-    With the distributed optimizer, dp x cp ranks share the state of a dense parameter, and
-    world / (etp ep pp) ranks the state of an expert's parameter. Without it no ranks share any state,
-    and both numbers are 1.
+    With the distributed optimizer, the state of a dense parameter is sharded over dp x cp ranks, and
+    that of an expert's parameter over world / (etp ep pp) ranks. Without it, every rank keeps the whole
+    state of its parameters, and both numbers are 1.
     """
     return Shard(dims.dp * dims.cp, expert_data_parallel(dims)) if distributed else Shard(1, 1)
 

@@ -72,7 +72,7 @@ def verdict(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 
 
 def _engine(shape: ModelShape, work: Workload, gpu: Hardware) -> str | None:
-    """Return why the engine could not start; None if it can."""
+    """Return why the engine could not start; None if it could."""
     tokens = kv_capacity_tokens(shape, work, gpu.memory_bytes)
     if work.engine_tp > gpu.gpus_per_node and work.engine_tp % gpu.gpus_per_node:
         return (

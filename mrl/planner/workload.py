@@ -94,7 +94,7 @@ class Workload:
 
     @property
     def attention_ranks(self) -> int:
-        """Number of an engine's ranks that share one replica of the attention."""
+        """Number of ranks over which an engine shards one replica of the attention."""
         return self.engine_tp // self.engine_dp
 
     def num_engine_ranks(self, dims: ParallelDims) -> int:
@@ -105,7 +105,7 @@ class Workload:
         return max(1, self.num_engine_ranks(dims) // self.engine_tp)
 
     def packed_tokens(self, dims: ParallelDims) -> int:
-        """Return the number N of tokens in one micro-batch of as many sequences as fit.
+        """Return N, the number of tokens in a micro-batch that holds as many sequences as fit.
 
         The padding of the sequences and of the micro-batch is included.
         """

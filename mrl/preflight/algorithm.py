@@ -1,4 +1,4 @@
-"""Check the settings around the algorithm: reference, critic, shaping of rewards, dynamic sampling.
+"""Check the settings around the algorithm: reference, critic, reward shaping, dynamic sampling.
 
 All functions raise InputError if a check fails.
 """
@@ -158,8 +158,8 @@ def _check_turn_rewards(recipe: Recipe) -> None:
 def check_group_size(recipe: Recipe, algorithm: Algorithm) -> None:
     """Check `samples_per_prompt`: it must be at least 2 for an algorithm that compares samples.
 
-    Such an algorithm compares the samples of a prompt with each other, and with a single sample
-    every advantage is 0. Nothing is checked if the run only generates rollouts
+    Such an algorithm compares the samples of a prompt with each other, and with a single sample per
+    prompt every advantage is 0. Nothing is checked if the run only generates rollouts
     (`debug.rollout_only`).
     """
     if recipe.rollout.samples_per_prompt > 1 or recipe.debug.rollout_only:

@@ -95,8 +95,8 @@ def why_other_data(
 def _why_other_rewards(recipe: Recipe, state: dict[str, Any]) -> str:
     """Return an error message if the recipe no longer has the reward of a pending, unscored prompt.
 
-    A pending prompt was taken from the data, but no step has trained on it. The result is empty if
-    all pending prompts can be scored.
+    A pending prompt is one that was taken from the data but that no step has trained on. The result is
+    empty if all pending prompts can be scored.
     """
     for one in read_pending(state):
         reward = one.group.prompt.reward

@@ -34,7 +34,7 @@ class EngineLayout:
         return self.ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Return the index of a rank's node among the nodes of the rank's engine, counted from 0."""
+        """Return the 0-based index of a rank's node among the nodes of the rank's engine."""
         return rank % self.ranks // self.ranks_per_node
 
     def leads_node(self, rank: int) -> bool:

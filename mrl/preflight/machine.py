@@ -18,7 +18,7 @@ import torch
 from mrl.errors import InputError
 
 MIN_FILES = 256
-"""Smallest limit of open files per process; a rank with an engine opens up to about a hundred."""
+"""Lowest accepted limit on open files per process; a rank with an engine opens up to about 100."""
 NUM_PORTS = 8
 """Number of ports that a rank and its engine need."""
 CONNECT_TIMEOUT_S = 5.0

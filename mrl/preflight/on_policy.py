@@ -24,7 +24,7 @@ ON_CPUS = ("qwen3_moe",)
 
 
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
-    """Raise InputError for the first key whose value `rollout.true_on_policy` does not work with.
+    """Raise InputError for the first key with a value that does not work with `rollout.true_on_policy`.
 
     If only `rollout.batch_invariant` is on, which is the engine's half of `true_on_policy`, only the
     keys that concern the engine are checked. Nothing is checked if both are off.

@@ -68,13 +68,15 @@ class Plan:
 
     @functools.cached_property
     def threads(self) -> CpuThreads:
-        """The CPU threads of trainer ranks and engines."""
+        """The number of CPU threads of each trainer rank and engine."""
         return choose_threads(self.recipe, self.model.config["hidden_size"], self.roles.world)
 
     @property
     def engine_threads(self) -> int:
-        """The threads of each rank of an engine on CPUs; an engine of several ranks binds one core
-        to each."""
+        """Number of threads of each engine rank on CPUs.
+
+        An engine of several ranks binds each rank to one core.
+        """
         return self.threads.number if self.recipe.rollout.tensor_parallel_size == 1 else 1
 
     @property
@@ -140,7 +142,7 @@ def _updates(recipe: Recipe) -> str:
 
 
 def _passes(plan: Plan) -> str:
-    """Describe how many epochs of the prompts the run's steps take.
+    """Describe how many epochs over the prompts the run's steps amount to.
 
     Additional prompts of over-sampling and dynamic sampling are not counted.
     """
@@ -160,8 +162,8 @@ def _engines(plan: Plan) -> str:
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return (name, value) rows that describe the data.
 
-    A single source has one row. If there are several sources, the first row describes all of them,
-    and each source has a further row.
+    A single source has one row. If there are several sources, the first row describes all of them, and
+    each source has another row of its own.
     """
     config, sources, task = plan.recipe.data, plan.sources, _task(plan.recipe)
     if len(sources) == 1:

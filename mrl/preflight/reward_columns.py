@@ -1,4 +1,4 @@
-"""Find rows that lack a column that the reward of the row needs."""
+"""Find rows that lack a column that their reward needs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def is_not_finite(value: object) -> bool:
 
 
 def needed_columns(spec: str) -> list[str]:
-    """Return the columns that a reward function requires, which are its arguments without a default.
+    """Return the columns that a reward function requires: its arguments without a default.
 
     The list is empty for functions in the forms of verl and slime, which take complete rows, and
     for a callable without a Python signature.

@@ -1,4 +1,4 @@
-"""Decide which ranks of a job train, and which are rollout ranks that only lead engines."""
+"""Decide which ranks of a job train, and which ranks (rollout ranks) only run engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Roles:
         return max(1, self.num_engine_ranks // rollout.tensor_parallel_size)
 
     def engine_layout(self, rollout: RolloutConfig) -> EngineLayout:
-        """Return the layout of the engines. Raises InputError if the ranks do not divide into engines.
+        """Return the layout of the engines. Raises InputError if the ranks do not split into engines.
 
         In a disaggregated run, each engine must be on one node. This is not checked here, because
         trainers do not know how many ranks other nodes have. The rollout ranks check it when they

@@ -1,4 +1,4 @@
-"""Choose the CPU threads of a run's trainer ranks and engines."""
+"""Choose the number of CPU threads for a run's trainer ranks and engines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class CpuThreads:
 
 
 def choose_threads(recipe: Recipe, width: int, world: int) -> CpuThreads:
-    """Choose the threads for a model with the hidden size `width` on `world` ranks.
+    """Choose the number of threads for a model with the hidden size `width` on `world` ranks.
 
-    In this order: `train.cpu_threads` if it is a number, OMP_NUM_THREADS, and the cores of this
-    machine divided by its ranks. Colocated engines take turns with the trainer and get as many.
+    It is `train.cpu_threads` if that is a number, otherwise OMP_NUM_THREADS if the user has set it, and
+    otherwise the number of cores per rank of this machine, or 1 for a small `width`. Colocated engines
+    take turns with the trainer and get the same number.
     """
     if recipe.train.cpu_threads != "auto":
         return CpuThreads(recipe.train.cpu_threads, "train.cpu_threads")

@@ -1,4 +1,4 @@
-"""Check the weights in a model folder: files, names, shapes, dtypes, and that numbers are finite."""
+"""Check the weights in a model folder: files, names, shapes, dtypes and finite values."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def find_changes(
     old_contents: Mapping[str, str],
     new_contents: Mapping[str, str],
 ) -> list[Change]:
-    """Return the changes between two recipes, given as their values by dotted key (`flatten`).
+    """Return the changes between two recipes, each given as values by dotted key (see `flatten`).
 
     `old_contents` and `new_contents` hold, by key, the digests of the files that the key names
     (`mrl.run.contents`). If the old or the new digest of a key is missing, only the values of the

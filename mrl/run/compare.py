@@ -143,7 +143,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _versions(folder: RunFolder) -> dict[str, str]:
-    """Return the versions of packages that are recorded in the newest checkpoint.
+    """Return the package versions that are recorded in the newest checkpoint.
 
     Checkpoints whose manifest cannot be read are skipped. The result is empty if no checkpoint
     remains.
@@ -162,7 +162,7 @@ def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Dive
 
 
 def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Divergence | None, Divergence | None]:
-    """Return the first step whose prompts differ, and the first step before it whose samples differ.
+    """Return the first step whose prompts differ, and the first earlier step whose samples differ.
 
     Either result is None if there is no such step.
     """

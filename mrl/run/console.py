@@ -37,7 +37,7 @@ COLUMNS = (
 """The columns of a step line, as (metric key, heading, number format)."""
 ONLY_WIDE = ("response_len/max", "response_len/truncated", "throughput/step_tokens_per_s",
              "throughput/mfu", "time/timestamp")  # fmt: skip
-"""Metrics that a terminal of fewer than WIDE characters does not show. A log file shows all metrics."""
+"""Metrics that a terminal narrower than WIDE characters does not show. A log file shows all metrics."""
 STEP_WIDTH, DONE_WIDTH = 5, 10
 """Widths in characters of the columns `step` and `done` (see `step_line`)."""
 WIDE = 132
@@ -288,8 +288,10 @@ def _width(form: str) -> int:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    """Print a line without markup, highlighting or wrapping. Characters that the terminal cannot encode
-    are escaped."""
+    """Print a line without markup, highlighting or wrapping.
+
+    Characters that the terminal cannot encode are escaped.
+    """
     encoding = console.encoding or "utf-8"
     safe = text.encode(encoding, "backslashreplace").decode(encoding)
     console.print(Text(safe, style=style), soft_wrap=True, highlight=False)

@@ -23,9 +23,9 @@ NUM_PIECES, PIECE_BYTES = 64, 64 << 10
 
 
 def contents_of(recipe: Recipe) -> dict[str, str]:
-    """Return, by key, the digest of each key that names files whose contents are compared.
+    """Return a digest for each recipe key that names files whose contents are compared.
 
-    These are the keys with `Rule.by_contents`, except the keys whose value is null.
+    These are the keys with `Rule.by_contents`, except those whose value is null.
     """
     flat = flatten(recipe.model_dump())
     return {

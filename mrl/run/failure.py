@@ -28,7 +28,7 @@ FILE = "failure.json"
 SERVICE_FILE = "service.yaml"
 """A folder with this file belongs to a service."""
 EARLIER = "failures.jsonl"
-"""File with the records of earlier starts of a run, one per line."""
+"""File with the failure records of earlier starts of a run, one per line."""
 RUN_FILE, COMMAND_FILE = "run_folder", "command"
 """Files in the launcher's folder (mrl/system/launcher.py) to which a rank writes the path of its run
 and the command that continues it."""
@@ -253,7 +253,7 @@ def _is_nearer(new: Failure, there: Failure) -> bool:
 
 
 def _specificity(code: int) -> int:
-    """Return a number that is larger the more an exit code tells about the cause."""
+    """Return how specific an exit code is: a larger number says more about the cause."""
     if code in _LEAST_SPECIFIC:
         return _LEAST_SPECIFIC.index(ExitCode(code))
     return len(_LEAST_SPECIFIC)

@@ -66,7 +66,7 @@ class RunFolder:
     def check(self, recipe: Recipe, allowed: Sequence[str] | None = ()) -> Update:
         """Return the changes that `recipe` makes to the run in this folder.
 
-        `allowed` names the keys and branches after `--allow`; None allows every key that can be
+        `allowed` names the keys and branches given with `--allow`; None allows every key that can be
         allowed. Raises InputError if the folder cannot be created, or if the run has begun and a change
         is not permitted (`check_allowed`). Only rank 0 reads and compares the contents of files.
         """
@@ -113,8 +113,8 @@ class RunFolder:
         """Create and lock the folder, restore damaged metrics, and record the start in the history.
 
         `update` is the result of `check`, and `step` is the number of steps done. Raises InputError
-        while another run is writing to the folder, or if another run has begun in it since `claim`
-        found none.
+        while another run is writing to the folder, or if another run has begun in the folder since
+        `claim` found none.
         """
         with refusing(self.root):
             new = [p for p in (self.root, *self.root.absolute().parents) if not p.exists()]
@@ -165,14 +165,14 @@ class RunFolder:
         self.timeline.rewind(step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, without a last line that a crash cut short.
+        """Return the rows of metrics.jsonl, leaving out a last line that a crash cut short.
 
         Raises InputError if a line is damaged.
         """
         return metric_rows.read(self.metrics)
 
     def kept(self, step: int) -> dict[str, bytes]:
-        """Return the files that are copied into the checkpoint of `step`, as contents by file name."""
+        """Return the contents of the files to copy into the checkpoint of `step`, by file name."""
         return {metric_rows.COPY: metric_rows.rows_before(self.metrics, step)}
 
     def settle(self, step: int) -> None:
@@ -201,7 +201,7 @@ class RunFolder:
     def write_evaluation(
         self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
     ) -> None:
-        """Write an evaluation of the weights `version`.
+        """Write an evaluation of the weights of version `version`.
 
         The lines of its samples (`as_lines`) are written first. The file with its metrics is written
         last, so its existence shows that the evaluation is complete.
@@ -264,7 +264,7 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
     """Return a group as lines of `rollouts/step_*.jsonl`, one per sample.
 
     `weight_version` is the version of the weights that sampled the sample's last tokens. `staleness` is
-    the step's version minus the oldest version that sampled any of its tokens.
+    the step's version minus the oldest version that sampled any of the sample's tokens.
     """
     rewards = [] if group.rewards is None else group.rewards.tolist()
     advantages = [] if group.advantages is None else group.advantages.tolist()

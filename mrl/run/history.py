@@ -77,7 +77,7 @@ class History:
         self._config = root / "config.yaml"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the entries of the file, one per line, without a last line that a crash cut short.
+        """Return the entries of the file, one per line, leaving out a last line that a crash cut short.
 
         The list is empty if the file does not exist, as in the run of an earlier version of mrl.
         Raises InputError if a line is damaged.
@@ -103,7 +103,7 @@ class History:
     def contents(self, step: int | None = None) -> dict[str, str]:
         """Return the newest recorded digests of the files that the run's recipe names, by key.
 
-        With `step`, starts at which more than `step` steps were done are ignored.
+        If `step` is given, entries that were recorded with more than `step` steps done are ignored.
         """
         entries = self.read()
         while step is not None and entries and entries[-1]["step"] > step:

@@ -87,7 +87,7 @@ def find_damage(metrics: Path, checkpoint: Path, step: int) -> str:
 
 
 def mend(metrics: Path, checkpoint: Path, step: int) -> None:
-    """Replace the rows of the first `step` steps by the checkpoint's copy if they are damaged.
+    """Replace the rows of the first `step` steps with the checkpoint's copy if they are damaged.
 
     Readable rows of later steps are kept. The old file is kept as `metrics.jsonl.damaged`. Nothing
     is changed if `find_damage` finds no damage.

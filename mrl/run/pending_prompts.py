@@ -70,7 +70,7 @@ class PendingPrompt:
 
 
 def pending_state(waiting: Sequence[PendingPrompt]) -> dict[str, Any]:
-    """Return the prompts, with tokens and expert ids, as a dict that can be written as JSON.
+    """Return the prompts, with tokens and expert ids, as a JSON-serializable dict.
 
     Most of its bytes are expert ids.
     """
@@ -97,21 +97,21 @@ def read_pending(state: Mapping[str, Any]) -> list[PendingPrompt]:
 
 
 def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the groups that engines with a fixed schedule had generated ahead, in an old checkpoint."""
+    """Yield the groups of an old checkpoint that engines with a fixed schedule had generated ahead."""
     for _, batch in sorted(state.get("ahead", {}).items(), key=lambda pair: int(pair[0])):
         for place, group in enumerate(_decode(batch["groups"])):
             yield PendingPrompt(group, num_failed=0 if place else int(batch["num_failed"]))
 
 
 def _backlog(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the prompts that over-sampling had left for a later step, in an old checkpoint."""
+    """Yield the prompts of an old checkpoint that over-sampling had left for a later step."""
     if backlog := state.get("backlog"):
         for group, seed in zip(_decode(backlog["groups"]), backlog["seeds"], strict=True):
             yield PendingPrompt(group, seed)
 
 
 def _leases(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the prompts of a run whose engines ran freely, in an old checkpoint.
+    """Yield the prompts of an old checkpoint of a run whose engines ran freely.
 
     The scored groups come first, and then all other prompts.
     """
@@ -139,7 +139,7 @@ def in_order(scored: Iterable[PendingPrompt]) -> list[PendingPrompt]:
 def whole_batches(
     waiting: Sequence[PendingPrompt], step: int, config: RolloutConfig, max_staleness: int
 ) -> tuple[list[list[PendingPrompt]], list[PendingPrompt]]:
-    """Return the complete batches of `step` and the following steps, and the prompts in no batch.
+    """Return the complete batches of `step` and the following steps, and the prompts that are in none.
 
     Each batch has `prompts_per_step` scored groups that fit `config`. The oldest token of a batch
     was sampled by weights that are at most `max_staleness` versions older than the batch's step.

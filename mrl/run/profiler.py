@@ -13,7 +13,7 @@ from mrl.config.profiling import ProfileConfig
 
 
 def profile_folder(root: Path, step: int) -> Path:
-    """Return the absolute folder for the traces of a step, in the run folder `root`."""
+    """Return the absolute path of the folder for the traces of a step, in the run folder `root`."""
     return root.absolute() / "profile" / f"step_{step:06d}"
 
 

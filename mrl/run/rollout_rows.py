@@ -28,7 +28,7 @@ REQUIRED = ("prompt", "completion", "reward")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a step, without a last line that a crash cut short.
+    """Return the rows of a step, leaving out a last line that a crash cut short.
 
     Raises InputError if the file cannot be read or a line is damaged.
     """

@@ -77,7 +77,7 @@ def outline(group: SampleGroup) -> SampleGroup:
 def encode_groups(
     groups: Sequence[SampleGroup], *, with_routes: bool = True, with_tokens: bool = True
 ) -> bytes:
-    """Return groups, whose tensors are on the CPU, as bytes.
+    """Return the groups as bytes. Their tensors must be on the CPU.
 
     `with_routes=False` leaves out the routes, which are the expert ids and gate weights of tokens.
     `with_tokens=False` leaves out the tokens, log-probs and sampling masks of the samples. In
@@ -176,7 +176,7 @@ def _reader(name: str, tensor: Tensor) -> Callable[[int], Tensor]:
 
 
 def _chosen(num_tokens: int, spans: Iterable[VersionSpan]) -> Tensor:
-    """Return bool[num_tokens], which is true for the tokens in `spans`, which the policy sampled."""
+    """Return bool[num_tokens]: true for the tokens in `spans`, which the policy sampled."""
     mask = torch.zeros(num_tokens, dtype=torch.bool)
     for span in spans:
         mask[span.start : span.end] = True

@@ -37,9 +37,9 @@ def load_run(
 ) -> Recipe:
     """Return the recipe of a run folder, which may have been moved.
 
-    The recipe is read from `config`, by default the folder's config.yaml. Its `output_dir` becomes
-    `folder`. A path inside the old `output_dir` becomes the same path inside `folder` if a file or
-    folder exists there. Raises InputError if the file does not exist, or if `overrides` set another
+    The recipe is read from `config`, by default the folder's config.yaml. The recipe's `output_dir`
+    becomes `folder`. A path inside the old `output_dir` becomes the same path inside `folder` if a file
+    or folder exists there. Raises InputError if `config` does not exist, or if `overrides` set another
     `output_dir`.
     """
     config = config or folder / "config.yaml"

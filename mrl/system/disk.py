@@ -20,7 +20,7 @@ from mrl.system.streams import unwritable_stream
 GONE = "is gone, moved"
 """Words in the message about a folder that no longer exists."""
 NO_INODES = "the disk has no inodes left"
-"""The reason if a disk has free bytes but no room for another file."""
+"""The reason given if a disk has free bytes but no room for another file."""
 
 
 def refusal(error: BaseException, place: Path) -> str:
@@ -125,7 +125,7 @@ def existing(path: Path) -> Path:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause or context, the cause or context of that error, and so on."""
+    """Yield an error, then its cause (or else its context), and so on along the chain."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

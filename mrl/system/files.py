@@ -72,7 +72,7 @@ def write_whole(
 
 
 def disk_errno(error: BaseException) -> int | None:
-    """Return the errno if `error` is a disk error, or quotes its text; None for every other error.
+    """Return the errno if `error` is a disk error or quotes the text of one; otherwise None.
 
     Libraries in other languages keep the system's error text but not its number.
     """

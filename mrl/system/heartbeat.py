@@ -25,7 +25,7 @@ A name may have a suffix after a colon, as in `load:checkpoint`, for a different
 times the watchdog learns separately. Limits in a recipe apply to the name before the colon.
 """
 SUPERVISE = "supervise"
-"""The only phase of a rollout rank, once it leads an engine."""
+"""The only phase of a rollout rank once it supervises an engine."""
 LEFT = "left"
 """The phase of a rank that has finished the run."""
 _FORM = struct.Struct("=32sqqq64s")
@@ -49,7 +49,7 @@ class Pulse(NamedTuple):
 
     phase: str
     step: int
-    """Number of the step, counted from 0; -1 before the first step."""
+    """0-based number of the step; -1 before the first step."""
     position: int
     """A number that grows whenever the rank begins or leaves a phase. All ranks go through the same
     phases, so the rank with the lowest position is furthest behind."""
@@ -244,7 +244,7 @@ def begin_step(step: int) -> None:
 
 
 def supervise() -> None:
-    """Record that this rank is a rollout rank, which only leads engines from now on.
+    """Record that this rank is a rollout rank, which from now on only supervises engines.
 
     The rank's heartbeats do not depend on its engines.
     """

@@ -20,7 +20,7 @@ NUM_BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE + 1
 
 
 def log_histogram(values: Tensor, mask: Tensor) -> Tensor:
-    """Count non-negative values f32[...] in bins, where the mask bool[...] is true.
+    """Count the non-negative values f32[...] whose mask bool[...] is true, in logarithmic bins.
 
     Return the number of values in each bin, i64[NUM_BINS]. NaN is counted in the last bin.
     """
@@ -28,7 +28,7 @@ def log_histogram(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a `log_histogram` of each row: of values f32[..., n] with a mask bool[..., n].
+    """Return a `log_histogram` for each row of the values f32[..., n] and the mask bool[..., n].
 
     The counts have the shape i64[..., NUM_BINS].
     """

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 MAX_UNWANTED_BYTES = 1 << 20
 LINGER_S = 1.0
-"""A refused request is still read for at most MAX_UNWANTED_BYTES and LINGER_S seconds."""
+"""After a request is refused, at most MAX_UNWANTED_BYTES more bytes are read, for at most LINGER_S
+seconds."""
 
 
 def is_of_this_machine(host: str | None, origin: str | None) -> bool:

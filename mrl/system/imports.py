@@ -1,4 +1,4 @@
-"""Imports modules without collecting garbage."""
+"""Imports modules without garbage collections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage while the `with` block imports modules.
+    """Suspend garbage collection while the `with` block imports modules.
 
-    Collections look at all objects that the imports make, again and again, and find nothing. What has
-    been imported is also left out of later collections, the one at exit included (`gc.freeze`).
+    Collections would scan all objects that the imports create, again and again, and free nothing. The
+    objects are also excluded from later collections, including the one at exit (`gc.freeze`).
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -86,7 +86,7 @@ KINDS = {
 
 
 def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if a required key of `row` is missing, or a value has a type not in `kinds`.
+    """Raise ValueError if `row` lacks a required key, or a value has a type that is not in `kinds`.
 
     Values of keys that are not in `kinds` are not checked.
     """

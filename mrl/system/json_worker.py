@@ -84,8 +84,8 @@ class JsonWorker:
         self._number: int | None = None
         """Number of the current request; None during the start."""
         self.num_returned_forks = 0
-        """Number of answers with FORK_RETURNED: a process that the user's code forked had returned
-        from the call as if it were the worker."""
+        """Number of answers with FORK_RETURNED, which says that a process forked by the user's code has
+        returned from the call as if it were the worker."""
         self._lock = threading.Lock()
         """Held while waiting for an answer."""
         self._closed = False
@@ -108,8 +108,8 @@ class JsonWorker:
         """Return the answer to a request. The process is started first if it is not running.
 
         Raises WorkerLost if the worker does not answer within `timeout_s`, answers with something
-        invalid, or ends. Raises WorkerNotStarted if the worker cannot be started again. That is not
-        an InputError, because the user's code could be loaded before. The caller counts failures
+        invalid, or ends. Raises WorkerNotStarted if the worker cannot be started again. That is not an
+        InputError, because the user's code was loaded successfully before. The caller counts failures
         and decides whether the run continues.
         """
         with self._lock:

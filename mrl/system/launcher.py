@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
-"""Environment variable with the launcher's folder. If it is set, the launcher, not the rank, prints a
-failure of the ranks."""
+"""Environment variable with the launcher's folder. If it is set, failures of the ranks are printed by
+the launcher, not by the ranks."""
 WATCHED_FILE = "watched"
 """File in the launcher's folder. It is created when the watchdog begins to watch the launcher's
 ranks, or if the recipe turns the watchdog off."""

@@ -1,4 +1,4 @@
-"""Opens a bucket of weights in another process, by mapping its file into memory."""
+"""Opens another process's bucket of weights by mapping the bucket's file into memory."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def out_of_memory(error: BaseException) -> Where | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process had allocated on a GPU; for the CPU, on the host."""
+    """Return this process's peak memory in bytes: allocated on a GPU or, for the CPU, resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -29,7 +29,7 @@ WINDOW = 32
 """Number of the most recent cycles whose readings are used."""
 MIN_CYCLES = 8
 WARM_UP_CYCLES = 2
-"""Number of the first cycles whose readings are ignored. In these cycles caches fill, kernels are
+"""Number of initial cycles whose readings are ignored. In these cycles caches fill, kernels are
 compiled and Adam allocates its moments."""
 BOUND_BYTES = 4 << 20
 """Slope in bytes per cycle above which a leak is reported. Such a leak is 4 GiB in 1,000 steps."""

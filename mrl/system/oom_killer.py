@@ -49,7 +49,7 @@ class OomKills:
 def read_oom_kills(proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")) -> OomKills:
     """Read the kernel's counters for the machine and for this process's cgroup (version 2 or 1).
 
-    If the cgroup has no counter, the counter of its nearest parent with one is read.
+    If the cgroup has no counter, the counter of the nearest parent that has one is read.
     """
     host = _count(proc / "vmstat")
     for line in _text(proc / "self/cgroup").splitlines():

@@ -95,9 +95,8 @@ def resolve(kind: Kind, spec: str) -> Any:
 def resolve_builtin(kind: Kind, name: str, otherwise: str) -> Any:
     """Import and return a built-in plug-in.
 
-    Unlike `resolve`, this function is safe for a `name` from data, which must not name any other
-    code. Raises InputError if no built-in plug-in has this name; `otherwise` is the advice in the
-    message.
+    Unlike `resolve`, this function is safe if `name` comes from data, because it imports no other code.
+    Raises InputError if no built-in plug-in has this name; `otherwise` is the advice in the message.
     """
     if name not in kind.names():
         raise InputError(_unknown(kind, name, otherwise))

@@ -49,7 +49,7 @@ def children_without_usr1() -> Iterator[None]:
 
 
 class Closing:
-    """Makes a class with a close() method usable in a `with` statement."""
+    """Mixin with which a class that has a close() method can be used in a `with` statement."""
 
     def __enter__(self) -> Self:
         return self

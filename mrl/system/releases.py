@@ -19,14 +19,14 @@ SUPPORTED: dict[str, tuple[str, ...]] = {
 them (`make compat`). The tests run with the last release that this Python can install (`newest`),
 and the docs recommend that release. Preflight refuses other releases."""
 NEEDS_PYTHON: dict[tuple[str, str], tuple[int, int]] = {("megatron-core", "0.19.2"): (3, 12)}
-"""The minimum Python of a supported release, if it is newer than mrl's own minimum."""
+"""The minimum Python version of a supported release, if it is newer than mrl's own minimum."""
 ADAPTERS_SINCE = "0.5.20"
 """The first SGLang in which mrl's adapters work."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name inside a library that is not part of its public interface."""
+    """A name inside a library that is not part of the library's public interface."""
 
     paths: Mapping[str, str]
     """Dotted paths by the first release in which they are valid. An empty path means that the name no
@@ -35,7 +35,7 @@ class Name:
     """Names of the parameters that mrl relies on, in order. The function may have other parameters
     before, between and after these."""
     attributes: tuple[str, ...] = ()
-    """If the name is a class, the attributes that mrl reads. They exist in every release with the
+    """If the name is a class, the attributes that mrl reads. They exist in every release that has the
     class."""
 
     def path(self, release: str) -> str:

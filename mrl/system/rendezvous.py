@@ -25,7 +25,7 @@ it answers even if the rank is busy."""
 
 
 def check_rendezvous(host: str, port: int, answer_s: float = ANSWER_S) -> None:
-    """Raise InputError if a program listens at `host:port` that does not answer like torch's store.
+    """Raise InputError if the program that listens at `host:port` does not answer like torch's store.
 
     If no program listens yet, there is no error, because one of the ranks will listen later. Torch
     waits for that rank with a time limit.

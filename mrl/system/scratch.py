@@ -50,9 +50,9 @@ class Scratch:
 def sweep(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's scratch folders whose owners have ended, and return their paths.
 
-    `parent` contains the folders; by default it is the system's folder for temporary files. Files that
-    a folder recorded with `note` are also removed, from `shared_memory`. Folders that cannot be read
-    are left in place.
+    `parent` contains the folders; by default it is the system's folder for temporary files. The files
+    in `shared_memory` that were recorded with `note` are also removed. Folders that cannot be read are
+    left in place.
     """
     swept = []
     for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):

@@ -55,7 +55,7 @@ class SharedMemory:
     """Numbered buffers that are reused, and replaced when a larger one is needed."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Create no buffer yet. `device` is passed to each `SharedBuffer`."""
+        """Prepare without creating a buffer. `device` is passed to each `SharedBuffer`."""
         self._device = device
         self._buffers: dict[int, SharedBuffer] = {}
 

@@ -99,10 +99,10 @@ class StopRequest:
     ) -> None:
         """Begin without a request to stop.
 
-        `limit_s` is the number of seconds after SIGTERM or SIGHUP at which the process ends itself.
-        `saved_step` returns the number of steps done when the newest checkpoint was saved, or None
-        without a checkpoint. `lost` replaces the text that is printed when the process ends itself;
-        a service sets it, because that text is about a run.
+        `limit_s` is the number of seconds between SIGTERM or SIGHUP and the moment when the process
+        ends itself. `saved_step` returns the number of steps done when the newest checkpoint was saved,
+        or None without a checkpoint. `lost` replaces the text that is printed when the process ends
+        itself; a service sets it, because the default text is about a run.
         """
         self.source = NOBODY
         self._limit_s = limit_s

@@ -32,7 +32,7 @@ def unwritable_stream(*, has_failed: bool = True) -> str:
     """Return the name of a standard stream that cannot be written to; empty if there is none.
 
     Each stream is flushed, which fails again if a text that could not be written is still in the
-    stream's buffer. A long text is not buffered. So if a write `has_failed`, the function also
+    stream's buffer. A long text bypasses the buffer, so if a write `has_failed`, the function also
     checks whether the device or file of the stream is full.
     """
     for name, words in _NAMES.items():
@@ -63,10 +63,10 @@ def _is_full(stream: TextIO) -> bool:
 
 
 def silence_unwritable() -> str:
-    """Redirect to /dev/null the standard streams that cannot be written to.
+    """Redirect every unwritable standard stream to /dev/null.
 
-    Return their names as text, such as `standard output and standard error`; empty if there are
-    none.
+    Return the names of these streams as text, such as `standard output and standard error`; empty if
+    there are none.
     """
     found = []
     while name := unwritable_stream(has_failed=False):

@@ -1,7 +1,7 @@
 """CPU threads of the processes that compute on CPUs: trainer ranks and engines.
 
 A product of small matrices takes about 10 us. A second thread that has gone to sleep between two
-products takes about 100 us to wake up, and one that waits awake takes its core from other processes,
+products takes about 100 us to wake up, and one that stays awake takes its core from other processes,
 such as the engine's. So only models with wide layers gain from more threads (docs/kernels.md).
 """
 
@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 
 SMALLEST_WIDTH = 512
-"""The hidden size from which products are long enough for several threads."""
+"""The smallest hidden size at which products take long enough for several threads."""
 MARK = "MRL_ONE_THREAD"
-"""The environment variable that tells that mrl, and not the user, has set OMP_NUM_THREADS."""
+"""The environment variable that shows that mrl, and not the user, has set OMP_NUM_THREADS."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def compute_with_one_thread() -> bool:
-    """Compute with one thread, here and in child processes, unless OMP_NUM_THREADS is set. Return
-    whether this changed anything.
+    """Compute with one thread, here and in child processes, unless OMP_NUM_THREADS is set.
 
-    The number of threads also changes the order of sums, and therefore the results.
+    Return whether this changed anything. The number of threads also changes the order of sums, and
+    therefore the results.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return False
@@ -39,7 +39,7 @@ def given_threads() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, by its affinity and its cgroup's quota."""
+    """Return the number of cores that this process may use, given its affinity and cgroup quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = QUOTA.read_text().split()
@@ -49,6 +49,8 @@ def usable_cores() -> int:
 
 
 def shared_threads(width: int, num_processes: int) -> int:
-    """Return the threads of each of `num_processes` processes that compute at the same time on this
-    machine, for a model with the hidden size `width`."""
+    """Return the number of threads for each of `num_processes` concurrent processes on this machine.
+
+    The processes compute with a model of the hidden size `width`.
+    """
     return max(1, usable_cores() // num_processes) if width >= SMALLEST_WIDTH else 1

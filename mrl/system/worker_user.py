@@ -1,4 +1,4 @@
-"""The user as which a tenant's workers run, if a service that runs as root sets another user."""
+"""The user that a tenant's workers run as, if a service that runs as root sets another user."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def worker_user(name: str | None) -> WorkerUser | None:
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or the user's number if the user has no name."""
+    """Return the name of this process's user, or the user id if the user has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
