@@ -183,8 +183,9 @@ def check_finite_tensors(model: HfModel, tensors: HfTensors, *, whole: bool = Fa
     """Raise an InputError that names the first tensor in which a NaN or an infinity is found.
 
     With `whole` every number is read, which may take long. Otherwise only a few rows of many
-    tensors are read. These are enough to find a file with a part that was never written, and the
-    weights of a run that diverged, because such files have NaN or infinity in long stretches.
+    tensors are read. These are enough to find the weights of a run that diverged, which have NaN or
+    infinity in long stretches. A part of a file that was never written is not found: it reads as
+    zeros.
     """
     for name in _chosen(sorted(tensors.names), whole=whole):
         for part in _parts(tensors, name, whole=whole):

@@ -49,7 +49,7 @@ class Chosen:
         return torch.tensor([0, *self.lengths], dtype=torch.int64).cumsum(0)
 
     def indices(self, batch: MicroBatch) -> Tensor:
-        """Return i64[N]: the index in the record of each packed token of `batch`.
+        """Return i64[N]: for each packed token of `batch`, its index in the record.
 
         The index is -1 for a token that is not in the record.
         """

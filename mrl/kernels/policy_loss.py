@@ -155,9 +155,10 @@ def _check_shared(
     seq_logratio: Tensor | None,
     seq_importance: Tensor | None,
 ) -> None:
-    """Raise ValueError if some sequence-level quantities have sums over ranks and others have none.
+    """Raise ValueError unless all or none of the sequence-level quantities have sums over ranks.
 
-    A sum that no sequence-level quantity uses raises ValueError, too.
+    The caller passes these sums as `seq_logratio` and `seq_importance`. Also raises ValueError for a
+    sum that no sequence-level quantity uses.
     """
     if seq_logratio is None and seq_importance is None:
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl.kernels import backend, oracle
 
 OPEN = -1
-"""The id of a row that the kernel leaves open."""
+"""The id that the kernel returns for a row that it leaves undecided."""
 
 
 def seeded_sample(
@@ -26,12 +26,12 @@ def seeded_sample(
     in fp64, where log p_v is in the dtype of `scores`, and -log u_v is at least 2**-32. It depends
     on nothing but that row.
 
-    The ids are those of the same formula in torch (`mrl.kernels.oracle.seeded_sample`). The kernel
-    trusts no last bit of a logarithm: it answers for a row whose best token is ahead of all others
-    by more than a margin for rounding. It leaves a row open if it is not, if it has a NaN or an
-    infinity that could win, or if its best sum is outside of (-60, 60), which probabilities that
-    add up to 1 do not give. Open rows, about 1 in 100,000 of probabilities, are computed by the
-    formula in torch.
+    The ids are those of the same formula in torch (`mrl.kernels.oracle.seeded_sample`). Logarithms
+    may differ in their last bit, so the kernel decides a row only if its best token leads all others
+    by more than a margin for rounding. It leaves the row undecided if the lead is smaller, if a NaN
+    or an infinity could win, or if the best value is outside of (-60, 60), which is impossible for
+    probabilities that add up to 1. Undecided rows, about 1 in 100,000 for probabilities, are
+    computed by the formula in torch.
 
     Args:
         scores: [B, V] on the CPU, log-probs or, with `are_probs`, probabilities. Neither needs to

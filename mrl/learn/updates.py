@@ -94,12 +94,12 @@ class Updates:
 
     @property
     def pass_is_old(self) -> bool:
-        """Whether the policy's forward pass in training can stand for a pass before the update.
+        """Whether the log-probs of the policy's training pass can serve as the old log-probs.
 
-        It can in a rollout with one optimizer step, because its weights are those before the update.
-        Two cases still need a pass before: the first update after a start, whose guard compares two
-        passes (`guards.ratio_tolerance`), and `guards.min_ess`, because a step that it skips has no
-        other metrics of the mismatch.
+        They can if a rollout has a single optimizer step, because the pass then uses the weights from
+        before the update. A separate log-prob pass is still needed for the first update after a start,
+        whose guard compares the two passes (`guards.ratio_tolerance`), and if `guards.min_ess` is set,
+        because a skipped step would otherwise have no mismatch metrics.
         """
         config = self.recipe.train
         takes_one = config.num_steps_per_rollout * config.num_epochs_per_rollout == 1

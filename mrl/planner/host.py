@@ -13,7 +13,7 @@ from moe.route_rows import route_bytes
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape, Part, Tensors
 from mrl.planner.stages import Stage, is_expert, local_tensors
-from mrl.planner.state import ADAM_MOMENTS, copies_of, host_bytes_each, optimizer_shard
+from mrl.planner.state import ADAM_MOMENTS, host_bytes_each, optimizer_shard, shards_of
 from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
@@ -90,9 +90,9 @@ def pinned_state(
     There is one buffer per parameter. Under the distributed optimizer, the total is divided by the
     number of ranks over which the state is sharded, as if no parameter were split between two ranks.
     """
-    copies = copies_of(dims, work.distributed_optimizer)
+    shards = shards_of(dims, work.distributed_optimizer)
     found = 0.0
-    for tensors, ways in zip(stage_tensors(stage.trained, dims), copies, strict=True):
+    for tensors, ways in zip(stage_tensors(stage.trained, dims), shards, strict=True):
         found += share * pinned_total(tensors, element_bytes, work.exact_pinned) / ways
     return math.ceil(found)
 

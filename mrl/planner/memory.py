@@ -165,11 +165,12 @@ def pass_rows(
     """Return the memory-plan rows of a pass over micro-batches, in addition to `trainer_rows`."""
     rows = work.packed_tokens(dims) // (dims.tp * dims.cp)
     layers = [n for n in stage.layers if n in shape.moe_layers]
+    routed = "all optimizer steps" if work.routing_replay == "r2" else "one optimizer step"
     found = [
         *activation_rows(shape, stage, dims, work, training),
         *head_rows(shape, stage, dims, work, training),
         *adapter_rows(shape, stage, dims, work, training),
-        Row("routes", routes_bytes(shape, stage, dims, work), "expert ids of one optimizer step",
+        Row("routes", routes_bytes(shape, stage, dims, work), f"expert ids of {routed}",
             f"mrl.planner.memory.routes_bytes; {COUNTED}", managed=True),
     ]  # fmt: skip
     if layers:

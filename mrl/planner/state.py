@@ -2,7 +2,7 @@
 
 P is the number of parameters whose weights a rank holds, and S the number of parameters whose optimizer
 state it keeps. Without the distributed optimizer, S equals P. With it (ZeRO stage 1, arXiv 1910.02054),
-S is P divided by the number of copies of each parameter.
+S is P divided by the number of shards of each parameter's state.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Shard(NamedTuple):
         return self.dense + self.expert
 
 
-def copies_of(dims: ParallelDims, distributed: bool) -> Shard:
+def shards_of(dims: ParallelDims, distributed: bool) -> Shard:
     """Return the number of ranks over which the optimizer state of one parameter is sharded.
 
     With the distributed optimizer, the state of a dense parameter is sharded over dp x cp ranks, and
@@ -96,8 +96,8 @@ def copies_of(dims: ParallelDims, distributed: bool) -> Shard:
 
 def optimizer_shard(stage: Stage, dims: ParallelDims, distributed: bool) -> Shard:
     """Return the number of elements whose optimizer state one rank of the stage keeps."""
-    copies = copies_of(dims, distributed)
-    return Shard(-(-stage.dense // copies.dense), -(-stage.expert // copies.expert))
+    shards = shards_of(dims, distributed)
+    return Shard(-(-stage.dense // shards.dense), -(-stage.expert // shards.expert))
 
 
 def device_bytes_each(options: StateOptions, weight_bytes: int) -> float:

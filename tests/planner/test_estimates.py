@@ -172,6 +172,17 @@ def test_the_advice_is_none_that_would_be_refused() -> None:
     assert "train.recompute=true in place of megatron.recompute_granularity (saves" in text
 
 
+@pytest.mark.parametrize(("replay", "steps"), [("r3", "one"), ("r2", "all")])
+def test_the_row_of_routes_says_how_many_steps_it_counts(replay: str, steps: str) -> None:
+    shape = shape_of("qwen3_30b_a3b")
+    dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
+    (stage,) = stages(shape, dims)
+    work = dataclasses.replace(WORK, routing_replay=replay)
+    rows = memory.pass_rows(shape, stage, dims, work, training=True)
+    (text,) = [row.formula for row in rows if row.name == "routes"]
+    assert text.startswith(f"expert ids of {steps} optimizer step")
+
+
 def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
     shape = shape_of("qwen3_30b_a3b")
     dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)

@@ -11,7 +11,7 @@ from mrl.types import UNKNOWN_VERSION
 def detect(tokens: LossTokens) -> Finding | None:
     """Find loss tokens whose weight version is known and is not the trainer's version.
 
-    The finding is a cause if these tokens explain at least half of the squared mismatch.
+    The finding is marked as a cause if these tokens explain at least half of the squared mismatch.
     """
     record = tokens.record
     versions = record.weight_versions[tokens.index]

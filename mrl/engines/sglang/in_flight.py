@@ -261,7 +261,7 @@ class InFlightRequests:
         """Make new calls wait until `end_update`. Return whether the engine is idle.
 
         Raises what `check` raises. Unless the engine is idle, raises ValueError if an open call or a
-        cached prefix already has `version`, because old and new tokens could not be told apart.
+        cached prefix already has `version`, because old and new tokens could not be distinguished.
         """
         with self._changed:
             check()
