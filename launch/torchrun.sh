@@ -5,7 +5,7 @@
 # NPROC, because one process is too few.
 # OMP_NUM_THREADS sets the threads of each process. With GPUs the default is the number of cores divided by
 # the number of processes (torchrun's default of one thread would make packing and loading slow); without
-# GPUs it is one.
+# GPUs train.cpu_threads in the recipe applies.
 # MAX_RESTARTS (default 0) is how often the ranks are started again after one was lost or hung.
 # IGNORE_MEMORY=1 starts a recipe although by mrl's formulas it does not fit into the GPUs' memory.
 set -euo pipefail
@@ -32,11 +32,8 @@ if [[ ! $nproc =~ ^[1-9][0-9]*$ ]]; then
   exit 2
 fi
 
-if [[ -z ${OMP_NUM_THREADS:-} ]]; then
-  threads=1
-  if [[ $num_gpus -gt 0 ]]; then
-    threads=$(($(nproc) / nproc))
-  fi
+if [[ -z ${OMP_NUM_THREADS:-} && $num_gpus -gt 0 ]]; then
+  threads=$(($(nproc) / nproc))
   export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 fi
 

@@ -21,10 +21,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 COUNTS = frozenset(
     {
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-        *("max_position_embeddings", "num_experts_per_tok"),
+        *("max_position_embeddings", "num_experts_per_tok", "intermediate_size"),
+        *("num_key_value_heads", "head_dim"),
     }
 )
 """Keys of config.json whose value, if present, must be a positive integer."""
+MAY_BE_NULL = frozenset({"num_key_value_heads", "head_dim"})
+"""Keys of COUNTS that may be null, which then follow from other keys."""
 
 LARGEST_COUNT = 2**31 - 1
 LARGEST_COUNTS = {
@@ -70,6 +73,8 @@ def read_config(folder: Path) -> HfConfig:
         raise InputError(f"model.path: {file}: expected an object, got {type(config).__name__}")
     for key in COUNTS & config.keys():
         count = config[key]
+        if count is None and key in MAY_BE_NULL:
+            continue
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"model.path: {file}: {key} is {count!r}, expected a positive number")
     for key in (COUNTS | LARGEST_COUNTS.keys()) & config.keys():

@@ -11,6 +11,7 @@ Dimensions: H hidden size, F width of the dense MLP, E experts, K experts per to
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +22,25 @@ from torch import Tensor
 from mrl.errors import InputError
 from parallel.architectures import find_architecture
 from parallel.architectures.base import HfConfig, Rule
-from parallel.architectures.common import EXPERT, LAYER, SHARED_EXPERT, head_dim
+from parallel.architectures.common import EXPERT, LAYER, SHARED_EXPERT, head_dim, query_groups
 from parallel.checkpoint.hf_writer import copy_files, new_folder, write_safetensors
-from parallel.hf_config import HfModel
+from parallel.hf_config import LARGEST_COUNTS, HfModel
 from parallel.hf_tensors import HfTensors
+from parallel.weight_checks import check_weights
 
 MARKER = "mrl_upcycle.json"
 """The file that records the arguments with which a folder was made."""
 ROUTER, MLP = f"{LAYER}.mlp.router.weight", f"{LAYER}.mlp"
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 SHARED_GATE = f"{SHARED_EXPERT}.gate_weight"
+INITIALIZER_RANGE = 0.02
+"""The default of `initializer_range` in transformers."""
+LARGEST_SEED = 1 << 32
 SHARE = 0.5
 """The share of the MLP's output that the shared expert gives: sigmoid(0), as its gate is 0."""
 COPIED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps",
     "use_cache", "rope_theta", "rope_scaling", "rope_parameters", "attention_dropout",
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "transformers_version",
 )  # fmt: skip
@@ -115,16 +120,16 @@ def upcycle(source: Path, target: Path, how: Upcycling, max_bytes: int = 2 << 30
     in memory. The embedding is untied, because SGLang does not tie it in these architectures.
     `target` gets its name only when it is complete.
 
-    Raises InputError if `source` is not a dense model that can become such a MoE, if the numbers in
-    `how` are inconsistent, or if `target` is not empty or cannot be made. Raises DiskFailed if a file
+    Raises InputError if `source` is not a dense model that can become such a MoE, if its weights are
+    not those of its config.json or not finite, if the numbers in `how` are inconsistent, or if
+    `target` is not empty or cannot be made. Raises DiskFailed if a file
     cannot be written.
     """
     dense = HfModel.read(source)
     config = moe_config(dense, how)
     architecture = find_architecture(config)
-    architecture.transformer_config(
-        config
-    )  # refuses what mrl does not train, before files are written
+    architecture.transformer_config(config)  # refuses what mrl does not train
+    check_weights(dense, deep=True)
     moe = HfModel(target, config, architecture)
     with HfTensors(dense) as tensors, new_folder(target) as partial:
         _check_exact(tensors, how.granularity)
@@ -145,10 +150,10 @@ def moe_config(dense: HfModel, how: Upcycling) -> HfConfig:
         raise InputError(
             f"{dense.path} is a {kind} model; dense models of {', '.join(FITS)} can be upcycled"
         )
-    like = how.like or FITS[kind][0]
+    like = FITS[kind][0] if how.like is None else how.like
     if like not in FITS[kind]:
         raise InputError(
-            f"--like {like}: its attention is not that of a {kind} model; expected "
+            f"--like {like!r}: its attention is not that of a {kind} model; expected "
             f"{' or '.join(FITS[kind])}"
         )
     if like != "qwen3_moe" and head_dim(hf) * hf["num_attention_heads"] != hf["hidden_size"]:
@@ -161,9 +166,24 @@ def moe_config(dense: HfModel, how: Upcycling) -> HfConfig:
     return {
         "model_type": like,
         **copied,
+        "num_key_value_heads": query_groups(hf),
+        "initializer_range": _initializer_range(dense),
         **TARGETS[like](hf, how),
         "tie_word_embeddings": False,
     }
+
+
+def _initializer_range(dense: HfModel) -> float:
+    """Return the standard deviation of the router's weights."""
+    std = dense.config.get("initializer_range")
+    if std is None:
+        return INITIALIZER_RANGE
+    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std < math.inf:
+        raise InputError(
+            f"{dense.path}/config.json: initializer_range is {std!r:.30}, expected a positive finite "
+            "number, because it is the standard deviation of the router's weights"
+        )
+    return float(std)
 
 
 def _check_numbers(how: Upcycling, ffn_size: int) -> None:
@@ -186,7 +206,13 @@ def _check_numbers(how: Upcycling, ffn_size: int) -> None:
             )
     if how.topk > how.num_experts:
         raise InputError(f"--top-k {how.topk} is above --experts {how.num_experts}")
-    if not 0 <= how.noise < float("inf"):
+    if how.num_experts > LARGEST_COUNTS["num_experts"]:
+        raise InputError(
+            f"--experts {how.num_experts}: expected at most {LARGEST_COUNTS['num_experts']}"
+        )
+    if not 0 <= how.seed < LARGEST_SEED:
+        raise InputError(f"--seed {how.seed}: expected at least 0 and less than {LARGEST_SEED}")
+    if not 0 <= how.noise < math.inf:
         raise InputError(f"--noise {how.noise}: expected a finite number of at least 0")
 
 
@@ -239,9 +265,10 @@ def _layer_tensors(
     for rule in table:
         name = rule.megatron
         if name == ROUTER:
-            std = moe.config.get("initializer_range", 0.02)
             rows = torch.randn(how.num_experts // how.granularity, hidden_size, generator=generator)
-            router = (rows * std).repeat_interleave(how.granularity, dim=0)
+            router = (rows * moe.config["initializer_range"]).repeat_interleave(
+                how.granularity, dim=0
+            )
             yield rule.hf[0].format(layer=layer), router.to(dtype)
         elif name == SHARED_GATE:
             yield rule.hf[0].format(layer=layer), torch.zeros(1, hidden_size, dtype=dtype)

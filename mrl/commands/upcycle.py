@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,15 @@ def run(args: argparse.Namespace) -> None:
         return
     with console.progress("comparing log-probs with the dense model"):
         difference = largest_difference(args.source, args.folder)
+    if not math.isfinite(difference):
+        cause = f"give less than --noise {how.noise:g}" if how.noise else "please report this"
+        raise RunFailed(
+            f"{args.folder} computes log-probs that are not finite, and {args.source} does not; {cause}"
+        )
     print(
         f"log-probs of 64 random tokens differ by {difference:.1e} at most from the dense model's"
     )
-    if not how.noise and not difference <= TOLERANCE:
+    if not how.noise and difference > TOLERANCE:
         raise RunFailed(
             f"{args.folder} does not compute what {args.source} computes: log-probs differ by "
             f"{difference:.1e}, expected at most {TOLERANCE:g}; please report this"

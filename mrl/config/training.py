@@ -57,10 +57,10 @@ class TrainConfig(Branch):
     num_epochs: float | None = Field(default=None, gt=0)
     """Passes over the data set, instead of `num_steps`: the run has as many rollout steps as it
     takes to sample each prompt this many times."""
-    cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Threads of each trainer rank and engine on CPUs. `auto`: OMP_NUM_THREADS if it is set, else the
-    cores of the machine divided by its ranks, or one for a model with a hidden size below 512. The
-    number of threads changes the order of sums."""
+    cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Threads of each trainer rank and engine on CPUs, at most 1024. `auto`: OMP_NUM_THREADS if it is
+    set, else the cores of the machine divided by its ranks, or one for a model with a hidden size
+    below 512. The number of threads changes the order of sums."""
     num_steps_per_rollout: int = Field(default=1, ge=1)
     """Optimizer steps (mini-batches) per pass over a rollout."""
     num_epochs_per_rollout: int = Field(default=1, ge=1)

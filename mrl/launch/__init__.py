@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             signal.signal(number, _forward)
     from torch.distributed.run import parse_args
 
+    from mrl.system.threads import compute_with_one_thread
+
     words = sys.argv[1:] if argv is None else argv
     args = parse_args([f"--signals-to-handle={ENDS_AT_ONCE}", *words])
     _silence()
@@ -77,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except InputError as error:
         print(f"mrl: {error}", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
+    compute_with_one_thread()  # otherwise torchrun does it, and ranks take it for the user's choice
     restarts = 0
     if _is_one_node(args):
         restarts, args.max_restarts = args.max_restarts, 0

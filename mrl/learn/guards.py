@@ -84,7 +84,7 @@ class UpdateGuard:
             self._note("losses", batch, output.loss_sum.detach().expand(len(now)))
             if logprobs.requires_grad:
                 logprobs.register_hook(lambda grad: self._note("gradients", batch, grad))
-            if self.same_weights and batch.old_logprobs is not None:
+            if self.same_weights:
                 self._drift.append(drift(now, batch, self.clip, self.quantile))
             if self.min_ess is not None:
                 self._weights.append(importance_weights(now, batch))
@@ -167,21 +167,24 @@ def drift(
     `clip`, `guard/clip_budget` is the mean over sequences of `|mean_t(logp - old)| / clip`, and
     `guard/clip_budget_rollout` is the mean of `|mean_t(old - rollout)| / clip`. The latter is the
     share of the clip range that the mismatch with the engine would take if the engine's log-probs
-    served as the old log-probs.
+    served as the old log-probs. Without `old_logprobs` there was no pass before this one: `logprobs`
+    take their place, and `guard/clip_budget_rollout` is the only statistic.
     """
-    assert batch.old_logprobs is not None
-    # Indexing by a mask would make the host wait for the device.
-    apart = torch.where(batch.loss_mask, (logprobs - batch.old_logprobs).abs(), 0.0)
-    stats: Statistics = {
-        "guard/ratio_error": Max(apart.max()),
-        QUANTILE: Quantiles(log_histogram(apart, batch.loss_mask), ((QUANTILE, quantile),)),
-    }
+    stats: Statistics = {}
+    old = batch.old_logprobs
+    if old is not None:
+        # Indexing by a mask would make the host wait for the device.
+        apart = torch.where(batch.loss_mask, (logprobs - old).abs(), 0.0)
+        stats["guard/ratio_error"] = Max(apart.max())
+        histogram = log_histogram(apart, batch.loss_mask)
+        stats[QUANTILE] = Quantiles(histogram, ((QUANTILE, quantile),))
     if clip is None:
         return stats
     pairs = {
-        "guard/clip_budget": (logprobs, batch.old_logprobs),
-        "guard/clip_budget_rollout": (batch.old_logprobs, batch.rollout_logprobs),
+        "guard/clip_budget_rollout": (logprobs if old is None else old, batch.rollout_logprobs)
     }
+    if old is not None:
+        pairs["guard/clip_budget"] = (logprobs, old)
     for key, (a, b) in pairs.items():
         total, count = seq_logratio(a, b, batch.loss_mask, batch.cu_seqlens).unbind(1)
         some = count > 0

@@ -137,8 +137,8 @@ class Learner:
             )
         steps = done.steps
         measured, before = prepared.batches, prepared.before
-        if before is None and steps:  # the first update's own pass has the same weights
-            measured, before = measured[done.first_micro_batch :], steps[0].output
+        if before is None:  # the first update's own pass has the same weights
+            measured, before = measured[done.first_micro_batch :], done.first_pass
         moe = self.recipe.moe
         metrics = prepared.metrics | policy_metrics(
             step, measured, before, steps, self.mesh, moe, self.num_moe_layers

@@ -25,7 +25,7 @@ from parallel.forward import LossFunction
 from parallel.implementation import choose_dtype
 from parallel.megatron_model import StepOutput
 from parallel.mesh import Mesh
-from parallel.pass_output import UNOBSERVED, Observer
+from parallel.pass_output import UNOBSERVED, Observer, PassOutput
 from parallel.policy import Policy
 
 
@@ -38,9 +38,12 @@ class Updated(NamedTuple):
     """The outputs of the critic's steps."""
     metrics: dict[str, float]
     """The metrics `guard/*`, the number of empty mini-batches, and the numbers of skipped steps."""
+    first_pass: PassOutput | None
+    """The output of the policy's first training pass whose step was taken; if all steps were
+    skipped, of the first pass. None without a pass. All of these passes have the weights from before
+    the update."""
     first_micro_batch: int
-    """The index, in the rollout, of the first micro-batch of the policy's first step; 0 without
-    a step."""
+    """The index, in the rollout, of the first micro-batch of `first_pass`; 0 without a pass."""
 
 
 def with_own_old_logprobs(loss: LossFunction) -> LossFunction:
@@ -130,7 +133,7 @@ class Updates:
         self._policy_steps.begin()
         self._critic_steps.begin()
         self._low_ess.begin()
-        done = Updated([], [], {}, 0)
+        done = Updated([], [], {}, None, 0)
         passes = self.recipe.train.num_epochs_per_rollout
         for batch, share in [*zip(batches, shares, strict=True)] * passes:
             if not batch.num_loss_tokens:
@@ -167,7 +170,8 @@ class Updates:
     ) -> Updated:
         """Take one optimizer step of the policy.
 
-        Returns `done` with the output of the step added, or unchanged if the step was skipped.
+        Returns `done` with the output of the step added. If the step was skipped, `done` at most gets
+        its `first_pass`.
         start: the index of the step's first micro-batch in the rollout.
         """
         algorithm, config = self.algorithm, self.kl.config
@@ -177,24 +181,27 @@ class Updates:
             return with_entropy_bonus(found, batch, algorithm, config)
 
         guard = self._guard(step, is_first=not done.steps)
+        # The guard sees micro-batches without `old_logprobs` as they are: it has nothing to compare.
+        filled = with_own_old_logprobs(loss) if traits(algorithm).needs_old_logprobs else loss
+        watched = guard.watch(filled)
 
-        watched = guard.watch(loss)
-        if traits(algorithm).needs_old_logprobs:
-            watched = with_own_old_logprobs(watched)
+        passes: list[PassOutput] = []
+
+        def record(output: PassOutput) -> None:
+            passes.append(output)
+            observer.record(output)
 
         def train_step() -> StepOutput:
-            return self.policy.train_step(batch, watched, replay, guard.check, observer)
+            observed = Observer(observer.observe, record)
+            return self.policy.train_step(batch, watched, replay, guard.check, observed)
 
         found = self._policy_steps.take(step, lambda: self._low_ess.take(step, guard, train_step))
+        if passes and (done.first_pass is None or (found is not None and not done.steps)):
+            done = done._replace(first_pass=passes[0], first_micro_batch=start)
         if found is None:
             return done
         self._has_updated = True
-        first = done.first_micro_batch if done.steps else start
-        return done._replace(
-            steps=[*done.steps, found],
-            metrics=done.metrics | guard.metrics,
-            first_micro_batch=first,
-        )
+        return done._replace(steps=[*done.steps, found], metrics=done.metrics | guard.metrics)
 
     def _update_critic(
         self, step: int, batch: TrainBatch, critic: Critic, steps: list[StepOutput]

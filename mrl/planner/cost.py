@@ -135,10 +135,12 @@ def step_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardwa
     seconds = {
         **sync_seconds(shape, dims, work, gpu, held),
         **rollout,
-        "old log-probs": one_pass * (1 + bubble) + steps * forward,
     }
+    logprobs = one_pass * (1 + bubble) + steps * forward
+    if work.logprob_pass:
+        seconds["old log-probs"] = logprobs
     if work.reference:
-        seconds["reference log-probs"] = seconds["old log-probs"]
+        seconds["reference log-probs"] = logprobs
     seconds |= {
         "train compute": compute,
         "train bubble": compute * bubble,

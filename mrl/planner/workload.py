@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mrl.algorithms import load_algorithm
+from mrl.algorithms.base import traits
 from mrl.config import Recipe
 from mrl.planner.shape import ModelShape
 from mrl.planner.state import StateOptions, read_state
@@ -49,6 +51,9 @@ class Workload:
     reference: bool = False
     """Whether there is a reference model. It needs two more copies of the weights on the host and one
     more forward pass."""
+    logprob_pass: bool = True
+    """Whether a step has a pass of the policy before the update (`Learner.train`). Without it the
+    update's own pass gives the old log-probs."""
     engine_tp: int = 1
     """Ranks of one engine."""
     engine_ep: int = 1
@@ -156,6 +161,7 @@ def recipe_workload(
         weight_bytes=weight_bytes,
         routing_replay=recipe.moe.routing_replay,
         reference=recipe.algorithm.kl_coef > 0,
+        logprob_pass=_has_logprob_pass(recipe),
         engine_tp=recipe.rollout.tensor_parallel_size,
         engine_ep=recipe.rollout.expert_parallel_size,
         engine_dp=recipe.rollout.data_parallel_attention_size,
@@ -170,3 +176,20 @@ def recipe_workload(
     )
     bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
     return dataclasses.replace(work, bucket_bytes=bucket_bytes)
+
+
+def _has_logprob_pass(recipe: Recipe) -> bool:
+    """Return whether steps have a pass before the update, apart from the first step after a start and
+    from steps whose tokens are saved or whose mismatch is decomposed (`Learner._needs_pass`)."""
+    train, config = recipe.train, recipe.algorithm
+    known = traits(load_algorithm(config.name))
+    takes_one = train.num_steps_per_rollout * train.num_epochs_per_rollout == 1
+    update_stands_for_it = takes_one and recipe.guards.min_ess is None
+    needs_old = config.old_logprobs == "trainer" and known.needs_old_logprobs
+    return (
+        (needs_old and not update_stands_for_it)
+        or recipe.moe.routing_replay == "r2"
+        or (config.kl_coef > 0 and config.kl_in == "reward")
+        or config.turn_rewards
+        or known.needs_critic
+    )

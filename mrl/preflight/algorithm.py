@@ -13,10 +13,10 @@ from mrl.algorithms import load_algorithm
 from mrl.algorithms.base import Algorithm, traits
 from mrl.config import AlgorithmConfig, CriticConfig, Recipe
 from mrl.errors import InputError
-from mrl.preflight.weights import check_weights
 from mrl.run.changes import Change
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
+from parallel.weight_checks import check_weights
 
 
 def read_reference(

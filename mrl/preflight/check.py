@@ -53,7 +53,6 @@ from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
-from mrl.preflight.weights import check_weights
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.run.history import Update
@@ -62,6 +61,7 @@ from mrl.weight_sync.transports import opens_handles
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import choose_implementation
+from parallel.weight_checks import check_weights
 
 
 @contextmanager

@@ -54,10 +54,10 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
 
     `local` defaults to torchrun's LOCAL_WORLD_SIZE or, outside torchrun, to `world`. The number of
     ranks of an engine is `rollout.tensor_parallel_size`. Raises InputError if `world` is not
-    divisible by that number, or if engines do not line up with nodes: the engine's ranks must
-    divide `local` or be a multiple of `local`.
+    divisible by that number, if engines do not line up with nodes (the engine's ranks must divide
+    `local` or be a multiple of `local`), or if LOCAL_WORLD_SIZE is not a positive number.
     """
-    local = local or int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    local = local or _local_ranks(world)
     ranks = rollout.tensor_parallel_size
     _divide(RANKS, f"{world} rank(s)", world, ranks)
     if ranks > local and ranks % local:
@@ -68,6 +68,16 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
     if ranks <= local:
         _divide(RANKS, f"{local} ranks of a node", local, ranks)
     return EngineLayout(world // ranks, ranks, min(ranks, local))
+
+
+def _local_ranks(world: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    if not (text.isdecimal() and int(text) > 0):
+        raise InputError(
+            f"LOCAL_WORLD_SIZE: got {text!r:.40}, expected the number of this node's ranks, which "
+            "torchrun sets"
+        )
+    return int(text)
 
 
 def check_engine_sizes(rollout: RolloutConfig, sizes: ModelSizes) -> None:

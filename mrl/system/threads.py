@@ -12,6 +12,10 @@ from pathlib import Path
 
 import torch
 
+from mrl.errors import InputError
+
+LARGEST = 1024
+"""The largest accepted number of threads of a process."""
 SMALLEST_WIDTH = 512
 """The smallest hidden size at which products take long enough for several threads."""
 MARK = "MRL_ONE_THREAD"
@@ -33,9 +37,20 @@ def compute_with_one_thread() -> bool:
 
 
 def given_threads() -> int | None:
-    """Return OMP_NUM_THREADS if the user has set it to a number; None otherwise."""
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdecimal() and MARK not in os.environ else None
+    """Return OMP_NUM_THREADS if the user has set it; None otherwise.
+
+    Of a list, which gives the threads of nested parallel regions, only the first number matters.
+    Raises InputError if the value is not a number from 1 to LARGEST.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not text or MARK in os.environ:
+        return None
+    first = text.split(",")[0].strip()
+    if not (first.isdecimal() and 1 <= int(first) <= LARGEST):
+        raise InputError(
+            f"OMP_NUM_THREADS: got {text!r:.40}, expected a number of threads from 1 to {LARGEST}"
+        )
+    return int(first)
 
 
 def usable_cores() -> int:

@@ -6,6 +6,7 @@ architecture's own file, because a silent difference is the worst outcome.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,7 +43,8 @@ def rope_settings(hf: HfConfig) -> dict[str, Any]:
 def rope_scaling_factor(hf: HfConfig) -> float | None:
     """Return the factor of RoPE type llama3; None for all other types.
 
-    Raises InputError if one of the type's other settings differs from Megatron's constant.
+    Raises InputError if the factor is not a positive finite number, or if one of the type's other
+    settings differs from Megatron's constant. Raises KeyError without a factor.
     """
     rope = rope_settings(hf)
     if rope["rope_type"] != LLAMA3:
@@ -57,7 +59,19 @@ def rope_scaling_factor(hf: HfConfig) -> float | None:
             for key, value in LLAMA3_FIXED.items()
         ),
     )
-    return float(rope["factor"])
+    factor = rope["factor"]
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    wrong = not is_number or not 0 < factor < math.inf
+    refuse(
+        hf,
+        [
+            (
+                wrong,
+                f"RoPE type {LLAMA3} with factor {factor!r:.30}, expected a positive finite number",
+            )
+        ],
+    )
+    return float(factor)
 
 
 def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:

@@ -3,6 +3,7 @@ a time, and the tokenizer of another folder."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -80,8 +81,8 @@ def _temporary(number: int) -> str:
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a hidden folder to write into, which becomes `target` at the end of the block.
 
-    Raises InputError if `target` is not empty or cannot be made, and DiskFailed if writing fails.
-    If writing fails, the hidden folder is removed.
+    Raises InputError if `target` is not empty or cannot be made, or if another process is writing it,
+    and DiskFailed if writing fails. If writing fails, the hidden folder is removed.
     """
     target = Path(os.path.abspath(target))  # a folder cannot be renamed to `.` or `..`
     partial = target.parent / f".{target.name}.partial"
@@ -92,13 +93,16 @@ def new_folder(target: Path) -> Iterator[Path]:
             if target == Path.cwd():
                 raise InputError(f"{target} is the folder that you are in; give a new one")
             target.rmdir()  # a mount point cannot be replaced: find that out before hours of writing
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = _lock_folder(partial)
+    except BlockingIOError:
+        raise InputError(f"another process is writing {target}; give another folder") from None
     except OSError as error:
         raise InputError(
             f"{target} cannot be made: {error.strerror}; give another folder"
         ) from None
     try:
+        _remove_contents(partial)  # of a process that was killed
         yield partial
         partial.rename(target)
     except (OSError, SafetensorError) as error:
@@ -107,6 +111,35 @@ def new_folder(target: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Open and lock a folder, and return the file descriptor; closing it releases the lock.
+
+    Raises BlockingIOError if another process holds the lock, or has just renamed the folder. Without
+    support for locks, as on some network file systems, the folder is not locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        return descriptor
+    if not folder.exists() or not os.path.samestat(os.fstat(descriptor), folder.stat()):
+        os.close(descriptor)
+        raise BlockingIOError
+    return descriptor
+
+
+def _remove_contents(folder: Path) -> None:
+    for child in folder.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
 
 
 def copy_files(source: Path, target: Path) -> None:

@@ -44,7 +44,6 @@ EVAL = f"eval.sets=[{{path: {LETTERS}, name: letters, num_prompts: 2"
 
 SAME: dict[str, str] = {
     "train.recompute": "train.recompute=true",
-    "optimizer.use_distributed_optimizer": "optimizer.use_distributed_optimizer=true",
     "rollout.max_total_tokens": "rollout.max_total_tokens=1024",
     "rollout.mem_fraction_static": "rollout.mem_fraction_static=0.3",
     "rollout.max_running_requests": "rollout.max_running_requests=3",
@@ -84,12 +83,12 @@ SAME: dict[str, str] = {
     "logging.samples_every": "logging.samples_every=2",
     "profile": "profile.steps=[2] profile.engine=false profile.with_stack=true",
     "debug.save_rollouts": "debug.save_rollouts=true",
-    "megatron.bucket_size": "megatron.bucket_size=1000",
 }
 OTHER = {
     "train.micro_batch_tokens": "train.micro_batch_tokens=70",
     "train.logprob_chunk_tokens": "train.logprob_chunk_tokens=7",
     "train.cpu_threads": "train.cpu_threads=2",
+    "optimizer.use_distributed_optimizer": "optimizer.use_distributed_optimizer=true",
 }
 APART = "rollout.placement=disaggregated rollout.num_ranks=1"
 RANKS = {
@@ -99,8 +98,6 @@ RANKS = {
     "parallel.expert_model_parallel_size": "parallel.expert_model_parallel_size=2",
     "parallel.moe_token_dispatcher_type": "parallel.moe_token_dispatcher_type=allgather",
     "rollout.placement": APART,
-    "rollout.tensor_parallel_size": "rollout.tensor_parallel_size=2",
-    "rollout.expert_parallel_size": "rollout.tensor_parallel_size=2 rollout.expert_parallel_size=2",
     "async.worker_timeout_s": f"{APART} async.worker_timeout_s=30",
 }
 ELSEWHERE = {
@@ -108,6 +105,8 @@ ELSEWHERE = {
     "output_dir": "every case here resumes in another folder",
     "parallel": "the layouts of tests/loop/test_elastic.py and of make layouts",
     "rollout.num_ranks": "with rollout.placement",
+    "rollout.tensor_parallel_size": "tests/rollout/conformance; batch_invariant excludes it",
+    "rollout.expert_parallel_size": "tests/rollout/conformance; batch_invariant excludes it",
     "rollout.data_parallel_attention_size": "tests/rollout/conformance",
     "async.max_worker_restarts": "tests/disaggregated/test_restarts.py",
     "environment": "tests/environments; the run here has none",

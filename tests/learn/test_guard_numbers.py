@@ -80,6 +80,10 @@ def test_drift_is_of_two_passes_and_of_the_engine() -> None:
     assert float(value["guard/clip_budget"]) == pytest.approx(0.2 / 3, rel=1e-3)
     assert float(value["guard/clip_budget_rollout"]) == pytest.approx(4 / 3, rel=1e-4)
     assert drift(now, make_batch(), clip=None).keys() == {"guard/ratio_error", QUANTILE}
+    # Without a pass before the update there is nothing to compare, except the engine's log-probs.
+    alone = drift(now, make_batch(rollout_logprobs=rollout, old_logprobs=None), clip=0.01)
+    assert alone.keys() == {"guard/clip_budget_rollout"}
+    assert drift(now, make_batch(old_logprobs=None), clip=None) == {}
 
 
 def test_a_ratio_that_is_not_one_stops_the_run_and_a_used_up_clip_range_warns() -> None:

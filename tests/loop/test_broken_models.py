@@ -18,8 +18,8 @@ from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.preflight import check
 from mrl.preflight.check import load_tokenizer
-from mrl.preflight.weights import check_weights
 from parallel.hf_config import HfModel
+from parallel.weight_checks import check_weights
 from tests.loop.conftest import TOY_RECIPE, Toy
 
 
@@ -41,6 +41,9 @@ def folder(toy, tmp_path):
         ({"hidden_size": "big"}, "hidden_size is 'big', expected a positive number"),
         ({"num_hidden_layers": 10**100}, "num_hidden_layers is 1000"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a positive number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected a positive number"),
+        ({"head_dim": 0}, "head_dim is 0, expected a positive number"),
+        ({"intermediate_size": "128"}, "intermediate_size is '128', expected a positive number"),
         ({"num_experts_per_tok": 99}, "routes a token to 99 experts, but has 8"),
         ({"num_experts": 16}, "num_experts is 16 and num_local_experts is 8, which mean the same"),
         (

@@ -15,6 +15,8 @@ from tests.loop.test_guards import made_trainer
 from tests.ranks import run_ranks
 
 STEPS = 3
+COMPARED = ("guard/ratio_error", "guard/clip_budget")
+"""Metrics that compare two passes; without the first pass there is nothing to compare."""
 SAME = {
     "EP2": ("parallel.expert_model_parallel_size=2",),
     "PP2": ("parallel.pipeline_model_parallel_size=2", "train.recompute=true"),
@@ -33,7 +35,7 @@ def trained(overrides: list[str], always_passes: bool) -> dict[str, Any]:
 
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
-    timed = ("time/", "throughput/", "memory/", "guard/ratio_error")
+    timed = ("time/", "throughput/", "memory/", *COMPARED)
     return {key: value for key, value in row.items() if not key.startswith(timed)}
 
 
@@ -76,9 +78,14 @@ def test_the_pass_is_left_out_and_the_bits_stay(
     assert ["time/logprob_s" in row for row in passes["rows"]] == [True] * STEPS
     # The first update after a start is preceded by a pass, with which its guard compares it.
     assert ["time/logprob_s" in row for row in skips["rows"]] == [True, False, False]
-    for row in skips["rows"]:
-        assert row["guard/ratio_error"] < 1e-5
+    for number, row in enumerate(skips["rows"]):
+        assert row.get("guard/ratio_error", 0.0) < 1e-5
+        assert ("guard/ratio_error" in row) == (number == 0)
+        assert "guard/clip_budget" not in row or number == 0
         assert row["mismatch/k3"] > 0
+    budgets = [row.get("guard/clip_budget_rollout") for row in skips["rows"]]
+    assert budgets == [row.get("guard/clip_budget_rollout") for row in passes["rows"]]
+    assert (budgets[0] is not None) == ("algorithm.name=gspo" in more)
     for step in range(STEPS):
         records = [
             (tmp_path / f"run_{passes}" / "tokens" / f"step_{step:06d}.safetensors").read_bytes()
@@ -104,3 +111,23 @@ def test_who_needs_the_pass_keeps_it(toy: Toy, recorded: Path, tmp_path: Path, m
     overrides = settings(toy, recorded, tmp_path / "run", more)
     (found,) = run_ranks(1, trained, overrides, False, folder=tmp_path / "out")
     assert all("time/logprob_s" in row for row in found["rows"])
+
+
+def skipped_step(overrides: list[str]) -> dict[str, float]:
+    """Return the metrics of a step whose gradients are not finite, without a pass before the update."""
+    trainer = made_trainer(overrides)
+    trainer.run_step()
+    next(trainer.policy.chunks[0].parameters()).register_hook(lambda grad: grad * float("nan"))
+    return trainer.run_step()
+
+
+def test_a_skipped_step_has_the_metrics_of_its_pass(
+    toy: Toy, recorded: Path, tmp_path: Path
+) -> None:
+    (row,) = run_ranks(
+        1, skipped_step, settings(toy, recorded, tmp_path / "run"), folder=tmp_path / "out"
+    )
+    assert (row["train/nonfinite_steps"], row["grad_norm"]) == (1.0, 0.0)
+    assert "time/logprob_s" not in row
+    assert row["mismatch/k3"] > 0
+    assert row["entropy"] > 0

@@ -11,6 +11,7 @@ import torch
 
 from mrl.cli import main
 from mrl.errors import InputError
+from parallel.checkpoint.hf_writer import new_folder
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
 from parallel.upcycle import Upcycling, largest_difference, upcycle
@@ -117,6 +118,21 @@ def test_bf16_and_several_files(tmp_path: Path) -> None:
         ("llama", {}, Upcycling(10, 5, 5), "does not divide the MLP's width 48"),
         ("llama", {}, Upcycling(4, 2, noise=-1.0), "--noise -1.0: expected a finite number"),
         ("llama", {}, Upcycling(4, 2, noise=float("nan")), "--noise nan"),
+        (
+            "llama",
+            {},
+            Upcycling(4, 2, seed=1 << 62),
+            "--seed 4611686018427387904: expected at least 0",
+        ),
+        ("llama", {}, Upcycling(4, 2, seed=-1), "--seed -1"),
+        ("llama", {}, Upcycling(70_000, 2), "--experts 70000: expected at most 65536"),
+        ("llama", {}, Upcycling(4, 2, like=""), "--like '': its attention"),
+        (
+            "llama",
+            {"initializer_range": 0.0},
+            HALF,
+            "initializer_range is 0.0, expected a positive",
+        ),
     ],
 )
 def test_what_cannot_be_upcycled(
@@ -126,6 +142,83 @@ def test_what_cannot_be_upcycled(
     with pytest.raises(InputError, match=message):
         upcycle(source, tmp_path / "moe", how)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    """Write `changes` into config.json; None removes the key."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_keys_that_the_dense_model_may_leave_out(tmp_path: Path) -> None:
+    """Mixtral's default for num_key_value_heads is 8, and Llama's is the number of heads."""
+    source = write_tiny("llama", tmp_path / "dense", num_key_value_heads=4)
+    change_config(source, num_key_value_heads=None, initializer_range=None)
+    moe = upcycle(source, tmp_path / "moe", HALF)
+    assert (moe.config["num_key_value_heads"], moe.config["initializer_range"]) == (4, 0.02)
+    assert largest_difference(source, tmp_path / "moe") < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            "weight.s. that a llama model with this config.json does not have",
+        ),
+        ({"num_hidden_layers": 5}, "no weights of layer 4"),
+        ({"intermediate_size": 24}, "mlp"),
+        ({"vocab_size": 7}, "vocab_size x hidden_size 7"),
+    ],
+)
+def test_weights_of_another_config_are_not_upcycled(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    source = write_tiny("llama", tmp_path / "dense")
+    change_config(source, **changes)
+    with pytest.raises(InputError, match=message):
+        upcycle(source, tmp_path / "moe", HALF)
+    assert not (tmp_path / "moe").exists()
+
+
+def test_weights_that_are_not_finite_are_not_upcycled(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    source = write_tiny("llama", tmp_path / "dense")
+    weights = weights_of(source)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name].view(-1)[999] = torch.nan
+    for file in source.glob("*.safetensors"):
+        file.unlink()
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"{name} holds nan"):
+        upcycle(source, tmp_path / "moe", replace(HALF, noise=0.1))
+
+
+def test_noise_that_overflows_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write_tiny("llama", tmp_path / "dense"), tmp_path / "moe"
+    words = ["--experts", "4", "--top-k", "2", "--noise", "1e39"]
+    with pytest.raises(SystemExit):
+        main(["upcycle", str(source), str(target), *words])
+    assert "log-probs that are not finite" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
+    source, target = write_tiny("llama", tmp_path / "dense"), tmp_path / "moe"
+    with new_folder(target) as partial:
+        (partial / "mine").touch()
+        with pytest.raises(InputError, match="another process is writing"):
+            upcycle(source, target, HALF)
+    assert (target / "mine").exists()
+    killed = tmp_path / ".other.partial"
+    killed.mkdir()
+    (killed / "left").touch()
+    upcycle(source, tmp_path / "other", HALF)
+    assert not killed.exists()
+    assert not (tmp_path / "other" / "left").exists()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

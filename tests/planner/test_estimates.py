@@ -13,24 +13,26 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from mrl.config import ModelConfig, OptimizerConfig
+from mrl.config import ModelConfig, OptimizerConfig, load_recipe
 from mrl.planner import activations, cost, engine, memory
 from mrl.planner.hardware import HARDWARE
 from mrl.planner.shape import ModelShape, read_shape
 from mrl.planner.stages import split_layers, stages
 from mrl.planner.verdict import verdict
-from mrl.planner.workload import Workload
+from mrl.planner.workload import Workload, recipe_workload
 from parallel.context import context_slice
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.layers.attention import packed_sequences
 from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy
+from tests.loop.conftest import TOY_RECIPE
 from tests.parallel.conftest import make_sample, write_model
 from tests.parallel.counted import KeptBytes
 from tests.parallel.layouts import join_mesh
 from tests.ranks import run_ranks
 
+TWO_STEPS = ["train.num_steps_per_rollout=2"]
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
 WORK = Workload(prompts=8, samples=1, prompt_len=32, response_len=32, micro_batch_tokens=64)
 
@@ -212,3 +214,28 @@ def test_the_verdict_names_phase_bytes_and_the_best_setting() -> None:
     assert text.startswith("does not fit: a node needs 1.14 TB of host memory, ")
     assert "asynchronous save 431 GB" in text
     assert "checkpoint.async_save=false, or PYTORCH_ALLOC_CONF=pinned_max" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_pass"),
+    [
+        ([], False),
+        (TWO_STEPS, True),
+        (["train.num_epochs_per_rollout=2"], True),
+        ([*TWO_STEPS, "algorithm.name=grpo", "algorithm.old_logprobs=rollout"], False),
+        (["guards.min_ess=0.1"], True),
+        (["moe.routing_replay=r2"], True),
+        (["algorithm.name=ppo"], True),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], True),
+        (["algorithm.kl_coef=0.1"], False),
+    ],
+)  # fmt: skip
+def test_the_time_of_old_logprobs_counts_only_with_a_pass_for_them(
+    overrides: list[str], has_pass: bool
+) -> None:
+    shape = shape_of("qwen3_30b_a3b")
+    dims = ParallelDims(world=8, tp=4, pp=1, vpp=1, cp=1, ep=8, etp=1)
+    work = recipe_workload(load_recipe(TOY_RECIPE, overrides), shape, 64)
+    seconds = cost.step_cost(shape, dims, work, HARDWARE["h100"]).seconds
+    assert ("old log-probs" in seconds) == has_pass
+    assert ("reference log-probs" in seconds) == ("algorithm.kl_coef=0.1" in overrides)

@@ -10,6 +10,7 @@ import torch
 
 from mrl.config import load_recipe
 from mrl.engines.sglang.settings import server_environment
+from mrl.errors import InputError
 from mrl.preflight.threads import choose_threads
 from mrl.system import threads
 from tests.loop.conftest import TOY_RECIPE
@@ -33,6 +34,8 @@ def four_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (4096, 8, "auto", None, 1, "4 core(s) for 8 rank(s)"),
         (4096, 1, "auto", "3", 3, "OMP_NUM_THREADS"),
         (64, 1, "2", "3", 2, "train.cpu_threads"),
+        (4096, 1, "auto", " 3,2 ", 3, "OMP_NUM_THREADS"),
+        (4096, 1, "auto", " ", 4, "4 core(s)"),
     ],
 )
 def test_the_number(
@@ -57,6 +60,15 @@ def test_one_thread_by_mrl_is_not_one_by_the_user(four_cores) -> None:
     finally:
         torch.set_num_threads(before)
         del os.environ["OMP_NUM_THREADS"], os.environ[threads.MARK]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1025", "99999999999999999999", ",2"])
+def test_a_wrong_number_is_refused(four_cores, monkeypatch, text: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(InputError, match=r"OMP_NUM_THREADS: got .* from 1 to 1024"):
+        threads.given_threads()
+    with pytest.raises(InputError, match="cpu_threads"):
+        load_recipe(TOY_RECIPE, ["train.cpu_threads=1025"])
 
 
 def test_ranks_of_this_machine_share_its_cores(four_cores, monkeypatch) -> None:

@@ -76,3 +76,12 @@ def test_heads_that_neither_split_nor_replicate_are_refused() -> None:
         check_engine_sizes(rollout(6), model)
     with pytest.raises(InputError, match="expert_parallel_size is 2, but the model has no experts"):
         check_engine_sizes(rollout(2, 2), ModelSizes(2, 12, 4, 96, 96, 0))
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "all", ""])
+def test_a_wrong_number_of_ranks_of_the_node_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(InputError, match="LOCAL_WORLD_SIZE: got"):
+        engine_layout(rollout(1), 8)

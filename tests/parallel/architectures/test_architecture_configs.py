@@ -108,6 +108,16 @@ def test_a_llama3_rope_that_megatron_cannot_compute_is_refused(key: str, tmp_pat
         HfModel.read(folder)
 
 
+@pytest.mark.parametrize("factor", [0, -8.0, float("nan"), float("inf"), "8", True, None])
+def test_a_llama3_factor_is_a_positive_number(factor: object, tmp_path: Path) -> None:
+    folder = write_tiny("llama", tmp_path / "model")
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"rope_parameters": {**LLAMA3, "factor": factor}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="RoPE type llama3 with factor"):
+        HfModel.read(folder)
+
+
 def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
     sizes = {name: HfModel.read(folder).sizes for name, folder in folders.items()}
     numbers = {
