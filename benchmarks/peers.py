@@ -35,8 +35,13 @@ TRL, GENERATE = "benchmarks.peer_runs.trl_run", "benchmarks.peer_runs.generate"
 PACKAGES = ROOT / ".venv" / "peers"
 ROLLOUT_ONLY = ("debug.rollout_only=true",)
 DENSE = ("moe.routing_replay=off",)
+PRETRAINED = ROOT / "runs" / "smollm"
+"""The folder of `make smollm`, whose dense model and prompts a part uses."""
+NO_EVALUATION = ("eval.every=0", "eval.sets=[]", "checkpoint.save_every=1000")
 CONTEXT = 1024
 RATIOS = ("step_s", "generate_s", "rest_s", "tokens_per_s", "start_s", "peak_bytes")
+LAST = 5
+"""The number of steps at the end of a run over which `last_rewards` is a mean."""
 Side = Callable[[Work], Outcome]
 
 
@@ -90,12 +95,27 @@ def parts(toy: str, wide: str, *, quick: bool) -> list[Part]:
     few = 3 if quick else 6
     tail = Work(toy, few, 16, 8, 0, 512, overrides=("train.micro_batch_tokens=8192",))
     engine = replace(demo, overrides=ROLLOUT_ONLY)
+    sums = Work(
+        str(PRETRAINED / "dense"),
+        3 if quick else 24,
+        8,
+        8,
+        0,
+        24,
+        data=str(PRETRAINED / "data" / "train.jsonl"),
+        recipe="launch/recipes/smollm.yaml",
+        reward="launch.recipes.last_number:reward",
+        lr=1e-5,
+        overrides=NO_EVALUATION,
+    )
     large = Work(wide, 3 if quick else 4, 8, 4, 32, 32, overrides=(*DENSE, *ROLLOUT_ONLY))
     return [
         Part("toy", "a step of the demo: 128 answers of 32 tokens", demo, ("trl", "before"),
              (("step_s", "trl", 1.5), ("generate_s", "before", 1 / 3))),
         Part("long tail", "answers of 1 to 512 tokens, 300 on average", tail, ("trl", "before"),
              (("step_s", "trl", 0.7),)),
+        Part("SmolLM2", "the dense pretrained model: 64 answers of up to 24 tokens, of chat prompts",
+             sums, ("trl",), (("step_s", "trl", 0.8),)),
         Part("engine, toy", "generation alone, 128 answers of 32 tokens", engine,
              ("transformers", "before")),
         Part("engine, 135M", "generation alone, 32 answers of 32 tokens, 30 layers of width 576, "
@@ -137,6 +157,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "peak_bytes": statistics.median(each.peak_bytes for each in outcomes),
         "first_reward": statistics.fmean(each.rewards[0] for each in outcomes),
         "last_reward": statistics.fmean(each.rewards[-1] for each in outcomes),
+        "last_rewards": statistics.fmean(x for each in outcomes for x in each.rewards[-LAST:]),
     }
 
 
@@ -203,6 +224,9 @@ def main() -> None:
             parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(names)}")
         for part in chosen:
             if options.only and part.name not in options.only:
+                continue
+            if not Path(part.work.model, "config.json").is_file():
+                print(f"{part.name}: left out, because `make smollm` has made no model here")
                 continue
             runners = sides(part, options.before, options.packages)
             outcomes = measure(part.work, runners, options.repeats)

@@ -34,6 +34,10 @@ class Work:
     min_tokens: int
     max_tokens: int
     data: str = str(ROOT / "launch/recipes/data/first_char.jsonl")
+    reward: str = "mrl.rewards.first_char:reward"
+    """Module and function of the reward. mrl's recipe names the same function."""
+    recipe: str = RECIPE
+    """mrl's recipe."""
     lr: float = 1e-3
     seed: int = 0
     overrides: tuple[str, ...] = ()
@@ -68,7 +72,7 @@ class Outcome:
 def train_with_mrl(work: Work, checkout: Path = ROOT) -> Outcome:
     """Run `mrl train` of a checkout, or its rollouts alone if an override says so."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mrl", "train", RECIPE, f"model.path={work.model}"]
+        command = [sys.executable, "-m", "mrl", "train", work.recipe, f"model.path={work.model}"]
         command += [
             f"output_dir={folder}/run",
             f"train.num_steps={work.num_steps}",

@@ -3,10 +3,13 @@
 Needs the packages of requirements/trl.txt and requirements/peers.txt. Imports nothing of Megatron or
 SGLang. One line of OUT for each step: seconds, seconds of generation, tokens of the completions
 (without padding) and the mean reward.
+
+A prompt is text or a list of chat messages; TRL renders messages with the tokenizer's template.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -19,8 +22,6 @@ import torch
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
-
-from mrl.rewards.first_char import reward
 
 
 class Times(TrainerCallback):
@@ -43,10 +44,15 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, float]] = []
 
-    def first_char(
-        prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any
+    module, name = work["reward"].split(":")
+    reward = getattr(importlib.import_module(module), name)
+
+    def scored(
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
     ) -> list[float | None]:
-        rewards = reward(prompts, completions, completion_ids=completion_ids)
+        """Score completions, which for prompts of messages are lists of one message each."""
+        texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+        rewards = reward(prompts, texts, completion_ids=completion_ids, **columns)
         mean = sum(each or 0.0 for each in rewards) / len(rewards)
         rows.append({"tokens": sum(len(ids) for ids in completion_ids), "reward": mean})
         return rewards
@@ -82,7 +88,7 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(work["model"]),
-            reward_funcs=first_char,
+            reward_funcs=scored,
             train_dataset=Dataset.from_list(prompts),
             args=config,
             callbacks=[times],

@@ -1,5 +1,5 @@
-"""`mrl view FOLDER [--output FILE] [--steps a:b] [--max-samples N]` writes an HTML page of a run or
-a service."""
+"""`mrl view FOLDER... [--output FILE] [--steps a:b] [--max-samples N]` writes an HTML page of a run, of
+a service, or of several runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ def add_to(commands: Any) -> None:
         "view",
         help="write a run's curves and samples as one HTML file",
         description="Write a run as one HTML file with its curves, samples and diagnosis, or a service "
-        "with its tenants and curves. It opens in any browser, without a server or a network.",
+        "with its tenants and curves. With several runs, compare their outcomes, curves and recipes. "
+        "The file opens in any browser, without a server or a network.",
     )
     command.add_argument(
-        "folder", type=Path, metavar="RUN", help="output_dir of a run, or of a service"
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="output_dir of a run or of a service, or of several runs to compare",
     )
     command.add_argument(
-        "--output", type=Path, metavar="FILE", help="the file to write; by default RUN/view.html"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the file to write; by default RUN/view.html, or RUN/compare.html in the first of several "
+        "runs",
     )
     command.add_argument(
         "--steps",
@@ -41,14 +50,19 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mrl.view.render import RUN, SERVICE, render
+    from mrl.view.render import COMPARISON, RUN, SERVICE, render
     from mrl.view.service import is_service
 
-    target = args.output or args.folder / "view.html"
-    of_service = is_service(args.folder)
-    data = _read_service(args, target) if of_service else _read_run(args)
+    folder = args.folders[0]
+    if len(args.folders) > 1:
+        target, kind, data = args.output or folder / "compare.html", COMPARISON, _compare(args)
+    elif is_service(folder):
+        target = args.output or folder / "view.html"
+        kind, data = SERVICE, _read_service(args, target)
+    else:
+        target, kind, data = args.output or folder / "view.html", RUN, _read_run(args)
     # A name from JSON or a path may contain a lone surrogate, which is replaced by `?`.
-    page = render(data, SERVICE if of_service else RUN).encode("utf-8", errors="replace")
+    page = render(data, kind).encode("utf-8", errors="replace")
     write(target, page)
     for note in data["notes"]:
         print(note)
@@ -64,19 +78,32 @@ def _read_run(args: argparse.Namespace) -> dict[str, Any]:
     steps = None if args.steps is None else read_steps(args.steps)
     from mrl.view.collect import collect
 
-    return collect(args.folder, steps, max_samples)
+    return collect(args.folders[0], steps, max_samples)
 
 
 def _read_service(args: argparse.Namespace, target: Path) -> dict[str, Any]:
-    for name in ("steps", "max_samples"):
-        if getattr(args, name) is not None:
-            raise InputError(
-                f"--{name.replace('_', '-')} selects samples, and {args.folder} is the folder of a "
-                "service, which has none; give it with the folder of a tenant's run"
-            )
+    _refuse_samples(
+        args,
+        f"{args.folders[0]} is the folder of a service, which has none; give it with the folder of a "
+        "tenant's run",
+    )
     from mrl.view.service import collect_service
 
-    return collect_service(args.folder, target)
+    return collect_service(args.folders[0], target)
+
+
+def _compare(args: argparse.Namespace) -> dict[str, Any]:
+    _refuse_samples(args, "a comparison shows none; give it with one run")
+    from mrl.view.compare import collect_comparison
+
+    return collect_comparison(args.folders)
+
+
+def _refuse_samples(args: argparse.Namespace, why: str) -> None:
+    """Raise InputError if an option that selects samples is given."""
+    for name in ("steps", "max_samples"):
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} selects samples, and {why}")
 
 
 def read_steps(text: str) -> range:

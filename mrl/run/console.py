@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl.run.activities import WAIT, main_cause
+from mrl.run.rollout_rows import conversation
 
 COLUMNS = (
     ("reward/mean", "reward", "8.4f"),
@@ -45,6 +46,8 @@ WAITS_WIDTH = 62
 """Width in characters of the idle shares at the end of a disaggregated run's step line. A narrow
 terminal shows the idle shares on a line of their own."""
 PLOT_HEIGHT = 8
+MAX_TURNS = 4
+"""The largest number of turns of a sample that are printed."""
 MAX_SAMPLE_CHARS = 400
 LOG_WIDTH = 1000
 
@@ -178,7 +181,8 @@ def summary(
 ) -> None:
     """Print the reward curve, the best and the worst sample, the run folder, and the next command.
 
-    Each sample has `prompt`, `completion` and `reward`.
+    Each sample has `prompt`, `completion` and `reward`. A prompt of chat messages is printed as a
+    conversation, with a line for each of its last turns.
     """
     console = console or _console()
     unicode = (console.encoding or "").lower().startswith("utf")
@@ -186,8 +190,11 @@ def summary(
         _line(console, line)
     for name, sample in (("best", best), ("worst", worst)):
         _line(console, f"{name} sample, reward {_cell(sample.get('reward'), '.4f')}", style="bold")
-        for part in ("prompt", "completion"):
-            _line(console, f"  {part:<10} {_shorten(escape(str(sample.get(part, ''))))}")
+        turns = conversation(sample.get("prompt", ""), sample.get("completion", ""))
+        if len(turns) > MAX_TURNS:
+            _line(console, f"  ({len(turns) - MAX_TURNS} earlier turns)")
+        for role, text in turns[-MAX_TURNS:]:
+            _line(console, f"  {escape(role):<10} {_shorten(escape(text))}")
     _line(console, f"run folder  {escape(str(run_folder))}")
     _line(console, f"next        {escape(next_command)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,30 @@ def read(file: Path) -> list[dict[str, Any]]:
                 "out"
             ) from None
     return rows
+
+
+def conversation(prompt: Any, completion: Any) -> list[tuple[str, str]]:
+    """Return the turns of a sample as (role, text), the completion last.
+
+    prompt: a text, whose role is then `prompt`, or chat messages. Parts of a message other than text,
+    such as tool calls, become JSON.
+    """
+    if not isinstance(prompt, list):
+        return [("prompt", str(prompt)), ("completion", str(completion))]
+    messages = [message if isinstance(message, dict) else {} for message in prompt]
+    turns = [(str(each.get("role", "")), _content(each)) for each in messages]
+    return [*turns, ("assistant", str(completion))]
+
+
+def _content(message: dict[str, Any]) -> str:
+    given = message.get("content")
+    parts = given if isinstance(given, list) else [given]
+    texts = [
+        str(part.get("text")) if isinstance(part, dict) and part.get("type") == "text" else part
+        for part in parts
+    ]
+    texts += [message["tool_calls"]] if message.get("tool_calls") else []
+    return "\n".join(t if isinstance(t, str) else json.dumps(t) for t in texts if t is not None)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

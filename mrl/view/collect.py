@@ -19,6 +19,7 @@ from mrl.run import rollout_rows
 from mrl.system.json_text import is_number
 from mrl.version import __version__
 from mrl.view.facts import local_time, named_values, read_config, value_of
+from mrl.view.outcome import best_and_worst, figures, read_evaluations, with_evaluations
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, notes_of, read_rows, short
 from mrl.view.timeline import read_timeline
@@ -61,25 +62,21 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
     max_samples: the largest number of samples per step. Raises InputError if `run` is not a run
     folder, or if it has token records but none for a step in `steps`.
     """
+    require_run(run)
     metrics, config = run / "metrics.jsonl", run / "config.yaml"
-    if not (metrics.exists() or config.exists()):
-        what = "is not a folder"
-        if run.is_dir():
-            what = (
-                "has neither metrics.jsonl nor config.yaml, as a run has, nor service.yaml and "
-                "tenants, as a service has"
-            )
-        raise InputError(f"{run} {what}; give the output_dir of a run or of a service")
     rows, num_bad = read_rows(metrics)
     notes = [f"Lines of metrics.jsonl that could not be read: {num_bad}."] if num_bad else []
     recipe, config_text = read_config(config, notes)
-    drawn = curves(rows)
+    evaluations = read_evaluations(run, notes)
+    drawn = curves(with_evaluations(rows, evaluations))
     notes += notes_of(drawn, "steps")
     packed = _read_samples(run, rows, steps, max_samples, notes)
     return {
         "folder": str(run),
         "summary": named_values(recipe, SUMMARY),
         "config": config_text,
+        "figures": figures(rows, evaluations),
+        "conversations": best_and_worst(run),
         "state": _state(rows, recipe, metrics),
         "versions": _versions(run, notes),
         "metrics": drawn | {"step": "step", "units": units_of(drawn["series"])},
@@ -89,6 +86,19 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         "steps": packed,
         "notes": notes,
     }
+
+
+def require_run(folder: Path) -> None:
+    """Raise InputError if `folder` has neither of the files that make it a run folder."""
+    if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
+        return
+    what = "is not a folder"
+    if folder.is_dir():
+        what = (
+            "has neither metrics.jsonl nor config.yaml, as a run has, nor service.yaml and "
+            "tenants, as a service has"
+        )
+    raise InputError(f"{folder} {what}; give the output_dir of a run or of a service")
 
 
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:

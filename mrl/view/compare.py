@@ -1,0 +1,116 @@
+"""Reads several run folders as JSON-able data for one page that compares them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.run.changes import flatten
+from mrl.view.collect import require_run
+from mrl.view.facts import read_config
+from mrl.view.outcome import figures, read_evaluations, with_evaluations
+from mrl.view.series import curves, notes_of, read_rows
+from mrl.view.units import units_of
+
+MAX_RUNS = 8
+"""The number of colours of curves."""
+COMPARED = (
+    r"reward/mean", r"eval/[^/]+/(avg|pass)@\d+", r"response_len/mean", r"response_len/truncated",
+    r"entropy", r"mismatch/logprob_abs_mean", r"mismatch/logprob_abs_max", r"mismatch/k3",
+    r"routing/disagreement", r"grad_norm", r"kl/ref", r"ratio/max", r"time/step_s",
+    r"time/rollout_s", r"time/train_s", r"throughput/.+_tokens_per_s",
+)  # fmt: skip
+"""Patterns of the metrics that have a chart, in the order of the charts."""
+UNCOMPARED = ("output_dir",)
+"""Keys of the recipe that differ in all runs and say nothing."""
+
+
+def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return everything that the page of several runs shows.
+
+    Raises InputError if a folder is given twice, is not a run folder, or if there are more than
+    MAX_RUNS.
+    """
+    if len(folders) > MAX_RUNS:
+        raise InputError(f"{len(folders)} runs: expected at most {MAX_RUNS}, one for each colour")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise InputError("a run folder is given twice; give different ones")
+    notes: list[str] = []
+    names = _names(folders)
+    merged: dict[int, dict[str, Any]] = {}
+    recipes, outcomes, keys = [], [], {}
+    for number, (name, folder) in enumerate(zip(names, folders, strict=True)):
+        require_run(folder)
+        own: list[str] = []
+        recipe, _ = read_config(folder / "config.yaml", own)
+        rows, num_bad = read_rows(folder / "metrics.jsonl")
+        if num_bad:
+            own.append(f"Lines of metrics.jsonl that could not be read: {num_bad}.")
+        evaluations = read_evaluations(folder, own)
+        outcomes.append(figures(rows, evaluations))
+        recipes.append(flatten(recipe))
+        for row in with_evaluations(rows, evaluations):
+            target = merged.setdefault(row["step"], {"step": row["step"]})
+            for key, value in row.items():
+                if any(re.fullmatch(pattern, key) for pattern in COMPARED):
+                    keys.setdefault(key, set()).add(number)
+                    target[_series(key, number)] = value
+        notes += [f"{name}: {note}" for note in own]
+    drawn = curves([merged[step] for step in sorted(merged)])
+    notes += notes_of(drawn, "steps")
+    units = units_of(keys)
+    order = [key for pattern in COMPARED for key in sorted(keys) if re.fullmatch(pattern, key)]
+    charts = [
+        {
+            "title": key,
+            "keys": [_series(key, number) for number in sorted(keys[key])],
+            "labels": [names[number] for number in sorted(keys[key])],
+        }
+        for key in order
+    ]
+    return {
+        "folder": ", ".join(names),
+        "state": f"{len(folders)} runs compared",
+        "names": names,
+        "outcomes": _table(names, outcomes),
+        "differences": _differences(recipes),
+        "metrics": drawn | {"step": "step", "units": {
+            series: units[chart["title"]] for chart in charts for series in chart["keys"]
+            if chart["title"] in units}},
+        "charts": charts,
+        "notes": notes,
+    }  # fmt: skip
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' last parts; their whole paths if last parts are equal."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _series(key: str, number: int) -> str:
+    """Return the key of a metric of run `number`. It has no space, at which the page splits keys."""
+    return f"{key}#{number}"
+
+
+def _table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, list[str]]]:
+    """Return (name of a figure, its value in each run); the detail follows the value."""
+    order = dict.fromkeys(figure.name for each in outcomes for figure in each)
+    found = [
+        {figure.name: f"{figure.value} ({figure.detail})" for figure in each} for each in outcomes
+    ]
+    return [(name, [each.get(name, "\u2013") for each in found]) for name in order]
+
+
+def _differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return (key, its value in each run) of the recipe keys whose values differ."""
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    rows = [
+        (key, ["\u2013" if key not in recipe else str(recipe[key]) for recipe in recipes])
+        for key in keys
+        if key not in UNCOMPARED
+    ]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -1,0 +1,174 @@
+"""The outcome of a run: final reward, evaluations, mismatch, and the best and worst samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mrl.errors import InputError
+from mrl.run import rollout_rows
+from mrl.system.json_text import is_number, parse_row
+from mrl.view.series import short
+
+ENDS = 5
+"""The number of steps at each end of a run over which the reward is averaged."""
+Z = 1.96
+"""Standard errors on each side of a 95% confidence interval."""
+MAX_TURN = 1500
+"""The largest number of characters of a turn of a sample; the middle of a longer turn is left out."""
+NUM_SHOWN = 2
+"""The largest number of best samples, and of worst samples."""
+
+Row = dict[str, Any]
+
+
+class Figure(NamedTuple):
+    """A number at the top of the page."""
+
+    name: str
+    value: str
+    detail: str
+
+
+def read_evaluations(run: Path, notes: list[str]) -> list[Row]:
+    """Return evals/step_*.json by ascending step; damaged files are left out, with a note.
+
+    A row has `step`, the number of steps after which the weights were evaluated, and `eval/*`.
+    """
+    rows = []
+    for file in sorted((run / "evals").glob("step_*.json")):
+        try:
+            row = parse_row(file.read_bytes())
+            number: Any = row.get("step")
+            if not is_number(number) or number != int(number):
+                raise ValueError("it has no step")
+        except (OSError, ValueError) as error:
+            notes.append(f"The evaluation {file.name} is left out: {error}.")
+            continue
+        rows.append(row | {"step": int(number)})
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def with_evaluations(rows: list[Row], evaluations: Sequence[Row]) -> list[Row]:
+    """Return the rows of metrics.jsonl, and after them a row for the evaluation of the final weights.
+
+    It has a row of its own because no step follows it, whose row would have it.
+    """
+    last = rows[-1]["step"] if rows else -1
+    found = {row["step"]: row for row in evaluations if row["step"] > last}
+    return [*rows, *(found[step] for step in sorted(found))]
+
+
+def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[Figure]:
+    """Return the final reward, the score of each evaluation set and the mismatch."""
+    found = []
+    rewards = _numbers(rows, "reward/mean")
+    if rewards:
+        count = min(ENDS, len(rewards))
+        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+        over = f"of the first {count} steps" if count > 1 else "of the first step"
+        found.append(Figure(
+            f"mean reward of the last {count} steps" if count > 1 else "mean reward of the last step",
+            _shown(last), f"{_shown(first)} {over}",
+        ))  # fmt: skip
+    found += [_score(key, evaluations) for key in _score_keys(evaluations)]
+    mean, most = (_numbers(rows, f"mismatch/logprob_abs_{kind}") for kind in ("mean", "max"))
+    if mean and most:
+        found.append(Figure(
+            "engine against trainer, |\u0394 log-prob|", f"{sum(mean) / len(mean):.1e}",
+            f"mean of all steps; {max(most):.1e} at most",
+        ))  # fmt: skip
+    return found
+
+
+def _score_keys(evaluations: Sequence[Row]) -> list[str]:
+    """Return one score of each evaluation set of the last evaluation: `avg@k`, or else the first
+    `pass@k`."""
+    sets: dict[str, list[str]] = {}
+    for key in evaluations[-1] if evaluations else ():
+        parts = key.split("/")
+        if len(parts) == 3 and parts[2].startswith(("avg@", "pass@")) and "_" not in parts[2]:
+            sets.setdefault(parts[1], []).append(key)
+    return [min(keys, key=lambda key: "/avg@" not in key) for keys in sets.values()]
+
+
+def _score(key: str, evaluations: Sequence[Row]) -> Figure:
+    scored = [row for row in evaluations if is_number(row.get(key))]
+    name = key.removeprefix("eval/").replace("/", ", ")
+    if not scored:
+        return Figure(name, "\u2013", "no finite score")
+    first, last = scored[0], scored[-1]
+    detail = f"after {last['step']} steps"
+    if first is not last:
+        before = f"after {first['step']} steps" if first["step"] else "before the first step"
+        detail += f"; {_interval(first, key)} {before}"
+    if is_number(last.get(f"{key}_stderr")):
+        name += ", 95% interval"
+    return Figure(name, _interval(last, key), detail)
+
+
+def _interval(row: Row, key: str) -> str:
+    error: Any = row.get(f"{key}_stderr")
+    spread = f" \u00b1 {Z * error:.3f}" if is_number(error) else ""
+    return f"{_shown(row[key])}{spread}"
+
+
+def best_and_worst(run: Path) -> list[Row]:
+    """Return the samples with the highest and the lowest reward of the newest step that has any.
+
+    A sample has `name` (`best` or `worst`), `step`, `reward` and `turns`, the list of (role, text).
+    Samples without a reward are left out, and texts that occur twice. The result is empty if there
+    are no samples, or if the file is damaged.
+    """
+    for file in sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True):
+        try:
+            rows = [row for row in rollout_rows.read(file) if is_number(row["reward"])]
+        except InputError:  # the sample browser has a note
+            return []
+        if rows:
+            return _chosen(int(file.stem.removeprefix("step_")), rows)
+    return []
+
+
+def _chosen(step: int, rows: Sequence[Row]) -> list[Row]:
+    ranked = sorted(rows, key=lambda row: row["reward"])
+    worst = _different(ranked)
+    best = _different(row for row in reversed(ranked) if row["reward"] > worst[-1]["reward"])
+    return [
+        {
+            "name": name,
+            "step": step,
+            "reward": _shown(row["reward"]),
+            "turns": [
+                (role, _middle_out(text))
+                for role, text in rollout_rows.conversation(row["prompt"], row["completion"])
+            ],
+        }
+        for name, part in (("best", best), ("worst", worst))
+        for row in part
+    ]
+
+
+def _different(rows: Iterable[Row]) -> list[Row]:
+    """Return the first NUM_SHOWN rows with different prompts."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if len(found) < NUM_SHOWN:
+            found.setdefault(str(row["prompt"]), row)
+    return list(found.values())
+
+
+def _middle_out(text: str) -> str:
+    half = MAX_TURN // 2
+    return text if len(text) <= MAX_TURN else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _numbers(rows: Iterable[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if is_number(row.get(key)) and math.isfinite(row[key])]
+
+
+def _shown(value: float) -> str:
+    number = short(float(value), 3)
+    return "\u2013" if number is None else f"{number:g}"

@@ -1,0 +1,159 @@
+"""The outcome at the top of a run's page, and the page of several runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import main
+from mrl.errors import InputError
+from mrl.run.rollout_rows import conversation
+from mrl.view.compare import collect_comparison
+from mrl.view.outcome import best_and_worst, figures, read_evaluations, with_evaluations
+from tests.view.invented import HOSTILE, write_run
+
+SCORE = "eval/sums/avg@4"
+
+
+def evaluation(step: int, score: float | None, error: float | None) -> str:
+    row = {"step": step, SCORE: score, f"{SCORE}_stderr": error, "eval/sums/pass@1": 0.9}
+    return json.dumps(row)
+
+
+def write_evaluations(run: Path) -> None:
+    (run / "evals").mkdir()
+    (run / "evals/step_000000.json").write_text(evaluation(0, 0.25, 0.05))
+    (run / "evals/step_000005.json").write_text(evaluation(5, 0.75, 0.1))
+
+
+def test_figures_are_of_the_ends_and_of_each_set(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_evaluations(run)
+    notes: list[str] = []
+    evaluations = read_evaluations(run, notes)
+    rows = [
+        {"step": i, "reward/mean": float(i), "mismatch/logprob_abs_mean": 1e-3 * i,
+         "mismatch/logprob_abs_max": 1e-2 * i}
+        for i in range(12)
+    ]  # fmt: skip
+    reward, score, mismatch = figures(rows, evaluations)
+    assert reward == ("mean reward of the last 5 steps", "9", "2 of the first 5 steps")
+    assert score.name == "sums, avg@4, 95% interval"
+    assert score.value == "0.75 \u00b1 0.196"
+    assert score.detail == "after 5 steps; 0.25 \u00b1 0.098 before the first step"
+    assert mismatch.value == "5.5e-03"
+    assert mismatch.detail == "mean of all steps; 1.1e-01 at most"
+    assert notes == []
+
+
+def test_the_evaluation_of_the_final_weights_has_a_row_of_its_own() -> None:
+    rows = [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
+    evaluations = [{"step": 0, SCORE: 0.1}, {"step": 2, SCORE: 0.3}]
+    assert with_evaluations(rows, evaluations) == [*rows, {"step": 2, SCORE: 0.3}]
+    assert with_evaluations([], evaluations) == evaluations
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": "x"}', '{"step": 1.5}'])
+def test_a_damaged_evaluation_is_left_out_and_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals/step_000003.json").write_text(text)
+    notes: list[str] = []
+    assert read_evaluations(tmp_path, notes) == []
+    assert "step_000003.json is left out" in notes[0]
+
+
+def test_scores_that_are_not_numbers_are_dashes() -> None:
+    (figure,) = figures([{"step": 0}], [{"step": 0, SCORE: None}])
+    assert (figure.value, figure.detail) == ("\u2013", "no finite score")
+    assert figures([], []) == []
+    assert figures([{"step": 0, "reward/mean": float("nan")}], []) == []
+
+
+def test_best_and_worst_are_of_the_newest_step_with_rewards(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+
+    def write(step: int, rewards: list[float | None]) -> None:
+        rows = [
+            {"prompt": f"p{i}", "completion": "x" * 4000, "reward": reward}
+            for i, reward in enumerate(rewards)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"step_{step:06d}.jsonl").write_text(text)
+
+    assert best_and_worst(tmp_path) == []
+    write(1, [0.0, 1.0, 0.5, 0.25])
+    write(2, [None, None])
+    found = best_and_worst(tmp_path)
+    names = [(each["name"], each["reward"], each["turns"][0]) for each in found]
+    assert names == [
+        ("best", "1", ("prompt", "p1")),
+        ("best", "0.5", ("prompt", "p2")),
+        ("worst", "0", ("prompt", "p0")),
+        ("worst", "0.25", ("prompt", "p3")),
+    ]
+    assert all(len(each["turns"][1][1]) < 1600 for each in found)
+    write(3, [0.5, 0.5])  # nothing is better than anything else
+    assert [each["name"] for each in best_and_worst(tmp_path)] == ["worst", "worst"]
+    (folder / "step_000004.jsonl").write_text("{\n")
+    assert best_and_worst(tmp_path) == []
+
+
+def test_conversations_keep_every_part_of_a_message() -> None:
+    call = {"id": "1", "function": {"name": "add"}}
+    prompt = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "image"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        "no message",
+    ]
+    turns = conversation(prompt, "five")
+    assert turns[0] == ("system", "be short")
+    assert turns[1] == ("user", 'two\n{"type": "image"}')
+    assert json.loads(turns[2][1]) == [call]
+    assert turns[3:] == [("", ""), ("assistant", "five")]
+    assert conversation("ask", "tell") == [("prompt", "ask"), ("completion", "tell")]
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a/one"), write_run(tmp_path / "b/two", num_steps=3)
+    write_evaluations(first)
+    data = collect_comparison([first, second])
+    assert data["names"] == ["one", "two"]
+    charts = {chart["title"]: chart for chart in data["charts"]}
+    assert charts["reward/mean"]["labels"] == ["one", "two"]
+    assert charts[SCORE]["labels"] == ["one"]
+    series = data["metrics"]["series"]
+    assert len(series["reward/mean#0"]["v"]) == 5
+    assert len(series["reward/mean#1"]["v"]) == 3
+    assert data["metrics"]["units"]["reward/mean#1"] == "reward"
+    assert ("train.num_steps", ["5", "3"]) in data["differences"]
+    outcomes = dict(data["outcomes"])
+    assert outcomes["sums, avg@4, 95% interval"][1] == "\u2013"
+    assert any(note.startswith("one: ") for note in data["notes"])
+    same_name = write_run(tmp_path / "b/one")
+    assert collect_comparison([first, same_name])["names"] == [str(first), str(same_name)]
+
+
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    with pytest.raises(InputError, match="given twice"):
+        collect_comparison([run, tmp_path / "x" / ".." / "run"])
+    with pytest.raises(InputError, match="is not a folder"):
+        collect_comparison([run, tmp_path / "none"])
+    with pytest.raises(InputError, match="9 runs: expected at most 8"):
+        collect_comparison([run / str(i) for i in range(9)])
+    with pytest.raises(SystemExit):
+        main(["view", str(run), str(tmp_path), "--max-samples", "3"])
+    assert "a comparison shows none" in capsys.readouterr().err
+
+
+def test_hostile_names_and_texts_stay_texts(tmp_path: Path) -> None:
+    run, other = write_run(tmp_path / "<script>alert(1)"), write_run(tmp_path / "other")
+    for words in ([str(run)], [str(run), str(other)]):
+        main(["view", *words, "--output", str(tmp_path / "page.html")])
+        page = (tmp_path / "page.html").read_text()
+        assert "<script>alert" not in page
+        assert HOSTILE[0] not in page
