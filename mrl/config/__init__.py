@@ -1,7 +1,7 @@
 """The recipe: one YAML file plus dotted `key=value` overrides, read into frozen objects.
 
-An unknown key is an error, and the message suggests a known key. A package receives its own section
-of the recipe (a `Branch`), never the complete recipe.
+An unknown key is an error, and the message suggests a known key. Each section of a recipe is a
+subclass of `Branch`.
 """
 
 from mrl.config.algorithm import AlgorithmConfig, MaskConfig

@@ -1,5 +1,5 @@
-"""The properties of a LoRA adapter (arXiv 2106.09685) on which trainer, engine and files must
-agree.
+"""The properties of a LoRA adapter (arXiv 2106.09685), which must be the same in trainer, engine and
+files.
 
 An adapted linear layer computes `W x + (alpha / rank) B (A x)`. The matrices `A` [rank, inputs] and
 `B` [outputs, rank] are trained; the base weight `W` is frozen. Tensors have PEFT's names: the
@@ -32,7 +32,8 @@ class Adapter:
     rank: int
     alpha: float
     modules: tuple[str, ...]
-    """Hugging Face names, without path, of the adapted modules outside the experts (`q_proj`)."""
+    """The adapted modules outside the experts, by the last part of their Hugging Face names
+    (`q_proj`)."""
     experts: Experts = "none"
     expert_modules: tuple[str, ...] = ()
     """The adapted modules of an expert (`gate_proj up_proj down_proj`); empty if `experts` is
@@ -86,8 +87,9 @@ class AdapterLimits:
     accepts only adapters without expert matrices."""
     expert_modules: tuple[str, ...] = ()
     num_slots: int = 3
-    """Largest number of adapters in a batch, counting the base model as one. Requests for other
-    adapters wait for a slot. Each slot permanently takes device memory for the largest adapter."""
+    """Maximum number of different adapters in a batch, counting the base model as one. Requests for
+    further adapters wait for a slot. Each slot permanently reserves device memory for the largest
+    adapter."""
 
     @classmethod
     def around(cls, adapters: Sequence[Adapter], num_slots: int = 3) -> AdapterLimits:
@@ -114,7 +116,8 @@ class AdapterLimits:
         return tuple(dict.fromkeys((*self.modules, *self.expert_modules)))
 
     def check(self, adapter: Adapter) -> None:
-        """Raise InputError for an adapter that exceeds the engine's limits."""
+        """Raise InputError if the adapter exceeds these limits in its rank, modules or kind of expert
+        matrices."""
         if adapter.rank > self.rank:
             raise InputError(
                 f"lora.rank={adapter.rank}: the engine was started for ranks up to {self.rank}; lower "
@@ -137,9 +140,10 @@ class AdapterLimits:
 
 
 def lora_name(hf_name: str, matrix: Literal["A", "B"]) -> str:
-    """Return PEFT's name for a LoRA matrix of a weight (`model.layers.0.self_attn.q_proj.weight`).
+    """Return PEFT's name for the LoRA matrix `A` or `B` of the weight `hf_name`, such as
+    `model.layers.0.self_attn.q_proj.weight`.
 
-    The name of a matrix that all experts share has no expert number:
+    For a matrix that all experts share, `hf_name` has no expert number, and neither has the result:
     `...mlp.experts.gate_proj.lora_A.weight`.
     """
     return f"{PEFT_PREFIX}{hf_name.removesuffix('.weight')}.lora_{matrix}.weight"

@@ -1,4 +1,4 @@
-"""Configuration of the algorithm: loss, advantages, corrections, KL, critic.
+"""Configuration of the RL algorithm: loss, advantages, importance weights, masks, KL, GAE.
 
 A key that is None takes the algorithm's published value, if there is one.
 `mrl.algorithms.check_algorithm` refuses keys that the algorithm does not read, and keys that
@@ -39,7 +39,7 @@ class MaskConfig(Branch):
 class AlgorithmConfig(Branch):
     name: str = "gspo"
     """The algorithm: a file of mrl/algorithms/, or your own as `path/file.py` or `package.module`.
-    Append `:NAME` if the three functions belong to an object NAME in your file."""
+    Append `:NAME` if the functions of the algorithm are methods of an object NAME in your file."""
     aggregation: (
         Literal[
             "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -52,16 +52,19 @@ class AlgorithmConfig(Branch):
     divided by `rollout.max_response_len` (`seq_mean_token_sum_norm`). Null takes the algorithm's
     published form."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """The ratio is clipped from below at 1 - clip_low. Null takes the algorithm's published value."""
+    """The lower end of the clip range of the probability ratio is 1 - clip_low. Null takes the
+    algorithm's published value."""
     clip_high: float | None = Field(default=None, gt=0)
-    """The ratio is clipped from above at 1 + clip_high. Null takes the algorithm's published value."""
+    """The upper end of the clip range of the probability ratio is 1 + clip_high. Null takes the
+    algorithm's published value."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Upper bound of the ratio for tokens with a negative advantage (arXiv 1912.09729); 3 is usual.
-    Null sets no bound."""
+    """Upper bound of the probability ratio for tokens with a negative advantage (arXiv 1912.09729);
+    3 is usual. Null sets no bound."""
     tau_positive: float | None = Field(default=None, gt=0)
     """SAPO's temperature for tokens with a positive advantage; null takes the published value."""
     tau_negative: float | None = Field(default=None, gt=0)
-    """SAPO's temperature for tokens with a negative advantage or 0; null takes the published value."""
+    """SAPO's temperature for tokens with a negative or zero advantage; null takes the published
+    value."""
 
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, which is subtracted from the loss. The bonus sums the entropy of
@@ -87,21 +90,22 @@ class AlgorithmConfig(Branch):
     Null takes the model in model.path, as it is before SFT."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Where the old log-probs, the denominator of the ratio, come from. `trainer`: the trainer
-    computes them in an additional forward pass before the update. `rollout`: the engine's log-probs
-    are used (verl's bypass mode), which saves that pass; the ratio then also corrects for the
-    numerical gap between engine and trainer. `rollout` is refused if that gap would exceed a narrow
-    clip range, such as GSPO's."""
+    """Where the old log-probs in the denominator of the probability ratio come from. `trainer`: the
+    trainer computes them in an additional forward pass before the update. `rollout`: the engine's
+    log-probs are used (verl's bypass mode), which saves that pass. The ratio then also corrects for
+    the numerical difference between engine and trainer. `rollout` is refused if that difference
+    would exceed a narrow clip range, such as GSPO's."""
     importance: Literal["none", "tis", "mis"] = "none"
-    """Weights the loss by `exp(old log-prob - rollout log-prob)`. This corrects for the engine,
-    which sampled the tokens, possibly with older weights (`rollout.partial_rollouts: resume`,
-    `async.max_staleness`). `tis` clamps the weight to a range. `mis` sets the weight to 0 outside
-    of the range; with token weights this is IcePop (arXiv 2510.18855). With `none`, decoupled_ppo
-    and a3po still apply their default weight; see their files."""
+    """Whether the loss is weighted by `exp(old log-prob - rollout log-prob)`. This corrects for the
+    difference between the trainer and the engine that sampled the tokens, possibly with older
+    weights (`rollout.partial_rollouts: resume`, `async.max_staleness`). `tis` clamps the importance
+    weight to a range. `mis` sets it to 0 outside of the range; at token level this is IcePop (arXiv
+    2510.18855). With `none`, decoupled_ppo and a3po still apply their default importance weight;
+    see their files."""
     importance_level: Literal["token", "sequence"] = "token"
-    """`token`: each token has a weight of its own. `sequence`: all tokens of a sequence have the
-    same weight, computed from the mean of old log-prob minus rollout log-prob over the sequence's
-    loss tokens."""
+    """`token`: each token has its own importance weight. `sequence`: all tokens of a sequence have
+    the same importance weight, the `exp` of the mean of `old log-prob - rollout log-prob` over the
+    sequence's loss tokens."""
     importance_low: float | None = Field(default=None, ge=0)
     """Lower end of the range of `importance`. Null takes 0 for `tis`, and for `mis` 0.5 with token
     weights and 0.999 with sequence weights."""
@@ -113,10 +117,10 @@ class AlgorithmConfig(Branch):
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""
 
     advantage_eps: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation that rewards are divided by."""
+    """Added to the standard deviation by which rewards, or whitened token advantages, are divided."""
     min_group_std: float = Field(default=1e-3, ge=0)
-    """Lower bound of the standard deviation that rewards are divided by, so that nearly equal
-    rewards do not give huge advantages."""
+    """Lower bound of the standard deviation by which rewards, or whitened token advantages, are
+    divided, so that nearly equal rewards do not give huge advantages."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups from other prompts (DAPO, arXiv
     2503.14476)."""
@@ -141,8 +145,8 @@ class AlgorithmConfig(Branch):
     """Whiten the token advantages to mean 0 and variance 1 over the step; only for algorithms with
     a critic. Null takes the algorithm's published choice."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """The value loss is clipped if a value moves further than this from the critic's value before
-    the update. Null turns the clipping off."""
+    """Clip range of the value loss: how far a value may move from the critic's value before the
+    update. Null turns the clipping off."""
     proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
     """A-3PO's proximal policy for tokens that the current weights sampled: the policy that sampled
     them (`rollout`, as in AReaL's code), or the current policy itself, so that such tokens are

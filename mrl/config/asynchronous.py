@@ -1,4 +1,4 @@
-"""Configuration of training with engines on separate ranks."""
+"""Configuration of asynchronous training, in which rollout engines run on ranks of their own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class WorkerConfig(Branch):
     """Seconds without a sign of life after which the process of a rollout rank is considered lost
     and is restarted."""
     max_worker_restarts: int = Field(default=3, ge=0)
-    """How often the process of a rollout rank may be lost, without a finished batch in between,
-    before the run ends."""
+    """How many times in a row the process of a rollout rank may be lost before the run ends. A
+    finished batch sets the count back to 0, and so does a finished group if engines run freely (see
+    `async.groups_in_flight`)."""
 
 
 class AsyncConfig(WorkerConfig):

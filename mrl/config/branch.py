@@ -1,5 +1,5 @@
-"""The base class of all sections of the recipe. A section (`Branch`) is frozen and refuses unknown
-keys."""
+"""`Branch`, the base class of all sections of a recipe. Its instances are frozen, and unknown keys are
+refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _NUMBER = re.compile(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)\s*")
-"""Matches a string that is written like a number. YAML reads such a number as a string only if it
-is in quotes. Numbers with an exponent are not matched, because YAML 1.1 reads `1e-6` as a string
-even without quotes."""
+"""Matches a string that looks like a number. YAML returns such a string only if the number is in
+quotes. Numbers with an exponent are not matched, because YAML 1.1 reads `1e-6` as a string even
+without quotes."""
 
 
 class Branch(BaseModel):
@@ -23,8 +23,8 @@ class Branch(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversion(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError if the field is a number and the value is a boolean or a quoted number.
-        Pydantic would convert both to numbers."""
+        """Raise ValueError if the field accepts only numbers and the value is a boolean or a quoted
+        number, which pydantic would convert to a number."""
         is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
         if (is_text or isinstance(value, bool)) and _is_number(cls, str(info.field_name)):
             raise ValueError("expected a number" + " without quotes" * bool(is_text))
@@ -32,7 +32,7 @@ class Branch(BaseModel):
 
 
 def _is_number(branch: type[BaseModel], name: str) -> bool:
-    """Return whether a field accepts only a number or null."""
+    """Return whether the field `name` of the class `branch` accepts only numbers, and perhaps null."""
     annotation = branch.model_fields[name].annotation
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = set(get_args(annotation)) if is_union else {annotation}

@@ -1,4 +1,4 @@
-"""Configuration of the training data: files, the columns to read, mixtures."""
+"""Configuration of the training data: files, columns, and mixtures of several sources."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class RowsConfig(Branch):
     """The split, like `data.split`. Null takes `train`, or for `data.sources` the value of
     `data.split`."""
     subset: str | None = None
-    """The configuration of a data set on the hub, like `data.subset`."""
+    """The subset of a data set on the Hugging Face hub, like `data.subset`."""
 
     def data(self, chat_template_kwargs: dict[str, Any]) -> DataConfig:
-        """Return the data configuration that reads these rows like training data."""
+        """Return a DataConfig with which these rows are read in the same way as training data."""
         return DataConfig(
             path=self.path,
             prompt_key=self.prompt_key,
@@ -45,8 +45,8 @@ class SourceConfig(RowsConfig):
     these keys in `data`, and `columns` are added to `data.columns`."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Name of the source in messages, checkpoints and metrics (`source/NAME/...`); null takes the
-    name of the file."""
+    """Name of the source in messages, checkpoints and metrics (`source/NAME/...`). Null takes the
+    last part of the (first) path, such as the file name."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the prompts that come from this source, relative to the other weights. Give a weight
     to every source, or to none. Without weights a pass over the data contains each row once."""
@@ -66,23 +66,25 @@ class DataConfig(Branch):
     """The column with the prompt: a string or a list of messages. By default the first of `prompt`,
     `messages` and `conversations` that the rows have."""
     columns: dict[str, str | None] = Field(default_factory=dict)
-    """New names of columns: `answer: solution` passes the column `solution` to the reward as
-    `answer`, `answer: reward_model.ground_truth` takes a value from inside an object, and `image:
-    null` drops a column."""
+    """Maps new names of columns to the names in the data: `answer: solution` passes the column
+    `solution` to the reward as `answer`, `answer: reward_model.ground_truth` takes a value from
+    inside an object, and `image: null` drops the column `image`."""
     split: str = "train"
     """The split of a data set folder with several splits, or of a data set on the hub."""
     subset: str | None = None
-    """The configuration, such as `main`, of a hub data set that has several configurations."""
+    """The subset, such as `main`, of a data set on the Hugging Face hub that has several subsets
+    (`name` in `datasets.load_dataset`)."""
     overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
-    """What happens to prompts that, together with the response, do not fit into the context.
-    refuse: the start fails and names the row. filter: these prompts are left out and counted.
-    truncate_left: these prompts are shortened and counted; a string keeps its last tokens, and a
-    chat keeps its system message and its last messages."""
+    """What happens to prompts that, together with the longest response, do not fit into the
+    context. `refuse`: the run does not start, and the error message names the row. `filter`: these
+    prompts are left out and counted. `truncate_left`: these prompts are shortened and counted; a
+    string keeps its last tokens, and a chat keeps its system message and its last messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments for the chat template, such as `enable_thinking: false`, for prompts, SFT,
-    evaluation sets and conversations with an environment."""
+    """Arguments of the chat template, such as `enable_thinking: false`. They apply to prompts, SFT
+    rows, evaluation sets and conversations with an environment."""
     shuffle: bool = True
-    """Shuffle the prompts again for each pass over the data; the order follows from `seed`."""
+    """Shuffle the prompts again for each pass over the data, in an order that depends on `seed`.
+    Without shuffling, the prompts keep the order of the data."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -105,7 +107,8 @@ class DataConfig(Branch):
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources, or `path` as the only source, with defaults from `data` filled in."""
+        """The `sources`, or `path` as the only source. Keys that a source does not set are filled in
+        from this DataConfig."""
         sources = self.sources or (SourceConfig(path=self.path or ()),)
         return tuple(
             source.model_copy(
@@ -126,8 +129,8 @@ class DataConfig(Branch):
 
     @property
     def rewards(self) -> dict[str, Rewards]:
-        """The rewards of the sources that have a reward of their own. The key of each reward is the
-        line that `describe_rewards` returns for it; `Prompt.reward` holds such a key."""
+        """The rewards of the sources that have their own reward, by the line that `describe_rewards`
+        returns for the reward. `Prompt.reward` holds such a line."""
         own = (source.reward for source in self.sources if source.reward is not None)
         return {describe_rewards(reward): reward for reward in own}
 
@@ -142,5 +145,5 @@ class DataConfig(Branch):
 
 
 def paths_of(path: Paths) -> tuple[str, ...]:
-    """Return a tuple of paths, whether the recipe gives one path or several."""
+    """Return `path` as a tuple: a single path becomes a 1-tuple."""
     return (path,) if isinstance(path, str) else path

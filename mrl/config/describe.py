@@ -47,7 +47,7 @@ class Key:
     """The `Branch` classes in the type of the value: alone, in a list, or as an alternative to
     null."""
     is_section: bool
-    """Whether the value must be a mapping of other keys, and cannot be a string or a list."""
+    """Whether the key is a section: its value is a mapping of other keys, never a string or a list."""
 
 
 def keys_of_branch(branch: type[Branch]) -> list[Key]:
@@ -56,8 +56,8 @@ def keys_of_branch(branch: type[Branch]) -> list[Key]:
 
 
 def about_section(key: Key) -> list[str]:
-    """Return the descriptions of a section: the docstrings of its class and of its field, as far as
-    they exist."""
+    """Return the docstrings of a section's class and of its field, each as one line; docstrings that
+    do not exist are left out."""
     docs = [inspect.getdoc(branch) if branch.__doc__ else None for branch in key.branches]
     return [" ".join(part.split()) for part in (*docs, key.meaning) if part]
 
@@ -92,9 +92,11 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(key: Key, *, is_element: bool = False) -> Iterator[str]:
-    """Yield the YAML and comment lines that describe one key. If the value may be a list of
-    sections, they include a commented example element, unless `key` belongs to such an element
-    (`is_element`)."""
+    """Yield the YAML and comment lines that describe one key.
+
+    If the value may be a list of sections, the lines include an example element as a comment. With
+    `is_element`, `key` itself belongs to such an element, and the example is left out.
+    """
     if key.is_section:
         yield from _section(key)
         return
@@ -164,8 +166,8 @@ def _type(field: FieldInfo) -> str:
 
 
 def _words(annotation: Any) -> str:
-    """Return a type in words, such as `integer or "auto"`. None is left out, because the default
-    shows it."""
+    """Return a type in words: `int | Literal["auto"]` becomes "integer or `auto`". None is left out,
+    because the default shows it."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)

@@ -1,4 +1,5 @@
-"""Names of dtypes. A recipe may use the short names; config.yaml contains the long names."""
+"""Names of dtypes. A recipe may contain short names (`bf16`); config.yaml contains the long names
+(`bfloat16`)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LONG_NAMES = {
     "torch.float32": "float32",
 }
 HALF = ("fp16", "half", "float16", "torch.float16")
-"""Names of float16, which mrl cannot train in."""
+"""Names of float16, in which mrl cannot train."""
 
 
 def long_name(value: Any) -> Any:
@@ -31,4 +32,4 @@ def long_name(value: Any) -> Any:
 
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(long_name)]
-"""The dtype of weights; `auto` depends on the device."""
+"""The dtype of weights; with `auto` the device decides."""

@@ -1,4 +1,4 @@
-"""Configuration of the evaluation of the policy."""
+"""Configuration of evaluations: when the policy is evaluated, and on which sets of prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class EvalSetConfig(RowsConfig):
     """The reward for the samples, like the recipe's `reward`; null takes the recipe's reward or
     environment."""
     samples_per_prompt: int = Field(default=1, ge=1)
-    """Number of samples for each prompt: the k of avg@k. pass@k is reported for 1, 2, 4 ... up to k."""
+    """Number k of samples for each prompt. The metrics are avg@k, and pass@j for j = 1, 2, 4 ... below
+    k and for k itself."""
     num_prompts: int | None = Field(default=None, ge=1)
     """Number of rows to evaluate, from the first row; null takes all rows."""
     max_response_len: int | None = Field(default=None, ge=1)
@@ -47,7 +48,7 @@ class EvalSetConfig(RowsConfig):
 
 class EvalConfig(Branch):
     every: int = Field(default=0, ge=0)
-    """Steps between evaluations during training: before steps 0, N, 2N, ... and after the last
-    step. With 0 only `mrl eval` evaluates."""
+    """Number of steps between evaluations during training. With N, the policy is evaluated before
+    steps 0, N, 2N ... and after the last step. With 0, only `mrl eval` evaluates."""
     sets: tuple[EvalSetConfig, ...] = ()
     """Sets of prompts, each with its own name; see docs/evaluation.md."""

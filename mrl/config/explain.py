@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
-"""Matches the last part of a problem's location if that part is not a key but a type of a union
-that pydantic tried."""
+"""Matches the last part of the location of a pydantic error if that part is not a key but the name
+of a union's type that pydantic tried."""
 EXPECTED = {
     "dict_type": "expected a mapping of keys to values",
     "tuple_type": "expected a list",
@@ -34,13 +34,16 @@ EXAMPLES = {
 }
 """Example values of required keys, for the message about a required key without a value."""
 USUAL_KEYS = ("path", "name")
-"""The keys that are probably meant if a recipe has a string where a section is expected."""
+"""If a recipe has a string where a section is expected, the string is probably the value of one of
+these keys of the section."""
 
 
 def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
-    """Return all problems of a recipe in one line: the key, what is wrong, and what was given.
+    """Return one line with all problems that `error` lists: for each the key, what is wrong, and the
+    given value.
 
-    `known` are the keys to suggest for an unknown key; by default the keys of a recipe.
+    `known` are the valid keys, from which the nearest is suggested for an unknown key; by default
+    the keys of a recipe.
     """
     lines = []
     problems = error.errors()
@@ -53,9 +56,9 @@ def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
 
 
 def first_problem(error: ValidationError, whole: str = "") -> str:
-    """Return the first problem of a request: its key and what is wrong, but not the given value. A
-    problem that belongs to no key is reported under the name `whole`, or without a name if that is
-    empty."""
+    """Return a line with the first problem that `error` lists: the key and what is wrong, but not
+    the given value. If the problem belongs to no key, `whole` stands in place of the key; if
+    `whole` is empty, the line has no key."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part)[:80] for part in problem["loc"]) or whole
     message = problem["msg"].removeprefix("Value error, ")
@@ -84,15 +87,16 @@ def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def _empty(key: str) -> str:
-    """Return the message about a key without a value, with an example if the key is required."""
+    """Return the message about a key without a value. For required keys it includes an example
+    value."""
     if key in EXAMPLES:
         return f"{key}: empty, but required; give a value, for example {key}: {EXAMPLES[key]}"
     return f"{key}: empty; give it a value, or leave the key out for its default"
 
 
 def _keys_below(key: str, given: Any) -> str:
-    """Return the message that `key` expects a mapping of keys, with a suggestion if a string was
-    given."""
+    """Return the message that the section `key` must be a mapping of keys. It suggests a key of the
+    section if the given value is a string, and otherwise names an example key."""
     own = [each for each in all_keys() if each.startswith(f"{key}.")]
     usual = [f"{key}.{name}" for name in USUAL_KEYS if f"{key}.{name}" in own]
     if isinstance(given, str) and usual:
@@ -101,8 +105,8 @@ def _keys_below(key: str, given: Any) -> str:
 
 
 def _of_unions(problems: list[ErrorDetails]) -> dict[str, list[ErrorDetails]]:
-    """Group the problems of union-typed fields by key; pydantic reports one problem for each type
-    of the union."""
+    """Return the problems of union-typed fields, by key. Pydantic reports one problem for each type
+    of a union; problems of other fields are not in the result."""
     found: dict[str, list[ErrorDetails]] = {}
     for problem in problems:
         *path, member = problem["loc"]

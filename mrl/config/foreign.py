@@ -1,7 +1,8 @@
 """Names of keys and algorithms in TRL, verl, slime, Tinker, OpenRLHF and Hugging Face.
 
-The tables are used only in the message about an unknown name. Nothing is renamed silently, because
-the same name may have another meaning elsewhere. docs/coming_from.md lists the keys side by side.
+The tables are used only for suggestions in error messages. No key is translated silently, because
+the same name may have different meanings in two frameworks. docs/coming_from.md lists the keys side
+by side.
 """
 
 from __future__ import annotations
@@ -259,7 +260,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "default_local_dir": ("output_dir", ""),
     "save_path": ("output_dir", ""),
 }  # fmt: skip
-"""Maps another framework's key, or its last parts, to the recipe's key and a note on what differs."""
+"""Maps another framework's key, or the last parts of a dotted key, to the recipe's key and a note on
+what differs; the note may be empty."""
 
 _PAIRS = "it learns from preference pairs without sampling, which mrl does not support"
 ALGORITHMS = {
@@ -279,11 +281,11 @@ ALGORITHMS = {
     "reinforce_plus_plus_baseline": "algorithm.name=reinforce_pp_baseline",
     "decoupled": "algorithm.name=decoupled_ppo",
 }
-"""Maps the name of an algorithm in another framework to advice. The keys are lower case, with `_` in
-place of `-`."""
+"""Maps another framework's name of an algorithm to advice on what to set in the recipe. The keys are
+in lower case, with `_` in place of `-`."""
 
 
 def advice_for_algorithm(name: str) -> str:
-    """Return the advice for another framework's algorithm, ignoring case; empty if the name is
-    unknown."""
+    """Return the advice in ALGORITHMS for another framework's algorithm; empty if the name is
+    unknown. Case does not matter, nor whether the name has `-` or `_`."""
     return ALGORITHMS.get(name.lower().replace("-", "_"), "")

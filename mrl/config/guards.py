@@ -1,6 +1,9 @@
-"""Configuration of the checks of each optimizer step: of its log-probs, losses, gradients and
-importance weights. A failed check warns, stops the run, or skips the step and stops the run after
-several skipped steps."""
+"""Configuration of the checks on the log-probs, losses, gradients and importance weights of each
+optimizer step.
+
+Depending on the check, a failure only warns, ends the run, or skips the optimizer step; too many
+consecutive skipped steps end the run.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ class GuardConfig(Branch):
     checks the token with the largest difference."""
     clip_budget: float = Field(default=0.1, gt=0)
     """Share of the clip range of a sequence ratio (3e-4 for GSPO) that the trainer's numerical
-    noise may use up before the first update. Above it, a warning says that sequences will be
-    clipped before the policy has learned anything."""
+    noise may take before the first update. If the noise takes more, a warning says that sequences
+    will be clipped before the policy has learned anything."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """The run ends with exit code 76 if the log-probs, loss or gradients of the policy, the critic
     or SFT are NaN or infinite in this many consecutive optimizer steps. Each such step is skipped:
     weights, optimizer state and learning-rate schedule do not change, a warning names the samples,
-    and `train/nonfinite_steps` counts it. 1 ends the run at the first such step."""
+    and the metric `train/nonfinite_steps` counts the step. 1 ends the run at the first such step."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
     """Minimum effective sample size of the importance weights `p / q` of an optimizer step, as a
     share of its loss tokens (`guard/ess`). `p` is the trainer's probability of a token in this
-    step, and `q` is the engine's probability when it sampled the token. Below the minimum, a few
-    tokens have nearly all of the weight: the step is skipped like a non-finite step, with a
-    warning, and `train/low_ess_steps` counts it. Null turns the check off."""
+    step, and `q` is the engine's probability when it sampled the token. A small value means that a
+    few tokens have nearly all of the weight. A step below the minimum is skipped like a non-finite
+    step, with a warning, and the metric `train/low_ess_steps` counts it. Null turns the check off."""
     max_low_ess_steps: int = Field(default=10, ge=1)
     """The run ends with exit code 70 if this many consecutive optimizer steps are below `min_ess`;
     1 ends the run at the first such step. Choose more than the number of updates in

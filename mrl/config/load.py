@@ -27,7 +27,7 @@ RENAMED = {
 
 
 class DuplicateKey(yaml.YAMLError):
-    """A key occurs twice in one mapping."""
+    """Raised if a key occurs twice in one YAML mapping."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,8 +60,9 @@ def load_recipe(
     """Read a recipe and apply `dotted.key=value` overrides, whose values are YAML.
 
     Relative paths become absolute, see mrl/config/paths.py. `prepare` may change the parsed recipe
-    before the overrides are applied. Raises InputError; its message names the key, what was given,
-    what was expected and the nearest known key.
+    before the overrides are applied. Raises InputError if the file cannot be read or the recipe is
+    not valid; the message names the key, the given value, and what was expected or the nearest
+    known key.
     """
     tree = resolve_paths(_read_yaml(Path(path)), Path(path))
     if prepare is not None:
@@ -70,9 +71,9 @@ def load_recipe(
 
 
 def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) -> Recipe:
-    """Build a recipe from the keys in `tree`, which is modified, and from overrides.
+    """Build a recipe from the parsed recipe `tree`, to which the overrides are applied in place.
 
-    `source` is the name of the recipe in messages. Raises InputError like `load_recipe`.
+    `source` is the name of the recipe in error messages. Raises InputError like `load_recipe`.
     """
     apply_overrides(tree, overrides, source)
     try:
@@ -82,10 +83,10 @@ def recipe_of(tree: dict[str, Any], overrides: list[str] | None, source: str) ->
 
 
 def read_tree(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Read the keys of a recipe, which may be incomplete, with overrides applied and paths
-    absolute.
+    """Read a recipe, apply overrides, and make paths absolute; return the keys as nested dicts.
 
-    Raises InputError if the file is not YAML, or if an override cannot be applied.
+    The keys and values are not checked, so the recipe may be incomplete. Raises InputError if the
+    file cannot be read, is not YAML or has a renamed key, or if an override cannot be applied.
     """
     tree = resolve_paths(_read_yaml(path), path)
     apply_overrides(tree, overrides, str(path))
@@ -93,8 +94,9 @@ def read_tree(path: Path, overrides: list[str] | None = None) -> dict[str, Any]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str] | None, source: str) -> None:
-    """Apply `dotted.key=value` overrides to `tree` in place. Raises InputError for an override that
-    cannot be applied, and for keys that have been renamed."""
+    """Apply `dotted.key=value` overrides to the parsed recipe `tree` in place. Raises InputError for
+    an override that cannot be applied, and for former names of keys (`RENAMED`); `source` is the
+    name of the recipe in the message."""
     _refuse_renamed(_keys_of(tree), source)
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
@@ -105,7 +107,8 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str] | None, source: s
 
 
 def load_service(path: str | Path, overrides: list[str] | None = None) -> ServiceConfig:
-    """Read the configuration of a service. Overrides, paths and InputError are as in `load_recipe`."""
+    """Read the configuration of a service. Overrides, paths and errors are handled as in
+    `load_recipe`."""
     tree = resolve_paths(_read_yaml(Path(path)), Path(path))
     for item in overrides or []:
         _apply_override(tree, item)
@@ -116,10 +119,11 @@ def load_service(path: str | Path, overrides: list[str] | None = None) -> Servic
 
 
 def dump_recipe(recipe: Recipe | ServiceConfig, path: Path) -> None:
-    """Write the resolved recipe, with every default, so that it can be loaded again.
+    """Write the recipe as a YAML file with every default, which `load_recipe` or `load_service` can
+    read again.
 
-    All paths in the file, including `output_dir`, are absolute, so the file can be loaded from any
-    directory.
+    All existing paths in the file, and `output_dir`, are absolute, so the file can be loaded from
+    any directory.
     """
     tree = resolve_paths(recipe.model_dump(mode="json"), None)
     tree["output_dir"] = os.path.abspath(recipe.output_dir)
@@ -128,7 +132,8 @@ def dump_recipe(recipe: Recipe | ServiceConfig, path: Path) -> None:
 
 
 def _refuse_renamed(keys: Iterable[str], source: str) -> None:
-    """Raise InputError, with the new names, if any of the dotted `keys` has a former name."""
+    """Raise InputError if any of the dotted `keys` is a former name, or lies in a section with a
+    former name. The message gives the current names."""
     found: dict[str, str] = {}
     for key in keys:
         for old, new in RENAMED.items():
@@ -160,8 +165,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _spread_short_forms(tree: dict[str, Any]) -> None:
-    """Turn `logging: [NAME, ...]` into a mapping in place, so that overrides can set the other keys
-    of `logging`."""
+    """Replace `logging: [NAME, ...]` in `tree` by `logging: {trackers: [NAME, ...]}`, so that
+    overrides can set the other keys of `logging`."""
     if isinstance(tree.get("logging"), list):
         tree["logging"] = {"trackers": tree["logging"]}
 

@@ -19,15 +19,17 @@ class LoggingConfig(Branch):
     name: str | None = Field(default=None, min_length=1)
     """The name of the run; null takes the name of the run folder."""
     samples_per_step: int = Field(default=4, ge=0)
-    """Number of samples of a step that trackers receive as a table; 0 sends no tables."""
+    """Number of samples of a step that are sent to the trackers as a table; 0 sends no tables."""
     samples_every: int = Field(default=1, ge=1)
-    """Steps between the tables of samples."""
+    """Number of steps between two tables of samples."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """Whether Weights & Biases uploads or only writes files; null takes WANDB_MODE, or `online`."""
+    """`online` uploads to Weights & Biases, `offline` only writes files. Null takes the environment
+    variable WANDB_MODE, or `online` if that is not set."""
     wandb_entity: str | None = None
-    """The user or team that the project belongs to; null takes the default of the account."""
+    """The user or team in Weights & Biases that owns the project; null takes the account's default."""
     mlflow_tracking_uri: str | None = None
-    """The MLflow server or database; null takes MLFLOW_TRACKING_URI, or mlflow.db in the run folder."""
+    """The MLflow server or database. Null takes the environment variable MLFLOW_TRACKING_URI, or
+    mlflow.db in the run folder if that is not set."""
 
     @model_validator(mode="before")
     @classmethod

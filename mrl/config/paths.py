@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 NOT_OURS = ("server_args", "megatron", "arguments")
-"""Sections whose keys belong to SGLang, Megatron and the user's environment. Paths in them are not
-resolved."""
+"""Sections whose keys are arguments of SGLang, Megatron or the environment class. Paths in these
+sections are not resolved."""
 REWARD_MODEL = "reward_model:"
 FORMS = ("trl:", "verl:", "slime:")
 """Prefixes of a reward (`trl:file.py`) that name the framework for which it was written."""
@@ -25,9 +25,9 @@ def resolve_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
     """Return the tree of a recipe with every existing path made absolute.
 
     A value is a path if its key is `path` or `load_rollouts`, or ends with `_path` (except
-    `model_path`). Under any key, plug-ins that are files (`file.py`, `file.py:NAME`) and reward
-    models (`reward_model:FOLDER`) are paths, too. `recipe` is the file that the tree comes from;
-    with None only the current directory is searched.
+    `model_path`). A value that names a Python file (`file.py`, `file.py:NAME`) or a reward model
+    (`reward_model:FOLDER`) is a path under any key. `recipe` is the file that the tree comes from;
+    with None, only the current directory is searched.
     """
     return _branch(tree, _folders(recipe))
 
@@ -72,8 +72,8 @@ def _resolved(value: Any, folders: Sequence[Path], *, is_path: bool) -> Any:
 
 
 def _find(path: str, folders: Iterable[Path]) -> str:
-    """Return the first `folder / path` that exists or, as a glob pattern, matches files; `path`
-    itself if no folder has a match."""
+    """Return the first `folder / path` that exists, or that is a glob pattern with a match. Return
+    `path` unchanged if there is none."""
     if not path:
         return path
     wanted = os.path.expanduser(path)

@@ -1,4 +1,4 @@
-"""Configuration of which steps are profiled."""
+"""Configuration of profiling: which steps, on which ranks and engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProfileConfig(Branch):
     """Steps to profile, by their number in metrics.jsonl: [10, 12] profiles two steps. The traces go to
     OUTPUT_DIR/profile/; see docs/logging.md."""
     ranks: tuple[Number, ...] = (0,)
-    """Trainer ranks that write a trace with torch.profiler."""
+    """Numbers of the trainer ranks that write a trace with torch.profiler."""
     engine: bool = True
     """Also request traces from the rollout engines."""
     with_stack: bool = False

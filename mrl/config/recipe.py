@@ -33,9 +33,10 @@ from mrl.config.watch import WatchConfig
 
 class DebugConfig(Branch):
     save_rollouts: bool = False
-    """Write rollouts/step_*.safetensors with all tensors, from which `load_rollouts` can train."""
+    """Write all tensors of each rollout to rollouts/step_*.safetensors, so that another run can train
+    on them with `load_rollouts`."""
     load_rollouts: str | None = None
-    """Train from the `rollouts` folder of another run, without an engine."""
+    """The `rollouts` folder of another run. The run trains on these rollouts and starts no engine."""
     rollout_only: bool = False
     """Generate and score samples, but do not train."""
 
@@ -80,17 +81,16 @@ class Recipe(Branch):
     output_dir: str = Field(min_length=1)
     """The run folder. If it contains a run, that run is resumed."""
     seed: int = 0
-    """Determines the order of the prompts, the sampling, and all other random numbers."""
+    """Seed of the order of the prompts, of the sampling, and of all other random numbers."""
 
     @property
     def longest_wait_s(self) -> float:
-        """Timeout in seconds for a rank that waits for another rank: 10 minutes, plus the time
-        limit for the start of an engine or, if that is longer, the time limits for the rollouts of
-        a step and of all evaluation sets."""
+        """Timeout in seconds for a rank that waits for another rank: 600, plus the larger of
+        `rollout.start_timeout_s` and `(3 + number of evaluation sets) x rollout.request_timeout_s`."""
         num_calls = 3 + len(self.eval.sets)
         return 600 + max(self.rollout.start_timeout_s, num_calls * self.rollout.request_timeout_s)
 
     @property
     def captures_routes(self) -> bool:
-        """Whether the engine returns the experts that it chose."""
+        """Whether the engine returns the experts that its router chose for each token."""
         return self.moe.routing_replay == "r3" or self.diagnosis.capture_routes

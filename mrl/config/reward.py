@@ -25,16 +25,16 @@ class RewardConfig(Branch):
     """Name of the reward in the metric `rewards/NAME/mean`; empty takes the name of the function or
     file."""
     path: str = ""
-    """The reward, written like a single reward in the recipe's key `reward` (`file.py:func`). Empty
-    takes the file of mrl/rewards/ that is called `name`."""
+    """The reward, in the form of a single reward in the recipe's key `reward` (`file.py:func`).
+    Empty takes the file of mrl/rewards/ with the name in `name`."""
     weight: float = 1.0
-    """Weight of the reward in the sum; with 0 it is only reported."""
+    """Weight of the reward in the sum. A reward with weight 0 only appears in the metrics."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, value: Any) -> Any:
-        """Fill in a missing `name` from `path`, or a missing `path` from `name`. A plain string is
-        taken as the path. Raises ValueError if both are missing."""
+        """Fill in a missing `name` from `path`, or a missing `path` from `name`. A string `value` is
+        taken as the path. Raises ValueError if name and path are both missing."""
         if isinstance(value, str):
             value = {"path": value}
         if not isinstance(value, dict):
@@ -46,8 +46,8 @@ class RewardConfig(Branch):
 
 
 def _name_of(path: str) -> str:
-    """Return a name for a reward: the function of `file.py:func`, the file name of `file.py`, or
-    else the path, with `_` for characters that a name may not have."""
+    """Return a name for the reward `path`: the part after the last colon or slash, without `.py`
+    (`func` for `my/file.py:func`). Characters that a name may not have become `_`."""
     file, _, function = path.rpartition(":")
     short = function if file.endswith(".py") or "/" not in function else path
     short = short.rstrip("/").rpartition("/")[2].removesuffix(".py") or path
@@ -65,7 +65,7 @@ def _check_names(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
 
 
 TAGS = ("reward name", "reward list")
-"""Parts that pydantic adds to the location of a problem in `Rewards`."""
+"""Names of the two forms of `Rewards`, which pydantic adds to the location of an error."""
 Rewards = Annotated[
     Annotated[str, Tag(TAGS[0])]
     | Annotated[tuple[RewardConfig, ...], AfterValidator(_check_names), Tag(TAGS[1])],
@@ -75,9 +75,9 @@ Rewards = Annotated[
 
 
 def describe_rewards(rewards: str | tuple[RewardConfig, ...]) -> str:
-    """Return a line that identifies these rewards: different rewards have different lines.
+    """Return one line that identifies the rewards: different rewards give different lines.
 
-    If `rewards` is a single string, the line is that string.
+    If `rewards` is a single string, the result is that string.
     """
     if isinstance(rewards, str):
         return rewards

@@ -27,19 +27,20 @@ class SharedRolloutConfig(Branch):
     with `placement: disaggregated`."""
     dtype: Dtype = "auto"
     """The dtype of the engine's weights and computation; `auto` takes the trainer's dtype
-    (`model.dtype`). Weights are cast when they are sent, before their digest is taken."""
+    (`model.dtype`). If the two dtypes differ, weights are cast before they are sent to the engine."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that one engine spans. If that is more than the ranks of a node, the engine
     must span complete nodes. It may exceed the number of key/value heads, which SGLang then
     replicates."""
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Number of groups of engine ranks among which the experts are divided; within a group,
-    tensor_parallel_size / expert_parallel_size ranks split the columns of each expert. SGLang's
-    `ep_size`."""
+    """Number of groups of engine ranks among which the experts are divided (SGLang's `ep_size`).
+    Each group has tensor_parallel_size / expert_parallel_size ranks, which split every expert of
+    the group by columns."""
     data_parallel_attention_size: int = Field(default=1, ge=1)
     """Number of attention replicas among the engine's ranks, each with its own requests and KV
-    cache (DP attention: SGLang's `dp_size` with `enable_dp_attention`). It suits models with few
-    key/value heads or with latent attention, whose cache tensor parallelism would replicate."""
+    cache (DP attention: SGLang's `dp_size` with `enable_dp_attention`). DP attention suits models
+    with few key/value heads or with latent attention, because tensor parallelism would replicate
+    their KV cache."""
     context_len: int | None = Field(default=None, ge=1)
     """Maximum tokens of prompt plus response; by default the model's max_position_embeddings."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -47,7 +48,7 @@ class SharedRolloutConfig(Branch):
     mem_fraction_static: float = Field(default=0.6, gt=0, lt=1)
     """Share of GPU memory for the engine's weights and KV cache while the engine is awake."""
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Number of samples that an engine processes at a time, while further samples wait; by default
+    """Maximum number of samples that an engine processes at a time; further samples wait. By default
     the engine's choice."""
     server_args: dict[str, Any] = Field(default_factory=dict)
     """Fields of SGLang's ServerArgs by their Python names (`attention_backend: triton`), in
@@ -55,25 +56,28 @@ class SharedRolloutConfig(Branch):
     the recipe's key."""
     batch_invariant: bool = False
     """The engine computes the same bits for a request regardless of the other requests in its
-    batch, of cached prefixes, and of the size of the cache. On CPUs it works in float32 for
-    Qwen3-MoE; on GPUs it sets SGLang's `enable_deterministic_inference`, which is untested.
-    `true_on_policy` implies it."""
+    batch, of cached prefixes, and of the size of the KV cache. On CPUs this works in float32 for
+    Qwen3-MoE. On GPUs this key sets SGLang's `enable_deterministic_inference`, which is untested.
+    `true_on_policy` implies this key."""
     return_routing_weights: bool = False
     """The engine also returns the gate weights of the captured experts, in float32, for
     `moe.replay: ids_weights` and for the decomposition of the gap. This works only on CPUs and if
     routes are captured; it adds 4 bytes for each expert id."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit for the start of an engine, including its first request, in seconds. If engines
-    run freely, training begins with the first engine, and the others have this long to join."""
+    run freely (see `async.groups_in_flight`), training begins as soon as one engine has started,
+    and each other engine must start within this time."""
     request_timeout_s: float = Field(default=1800.0, gt=0)
     """Time limit for all completions of a step, or for one turn of its conversations, in seconds."""
     stall_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds without a sign of life from an engine's scheduler after which the engine is
     considered hung and is replaced."""
     max_restarts: int = Field(default=3, ge=0)
-    """How many engines may be lost and replaced in one step before the run ends; if engines run
-    freely, how many engines one worker may lose without a finished group in between. This also
-    limits how often in a row the worker of a rollout rank may end before it joins."""
+    """Maximum number of engines that may be lost and replaced in one step; at the next loss the run
+    ends. On rollout ranks, the limit holds for the engines that one worker process loses without a
+    finished batch in between (a finished group if engines run freely, see
+    `async.groups_in_flight`). It is also the maximum number of times in a row that the worker
+    process of a rollout rank may end before it has joined the run."""
 
     def engine_dtype(self, model: ModelConfig) -> Literal["auto", "float32", "bfloat16"]:
         """Return the dtype requested for the engine, or `auto` if the device decides."""
@@ -91,7 +95,7 @@ class RolloutConfig(SharedRolloutConfig):
     """Either 0, or equal to max_response_len, which makes all completions exactly that long
     (end-of-sequence tokens are ignored)."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer applies it to its log-probs too."""
+    """Sampling temperature. The trainer's log-probs are computed with the same temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. Below 1, samples come from the truncated distribution, but the log-probs of
     trainer and engine remain those of the full distribution unless `sampling_mask` is on."""
@@ -109,10 +113,10 @@ class RolloutConfig(SharedRolloutConfig):
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, in addition to the model's own end-of-sequence tokens."""
     weight_bucket_mb: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Size of a weight bucket in MiB. During a sync every rank holds two buckets. Each bucket costs
-    a request and a handle, regardless of its size. `auto` is a 64th of the model, but at least
-    256 MiB and at most 2 GiB. For models below 1 GiB it is a quarter of the model, but at least
-    1 MiB."""
+    """Size in MiB of the buckets in which weights are sent to the engine. During a sync every rank
+    holds two buckets in memory. Each bucket needs one request, regardless of its size. `auto` is a
+    64th of the model, but at least 256 MiB and at most 2 GiB. For models below 1 GiB it is a
+    quarter of the model, but at least 1 MiB."""
     true_on_policy: bool = False
     """Trainer and engine compute the same bits: old log-probs equal the engine's, and routes agree.
     This works only on CPUs in float32, and is slower; docs/on_policy.md says what it requires and
@@ -158,7 +162,7 @@ class RolloutConfig(SharedRolloutConfig):
 
     @property
     def num_started(self) -> int:
-        """Number of prompts that a step starts, with over-sampling."""
+        """Number of prompts that a step starts: `prompts_per_step x over_sampling`, rounded up."""
         # In floating point 10 x 1.1 is slightly more than 11.
         return math.ceil(self.prompts_per_step * self.over_sampling - 1e-9)
 
@@ -167,13 +171,13 @@ class EnvironmentConfig(Branch):
     name: str
     """The environment: a file of mrl/environments/, `file.py:Class`, or `package.module:Class`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments with which each episode creates an instance of the class."""
+    """Keyword arguments of the environment class. Each episode creates a new instance with them."""
     max_turns: int = Field(default=8, ge=1)
-    """Maximum number of the policy's turns in an episode. `rollout.max_response_len` limits each
-    turn, and `rollout.context_len` the whole episode."""
+    """Maximum number of turns that the policy takes in an episode. `rollout.max_response_len` limits
+    the tokens of each turn, and `rollout.context_len` those of the whole episode."""
     time_limit_s: float = Field(default=30.0, gt=0)
     """Time limit for one answer of the environment, in seconds. An environment that takes longer is
     killed, and its episode is masked."""
     num_workers: int = Field(default=1, ge=1)
-    """Number of processes that run the episodes of one engine. It is also the number of
-    environments that can answer at the same time."""
+    """Number of processes that run the environments of one engine's episodes. This is also the
+    number of environments that can answer at the same time."""

@@ -1,8 +1,8 @@
 """Configuration of a service: one base model, one layout and one engine for the adapters of many
 tenants.
 
-A tenant is a recipe with a `lora` section. Keys that occur in both a service and a recipe have the
-same meaning, and the service sets them; `mrl.service.agreement` compares the values.
+A tenant is a recipe with a `lora` section. A key that occurs in both a service and a recipe has the
+same meaning in both, and the service's value applies; `mrl.service.agreement` compares the values.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ServiceTrainConfig(Branch):
 
 class ServiceMoeConfig(Branch):
     capture_routes: bool = True
-    """Request the experts that the engine chose. Tenants with `moe.routing_replay: r3` or
-    `diagnosis.capture_routes` need it."""
+    """Request from the engine the experts that its router chose for each token. Tenants with
+    `moe.routing_replay: r3` or `diagnosis.capture_routes` need this."""
     replay: Literal["ids", "ids_order", "ids_weights", "ids_order_weights"] = "ids"
     """Which parts of a route are replayed, as in a recipe."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
@@ -43,8 +43,8 @@ class ServiceMoeConfig(Branch):
 
 
 class LoraLimits(Branch):
-    """The adapters that tenants may have. The engine reserves memory for the largest adapter
-    allowed."""
+    """Limits of the adapters that tenants may have. The engine reserves memory for the largest
+    adapter that these limits allow."""
 
     max_rank: int = Field(default=32, ge=1)
     """Maximum of `lora.rank`."""
@@ -73,8 +73,8 @@ class TenantLimits(Branch):
     """Maximum tokens of prompts and responses that the engine processes for one tenant at a time;
     null sets no limit."""
     max_micro_batch_tokens: int | None = Field(default=None, ge=1)
-    """Maximum of `train.micro_batch_tokens`, whose activations take memory that all tenants share.
-    Null sets no limit."""
+    """Maximum of `train.micro_batch_tokens`. The activations of a micro-batch take memory that all
+    tenants share. Null sets no limit."""
     max_adapter_bytes: int | None = Field(default=None, ge=1)
     """Maximum size in bytes of an adapter's `A` and `B` matrices, in the dtype of the model; null
     sets no limit."""
@@ -99,7 +99,7 @@ class ServiceCheckpointConfig(Branch):
     stop_limit_s: float = Field(default=25.0, gt=0)
     """Seconds after SIGTERM or SIGHUP within which the service must finish the steps in progress
     and save all tenants. Otherwise the process ends, and every tenant returns to its newest
-    checkpoint. After SIGUSR1 the service does the same without a time limit."""
+    checkpoint. After SIGUSR1 the service finishes and saves without a time limit."""
 
 
 class ControlConfig(Branch):
@@ -141,19 +141,19 @@ class ServiceConfig(Branch):
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds that a rank may wait for another rank. The limit is generous, because engines may
-        serve different tenants, whose requests wait for each other; the watchdog detects a hang
+        """Timeout in seconds for a rank that waits for another rank. It is long, because an engine's
+        requests for one tenant may wait for those of other tenants. The watchdog detects a hang
         earlier."""
         return 600 + max(self.rollout.start_timeout_s, 8 * self.rollout.request_timeout_s)
 
     def rollout_config(self) -> RolloutConfig:
-        """Return the engine's rollout configuration. Keys that tenants decide have default values.
-        No request uses these defaults, because each request carries its tenant's values."""
+        """Return the engine's rollout configuration. Keys that tenants decide have placeholder
+        values, which no request uses, because each request carries its tenant's values."""
         return RolloutConfig(**self.rollout.model_dump(), max_response_len=1)
 
     def moe_config(self) -> MoeConfig:
-        """Return the `moe` section of the base model; its `routing_replay` is r3 if routes are
-        captured, otherwise off."""
+        """Return a recipe's `moe` section for the base model. Its `routing_replay` is `r3` if routes
+        are captured, otherwise `off`."""
         return MoeConfig(
             **self.moe.model_dump(exclude={"capture_routes"}),
             routing_replay="r3" if self.moe.capture_routes else "off",

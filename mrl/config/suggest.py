@@ -13,14 +13,16 @@ from mrl.config.foreign import FOREIGN
 from mrl.config.recipe import Recipe
 
 MAX_KEYS = 6
-"""Maximum number of keys of an unknown section that the message explains."""
+"""Maximum number of keys of an unknown section for which the message names the recipe's key."""
 
 
 def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
-    """Return the end of the message about the unknown dotted `key`; empty if no key is similar.
+    """Return the suggestion that ends the message about the unknown dotted `key`; empty if there is
+    none.
 
-    `value` is the key's value in the recipe. If it is a mapping, the keys in it are looked up one
-    by one. `known` are the valid keys; by default the keys of a recipe.
+    `value` is the key's value in the recipe. If it is a mapping and `key` resembles no section, the
+    keys of the mapping are looked up one by one. `known` are the valid keys, by default those of a
+    recipe.
     """
     if known and key in all_keys():
         return "; it is a key of a tenant's recipe, not of a service"
@@ -36,12 +38,12 @@ def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
 
 
 def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
-    """Return the key of `known` that `key` probably means, quoted and with a note on what differs;
-    empty if no key fits.
+    """Return, in quotes, the key of `known` that the user probably means by `key`; empty if no key
+    fits. For a key of another framework, a note in parentheses says what differs.
 
-    It looks, in this order, for another framework's name, the same name in another section, the
-    nearest name in the same section, the nearest name anywhere, and a mistyped name of another
-    framework. If `is_own` is false, it stops after the first two, which need an exact name.
+    `key` is compared, in this order, with the exact names of other frameworks, the exact names in
+    other sections, the nearest name in the same section, the nearest name anywhere, and the nearest
+    name of another framework. If `is_own` is false, only exact names are tried.
     """
     if (foreign := _foreign(key)) is not None and foreign[0] in known:
         return _quoted(*foreign)
@@ -59,8 +61,8 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
 
 
 def recipe_key_for(key: str) -> str | None:
-    """Return the recipe's key for an exact name of another framework, or for a key whose section is
-    wrong or missing; None if no key matches."""
+    """Return the recipe's key for a key of another framework, or for a recipe's key with a wrong or
+    missing section. Names must match exactly; None if no key matches."""
     if (foreign := _foreign(key)) is not None:
         return foreign[0]
     leaf = key.rpartition(".")[2]
@@ -72,8 +74,8 @@ def _quoted(key: str, note: str = "") -> str:
 
 
 def _foreign(key: str) -> tuple[str, str] | None:
-    """Return the entry of FOREIGN for the longest matching end of a dotted key; None if no end
-    matches."""
+    """Return the entry of FOREIGN for a dotted key; None if there is no entry. If FOREIGN contains
+    only the last parts of the key (`rollout.n` of `actor.rollout.n`), the longest match counts."""
     parts = key.replace("-", "_").split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((FOREIGN[end] for end in ends if end in FOREIGN), None)
@@ -89,7 +91,8 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[str]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Return the dotted keys of a recipe; keys of list elements have no index."""
+    """Return the dotted keys of a recipe. Keys of list elements have no index
+    (`data.sources.name`)."""
     return keys_below(Recipe)
 
 

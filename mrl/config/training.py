@@ -28,23 +28,24 @@ class ModelConfig(Branch):
 
 class ParallelConfig(Branch):
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks. Above 1, sequence parallelism is on, because Megatron requires it for
-    MoE."""
+    """Number of tensor-parallel ranks. Above 1, sequence parallelism is on, because Megatron requires
+    it for MoE."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
-    """Pipeline stages: ranks among which the layers are divided."""
+    """Number of pipeline stages, that is, of ranks among which the layers are divided."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
-    """Model chunks per pipeline rank (interleaved schedule)."""
+    """Number of model chunks per pipeline rank, which makes the pipeline schedule interleaved. Null
+    takes the schedule without interleaving."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """Ranks among which the tokens of a micro-batch are divided; `train.micro_batch_tokens` counts
-    the tokens of all these ranks together."""
+    """Number of ranks among which the tokens of a micro-batch are divided.
+    `train.micro_batch_tokens` counts the tokens of all these ranks together."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks among which the experts of each MoE layer are divided."""
+    """Number of ranks among which the experts of each MoE layer are divided."""
     expert_tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that split one expert; with 1 every tensor-parallel rank has complete experts."""
+    """Number of ranks that split each expert. With 1, every rank has complete experts."""
     decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
-    """Layers of the first pipeline stage, if their number should differ from the other stages."""
+    """Number of layers in the first pipeline stage; null gives it as many as the other stages."""
     decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
-    """Layers of the last pipeline stage, if their number should differ from the other stages."""
+    """Number of layers in the last pipeline stage; null gives it as many as the other stages."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens are sent to their experts. `allgather` pads all micro-batches to one length;
     `flex` is DeepEP, on GPUs where deep_ep is installed."""
@@ -52,41 +53,43 @@ class ParallelConfig(Branch):
 
 class TrainConfig(Branch):
     num_steps: int = Field(default=0, ge=0)
-    """Rollout steps of the whole run. Give this or `num_epochs`; with `num_epochs`, config.yaml
-    contains the resulting number of steps."""
+    """Number of rollout steps of the whole run. Give this or `num_epochs`; with `num_epochs`,
+    config.yaml contains the resulting number of steps."""
     num_epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data set, instead of `num_steps`: the run has as many rollout steps as it
-    takes to sample each prompt this many times."""
+    """Number of passes over the data set, instead of `num_steps`. The run has as many rollout steps
+    as these passes need: `num_epochs x prompts / rollout.prompts_per_step`, rounded up."""
     cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """Threads of each trainer rank and engine on CPUs, at most 1024. `auto`: OMP_NUM_THREADS if it is
-    set, else the cores of the machine divided by its ranks, or one for a model with a hidden size
-    below 512. The number of threads changes the order of sums."""
+    """Number of threads of each trainer rank and engine on CPUs, at most 1024. `auto`:
+    OMP_NUM_THREADS if it is set; otherwise one thread if the model's hidden size is below 512, and
+    for larger models the cores of the machine divided by its ranks. The number of threads changes the
+    order in which numbers are summed, and therefore the last bits of the results."""
     num_steps_per_rollout: int = Field(default=1, ge=1)
-    """Optimizer steps (mini-batches) per pass over a rollout."""
+    """Number of optimizer steps (mini-batches) in one pass over the samples of a rollout."""
     num_epochs_per_rollout: int = Field(default=1, ge=1)
-    """Passes over the samples of a rollout (verl's `ppo_epochs`, TRL's `num_iterations`), each with
-    `num_steps_per_rollout` optimizer steps. All passes use the old log-probs, advantages and routes
-    from before the first pass."""
+    """Number of passes over the samples of a rollout (verl's `ppo_epochs`, TRL's `num_iterations`),
+    each with `num_steps_per_rollout` optimizer steps. All passes use the old log-probs, advantages
+    and routes from before the first pass."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Packed tokens per micro-batch. A single longer sample gets a micro-batch of its own."""
+    """Maximum number of packed tokens in a micro-batch. A sample that is longer than this gets a
+    micro-batch of its own."""
     recompute: bool = False
     """Recompute all activations in the backward pass, which saves memory and costs one more forward
     pass."""
     logprob_chunk_tokens: int = Field(default=1024, ge=0)
-    """Number of loss tokens whose logits are in memory at a time: log-probs and entropy are
-    computed from the hidden states in chunks of this size, and the backward pass computes the
-    logits of a chunk again. The memory is chunk tokens x vocabulary / tensor-parallel size x bytes
-    of the dtype. A smaller chunk needs less memory; a larger one reads and writes the gradient of
-    the output layer's weight less often. 0 computes the logits of a whole micro-batch at once,
-    prompts included, and saves the second product with the output layer's weight. The results are
-    equal up to rounding."""
+    """Number of loss tokens whose logits are in memory at a time. Log-probs and entropy are computed
+    from the hidden states in chunks of this size, and the backward pass computes the logits of each
+    chunk again. The memory in bytes is chunk tokens x vocabulary / tensor-parallel size x bytes of
+    the dtype. A smaller chunk needs less memory; with a larger chunk, the gradient of the output
+    layer's weight is read and written less often. 0 computes the logits of a whole micro-batch at
+    once, including those of prompts, and does not compute them again in the backward pass. The
+    results are equal up to rounding."""
 
 
 class OptimizerConfig(Branch):
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate of Adam after the warm-up; it then decays according to `lr_decay_style`."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up from 0."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
         "constant"
     )
@@ -105,17 +108,17 @@ class OptimizerConfig(Branch):
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """How the learning rate falls during the last `wsd_decay_steps` steps of `WSD`."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay of AdamW."""
+    """Coefficient of AdamW's weight decay; 0 turns weight decay off."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of Adam's second moment."""
     adam_eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment that Adam divides by."""
+    """Adam's epsilon, which is added to the square root of the second moment in the denominator."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
     use_distributed_optimizer: bool = False
-    """Divide the optimizer state (fp32 weights, moments) among the data-parallel ranks."""
+    """Shard the optimizer state (fp32 weights, moments) over the data-parallel ranks."""
 
 
 class MoeConfig(Branch):
@@ -123,17 +126,19 @@ class MoeConfig(Branch):
     """`r3`: replay the engine's routes from the rollout. `r2`: replay the trainer's routes from
     before the update. `off`: no replay."""
     replay: Literal["ids", "ids_order", "ids_weights", "ids_order_weights"] = "ids"
-    """What is replayed of a route. `ids`: the choice of experts; the trainer weights their outputs
-    by its current router scores. `order`: the outputs are summed in the order of the route, as in
-    the engine, instead of by expert number. `weights`: the recorded gate weights are used, with the
-    gradient passed through to the router; with r3 this requires `rollout.return_routing_weights`."""
+    """Which parts of a route are replayed. All values replay the choice of experts. `ids`: the
+    trainer weights the experts' outputs by its current router scores, and sums them in the order of
+    expert numbers. Values with `order`: the outputs are summed in the order of the route, as in the
+    engine. Values with `weights`: the outputs are weighted by the recorded gate weights, and the
+    gradient is passed through to the router; with r3 this requires
+    `rollout.return_routing_weights`."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
-    """Load-balancing loss of the router. It is off by default, because it pulls the router away
-    from what the reward asks for. The load is balanced over each micro-batch (`aux_loss`, which
+    """Load-balancing loss of the router. It is off by default, because it changes the router
+    independently of the reward. The load is balanced over each micro-batch (`aux_loss`, which
     therefore depends on how samples are packed), over each sequence (`seq_aux_loss`, which does not
     depend on packing), or over all ranks and the micro-batches of the step so far
-    (`global_aux_loss`). The load counts the experts that the router would choose now, even under
-    replay."""
+    (`global_aux_loss`). The load is computed from the experts that the router would choose with its
+    current weights, even if other routes are replayed."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss; requires a `load_balancing_type`. The loss is a sum over
     layers of a mean over the tokens of the step, without padding and samples without a loss."""
@@ -151,34 +156,36 @@ class MoeConfig(Branch):
 
 
 class SftConfig(RowsConfig):
-    """Supervised steps before the first rollout, on rows with a `completion`, or with `messages`
-    that end with an assistant's message."""
+    """Supervised fine-tuning before the first rollout, on rows with a `completion`, or with
+    `messages` whose last message is the assistant's."""
 
     num_steps: int = Field(ge=1)
-    """Optimizer steps of the supervised training."""
+    """Number of optimizer steps of the supervised fine-tuning."""
     batch_size: int = Field(ge=1)
-    """Rows in each supervised step."""
+    """Number of rows in each supervised step."""
     lr: float = Field(gt=0)
     """Learning rate of the supervised steps. RL then starts with a new optimizer."""
 
 
 class CheckpointConfig(Branch):
     save_every: int = Field(default=50, ge=0)
-    """Steps between checkpoints. The last step is always saved; with 0 only the last step is saved."""
+    """Number of steps between checkpoints. The last step is always saved; with 0 only the last step
+    is saved."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep."""
     stop_limit_s: float = Field(default=25.0, gt=0)
-    """Seconds after SIGTERM or SIGHUP within which the step must be finished and saved. Otherwise
-    the process ends, and the steps since the last checkpoint are lost. SLURM and Kubernetes kill
-    after 30 s. After SIGUSR1 the step has no time limit."""
+    """Seconds after SIGTERM or SIGHUP within which the step in progress must be finished and saved.
+    Otherwise the process ends, and the steps since the last checkpoint are lost. By default, SLURM
+    and Kubernetes kill a process 30 s after SIGTERM. After SIGUSR1 the step has no time limit."""
     async_save: bool = True
-    """Write in the background while training continues; the step only waits for the copy to host
-    memory."""
+    """Write checkpoints in the background while training continues; a step only waits for the copy
+    of its state to host memory."""
     snapshot_every: int = Field(default=0, ge=0)
-    """Steps between snapshots; 0 takes no snapshots. A snapshot is a checkpoint in the memory of
-    the nodes, from which a restart after a lost rank continues. Only the newest snapshot is kept,
-    and it is removed when the run is done."""
+    """Number of steps between snapshots; 0 takes no snapshots. A snapshot is a checkpoint in the
+    memory of the nodes, from which the run continues after a rank was lost. Only the newest
+    snapshot is kept, and it is removed when the run is done."""
     snapshot_folder: str | None = None
-    """Folder on each node for its snapshots; null takes /dev/shm. On several nodes it must have
-    room for four times the data that the ranks of a node save: two snapshots, and copies of a
-    neighbour's two snapshots. On a single node it needs room for twice this data."""
+    """Folder on each node for its snapshots; null takes /dev/shm. On a single node it must have room
+    for two snapshots, that is, twice the data that the ranks of the node save. On several nodes it
+    must have room for four times this data, because it also holds copies of another node's two
+    snapshots."""

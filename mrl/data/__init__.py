@@ -1,4 +1,5 @@
-"""Reads prompts from many file formats, with a resumable cursor over one source or a mixture."""
+"""Reads prompts from many file formats, and iterates over them with a cursor whose position can be
+saved and resumed."""
 
 from mrl.data.cursor import PromptCursor
 from mrl.data.reader import (

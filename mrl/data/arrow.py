@@ -1,6 +1,7 @@
-"""Reads parquet files and data set folders with pyarrow, and data sets of the hub with `datasets`.
+"""Reads parquet files and data set folders with the package pyarrow, and data sets on the Hugging Face
+hub with the package datasets.
 
-`pip install 'mrl[data]'` installs both. Rows are converted NUM_ROWS at a time.
+`pip install 'mrl[data]'` installs both packages. Without the package, a function raises InputError.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def read_parquet(path: Path) -> Rows:
 
 
 def read_folder(folder: Path, split: str) -> Rows:
-    """Yield `(source, row)` for every row of a folder written by `save_to_disk` of a `Dataset` or
-    `DatasetDict`.
+    """Yield `(source, row)` for every row of a folder written by the `save_to_disk` of a `Dataset` or
+    `DatasetDict`. `split` applies to a `DatasetDict` only.
 
-    Raises InputError if the folder was not written that way, or does not have the split.
+    Raises InputError if the folder was not written by `save_to_disk`, does not have the split, or
+    cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
@@ -72,16 +74,16 @@ def read_folder(folder: Path, split: str) -> Rows:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return whether `path`, which does not exist here, has the form of a hub id (`owner/name`) and
-    not the suffix of a data file."""
+    """Return whether `path` has the form of a hub id (`owner/name`) without the suffix of a data
+    file. The caller has checked that there is no local file or folder `path`."""
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(_FILE_SUFFIXES)
 
 
 def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
-    """Yield `(source, row)` for every row of a data set on the Hugging Face hub, downloaded or from
-    the local cache.
+    """Yield `(source, row)` for every row of a data set on the Hugging Face hub, which is downloaded
+    or taken from the local cache.
 
-    Raises InputError, in one line, if the data set cannot be loaded.
+    Raises InputError if the data set cannot be loaded, with a message of one line.
     """
     what = f"{hub_id}: no such file or folder here, and as a data set of the Hugging Face hub it"
     try:
@@ -105,7 +107,7 @@ def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
 
 def _rows(batches: Any, place: str, first: int = 1) -> Rows:
     """Yield `(source, row)` for every row of Arrow record batches. `source` is `PLACE row N`, where
-    N counts from `first`.
+    N is the row's number and the first row has the number `first`.
 
     Raises InputError for duplicate column names, and for values that have no JSON form.
     """
@@ -125,8 +127,11 @@ def _rows(batches: Any, place: str, first: int = 1) -> Rows:
 
 
 def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
-    """Raise InputError if a schema, or an object in it, has duplicate names. A Python dict would
-    keep only the last value of such a name."""
+    """Raise InputError if an Arrow schema, or a struct in it, has duplicate field names, because a
+    Python dict would keep only the last value of such a name.
+
+    `fields` are the fields of the schema or struct, and `within` describes them in the message.
+    """
     names = [field.name for field in fields]
     if len(set(names)) < len(names):
         raise InputError(f"{place}: got {within} {', '.join(names)}, expected each once")
@@ -136,8 +141,8 @@ def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
 
 
 def _plain(value: Any, column: str, source: str) -> Any:
-    """Convert a value to JSON types: dates to ISO strings, decimals to strings, bytes to base64.
-    Raises InputError for a type that has no JSON form."""
+    """Convert a value, also inside lists and dicts, to JSON types: dates and times to ISO strings,
+    decimals to strings, bytes to base64. Raises InputError for a type that has no JSON form."""
     if isinstance(value, dict):
         return {key: _plain(inner, column, source) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

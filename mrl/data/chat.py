@@ -1,11 +1,11 @@
-"""The tokens between the policy's turns: the environment's observations in the form of the chat
-template.
+"""Tokenizes what comes between two turns of the policy: the environment's observation, rendered with
+the chat template.
 
-Generated tokens are never tokenized again. The chat template is rendered for a short stand-in
-conversation, and only the text after its assistant's turn is used: the end of that turn, the new
-messages, and the beginning of the next turn. Some templates render earlier turns differently, for
-example without the thinking. Because the text of earlier turns is not used, such templates cannot
-change generated tokens.
+Generated tokens are never tokenized again. Instead of the real conversation, the chat template
+renders a short stand-in conversation, followed by the observation. Only the text after the
+stand-in's assistant turn is used: the end of that turn, the new messages, and the beginning of the
+next turn. Some templates change earlier turns, for example by removing the thinking. As the text of
+earlier turns is not used, such templates cannot change generated tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ChatTurns:
         self._template_kwargs = dict(template_kwargs or {})
 
     def check(self) -> None:
-        """Raise InputError if the template cannot be continued turn by turn.
+        """Raise InputError if the chat template cannot render a conversation turn by turn.
 
-        One example is a template that does not end an assistant's turn with a token that stops
-        generation. The policy would then end its turns with another token, and the template would
-        end them a second time.
+        For example, a template is refused if it does not end an assistant's turn with a token that
+        stops generation. With such a template, every turn would end twice: with the token that
+        stopped the policy, and with the template's own end.
         """
         try:
             after = self._text_after_turn([{"role": "user", "content": "an answer"}])
@@ -65,11 +65,12 @@ class ChatTurns:
             ) from None
 
     def start(self, prompt: Prompt, observation: str | Messages | None) -> list[int]:
-        """Return the token ids of the prompt and of the observation that the environment's reset()
-        returned, if any.
+        """Return the token ids of the prompt and of `observation`, which the environment's reset()
+        returned; None means that there is no observation.
 
-        The prompt's column `tools` is passed to the template here only; the tokens between turns do
-        not repeat it. Raises ValueError like `between`.
+        Only this method passes the prompt's column `tools` to the template, because the tools are
+        part of the beginning of a conversation. Raises ValueError like `between`, and InputError if
+        the column `tools` is not valid.
         """
         if observation is None:
             return prompt.token_ids.tolist()
@@ -83,9 +84,10 @@ class ChatTurns:
         """Return the token ids between the policy's turn, whose last token is `last_id`, and its
         next turn.
 
-        The template's token that ends a turn (see `check`) is left out if the policy generated it.
-        If the generation stopped at another token, or was cut short, the end token is added. The
-        returned tokens count as the environment's and are not trained on.
+        The template's token that ends a turn (see `check`) is left out if it is `last_id`, because
+        the policy has generated it already. If the generation stopped at another token or was cut
+        short, the end token is added. The returned tokens belong to the environment and are not
+        trained on.
 
         Raises ValueError if the prompt is plain text and the observation is not, or if the template
         refuses the observation.
@@ -132,8 +134,8 @@ def stop_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the tokens that stop a generation, as in SGLang: the end-of-sequence tokens
     of the tokenizer and of the model.
 
-    The model's `eos_token_id`, one number or several, is in config.json and generation_config.json
-    in the folder from which the tokenizer was loaded.
+    The model's tokens are the `eos_token_id` (one id or a list) in config.json and
+    generation_config.json, in the folder from which the tokenizer was loaded.
     """
     found = {tokenizer.eos_token_id}
     folder = Path(tokenizer.name_or_path or "no folder")

@@ -1,4 +1,4 @@
-"""Decoding of generated tokens."""
+"""Decodes the responses of sample groups to text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mrl.types import Sample, SampleGroup
 
 def completions(groups: Sequence[SampleGroup], tokenizer: Any) -> list[list[str]]:
     """Return the text of every sample's response, without special tokens, as one list per group.
-    The texts are kept in `SampleGroup.texts`, and later calls take them from there.
+    The texts are stored in `SampleGroup.texts`, and later calls return the stored texts.
 
-    The text of a conversation is everything after the prompt, including the special tokens that
-    mark turns.
+    If a sample is a conversation of several turns, its text is everything after the prompt,
+    including the special tokens that mark turns.
     """
     for group in groups:
         if group.texts is None:

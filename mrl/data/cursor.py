@@ -1,5 +1,5 @@
-"""A seeded position in a data set or a mixture. The position can be saved and resumed without
-losing or repeating rows."""
+"""Iterates over the prompts of a data set or a mixture in a seeded order. The position can be saved,
+and a resumed run neither skips nor repeats rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from mrl.types import Prompt
 
 
 class PromptCursor:
-    """Returns prompts in batches, in a new permutation for each epoch, or always in data order
-    without `shuffle`. A batch may span two epochs.
+    """Returns prompts in batches: with `shuffle` in a new permutation for each epoch, otherwise in
+    the order of the data. A batch may span several epochs.
 
-    The complete state is (seed, shuffle, epoch, offset) and the identity of the data, because the
-    permutation of an epoch depends only on (seed, epoch). If sources have weights, each source has
-    its own epoch and offset, and a `credit` that decides which source is next.
+    The saved state is (seed, shuffle, epoch, offset) and a digest of the data. This is sufficient,
+    because the permutation of an epoch depends only on (seed, epoch). If sources have weights, they
+    form a mixture: each source has its own permutation, epoch and offset, and a `credit` that
+    decides which source is next.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt] | Sequence[Source], *, seed: int, shuffle: bool = True
     ) -> None:
         """`prompts` are the prompts of one data set, or the sources of the training data. Sources
-        without weights form one data set."""
+        without weights form one data set. Raises InputError if a data set has no prompts."""
         sources = [each for each in prompts if isinstance(each, Source)]
         whole = [each for each in prompts if isinstance(each, Prompt)]
         self._sources = sources if len(sources) > 1 else []
@@ -46,7 +47,8 @@ class PromptCursor:
 
     @property
     def epoch(self) -> int:
-        """The number of complete passes over the data set; in a mixture, over the slowest source."""
+        """The number of complete passes over the data set; in a mixture, the smallest number of any
+        source."""
         return min(dealer.epoch for dealer in self._dealers)
 
     def next(self, n: int) -> list[Prompt]:
@@ -54,12 +56,12 @@ class PromptCursor:
         return [self._dealer().deal() for _ in range(n)]
 
     def _dealer(self) -> Dealer:
-        """Choose the source (`Dealer`) of the next prompt, by smooth weighted round-robin, and
-        update the credits.
+        """Return the dealer of the source from which the next prompt comes, chosen by smooth weighted
+        round-robin, and update the credits.
 
-        After every prompt each source is within one prompt of its share, so every step mixes the
-        sources according to their weights. No random numbers are needed; the credits are the only
-        state.
+        After every prompt, the number of prompts from each source is within about one of the
+        source's share, so every step mixes the sources according to their weights. The choice
+        depends only on the credits, not on random numbers.
         """
         if len(self._dealers) == 1:
             return self._dealers[0]
@@ -71,7 +73,8 @@ class PromptCursor:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in JSON types. `load_state_dict` continues from it with the next prompt."""
+        """Return the state in JSON types. After `load_state_dict` with this state, the cursor returns
+        the same next prompts."""
         state = {"seed": self._seed, "shuffle": self._shuffle}
         identity = [
             {"name": source.name, "num_prompts": len(source.prompts), "sha256": digest}
@@ -97,8 +100,8 @@ class PromptCursor:
         }
 
     def why_other(self, state: dict[str, Any]) -> str:
-        """Return a text that says how the rows or their order differ from the data of `state`;
-        empty if they are the same."""
+        """Return in words how the rows or `shuffle` differ from those of the saved `state`; empty if
+        they are the same."""
         try:
             self._places_in(state)
         except InputError as error:
@@ -110,8 +113,9 @@ class PromptCursor:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of `state`, with the seed and the `shuffle` of the state.
 
-        Sources are identified by their rows, even if their names have changed. Raises InputError,
-        which names the source, if the state belongs to other data.
+        Sources are identified by their rows, even if their names have changed. Raises InputError if
+        the state belongs to other data; if there are several sources, the message names the sources
+        that differ.
         """
         places = self._places_in(state)
         self._seed, self._shuffle = state["seed"], state["shuffle"]
@@ -123,8 +127,8 @@ class PromptCursor:
             dealer.place(self._seed, shuffle=self._shuffle)
 
     def _places_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved position (epoch, offset and credit) of each dealer. Raises InputError
-        like `load_state_dict`."""
+        """Return the part of `state` with the epoch, the offset and, in a mixture, the credit of each
+        dealer, in the order of the dealers. Raises InputError like `load_state_dict`."""
         was_mixture = "mixture" in state
         if was_mixture != self._is_mixture:
             kinds = ("one data set", "a mixture with weights")
@@ -159,8 +163,8 @@ class PromptCursor:
             )
 
     def _check_sources(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the saved sources in the current order. Raises InputError if the rows of a source
-        differ."""
+        """Return the `saved` sources in the order of the cursor's sources. Raises InputError if the
+        sources do not have the same rows."""
         left, found = list(saved), {}
         for has_name in (True, False):  # among sources with equal rows, prefer the same name
             for source, digest in zip(self._sources, self._digests, strict=True):
@@ -199,12 +203,14 @@ class PromptCursor:
 
 
 class Dealer:
-    """Returns the prompts of one data set, one at a time, in a new order for each epoch, or always
-    in data order without shuffling."""
+    """Returns the prompts of one data set, or of one source of a mixture, one at a time: with
+    shuffling in a new order for each epoch, otherwise in the order of the data."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
-        """`salt` makes the order of each source of a mixture different; it is `/` plus the source's
-        original name, or empty for a single data set. Raises InputError if there are no prompts."""
+        """`salt` is added to the seed, so that each source of a mixture has a different order: `/`
+        plus the name that the source had when the run began, or empty for a single data set.
+        `weight` is the source's share of a mixture, relative to the other weights. Raises
+        InputError if there are no prompts."""
         if not prompts:
             raise InputError("the data set has no prompts")
         self.prompts, self.weight = prompts, weight
@@ -214,8 +220,8 @@ class Dealer:
         self._order: list[int] = []
 
     def place(self, seed: int, *, shuffle: bool) -> None:
-        """Compute the order of the current epoch from `seed`; if `shuffle` is false, keep the order
-        of the prompts."""
+        """Compute the order of the prompts in the current epoch, from `seed`, the salt and the epoch.
+        If `shuffle` is false, it is the order of the data."""
         self._seed, self._shuffle = seed, shuffle
         self._order = list(range(len(self.prompts)))
         if shuffle:
@@ -223,7 +229,7 @@ class Dealer:
             random.Random(f"{seed}{self.salt}/{self.epoch}").shuffle(self._order)
 
     def deal(self) -> Prompt:
-        """Return the next prompt and advance the position."""
+        """Return the next prompt. After the last prompt of an epoch, the next epoch begins."""
         prompt = self.prompts[self._order[self.offset]]
         self.offset += 1
         if self.offset == len(self.prompts):
@@ -233,8 +239,8 @@ class Dealer:
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Return the SHA-256, in hex, of the token ids, contents and columns of the prompts, which are
-    all that the policy and the reward see of them."""
+    """Return the SHA-256, in hex, of the token ids, contents and columns of the prompts. The policy
+    and the reward see nothing else of a prompt."""
     sha = hashlib.sha256()
     for prompt in prompts:
         row = [prompt.token_ids.tolist(), prompt.content, prompt.columns]

@@ -17,13 +17,18 @@ class EvalSet:
 
     config: EvalSetConfig
     recipe: Recipe
-    """The run's recipe with the set's reward, sampling and sizes; all prompts form one step."""
+    """The run's recipe with the reward, sampling settings and sizes of the set. All prompts of the set
+    form one step."""
     prompts: list[Prompt]
 
 
 def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[EvalSet]:
-    """Read all evaluation sets. Raises InputError if a set cannot be read or does not fit the
-    context, or if the run would start no engine to evaluate with."""
+    """Read all evaluation sets. `context_len` is the maximum of prompt plus response, in tokens.
+
+    Raises InputError if a set cannot be read, does not fit the context or has fewer rows than its
+    `num_prompts`, or if two sets have the same name. Also raises InputError if `eval.every` is
+    not 0 but there is no set, or no engine because of `debug.load_rollouts`.
+    """
     config = recipe.eval
     names = [each.name for each in config.sets]
     if len(set(names)) < len(names):

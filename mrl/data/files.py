@@ -1,7 +1,8 @@
 """Reads rows from files: JSON lines, JSON arrays, CSV, parquet, data set folders and the hub.
 
-A row is a dict of JSON types. It comes with a string that names its source in messages, `file:line`
-or `file row N`. Files are read in pieces; only a JSON array is loaded into memory completely.
+A row is a dict of JSON types. Each row comes with its `source`, a string for error messages:
+`file:line` or `file row N`. Files are read in pieces; only a JSON array is loaded into memory
+completely.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from mrl.system.json_text import each_key_once, unpaired_surrogate
 Rows = Iterator[tuple[str, dict[str, Any]]]
 
 MAX_CELL_CHARS = 1 << 28
-"""Maximum characters in a cell of a CSV file; Python's own limit is 131,072."""
+"""Maximum number of characters in a cell of a CSV file. Python's default limit is 131,072."""
 
 
 def read_all_rows(
     paths: Iterable[str | Path], *, split: str = "train", subset: str | None = None
 ) -> Rows:
-    """Yield `(source, row)` for every row of the paths, in order. The files of a glob are sorted by
-    name.
+    """Yield `(source, row)` for every row of `paths`, in order.
 
-    Raises InputError if a path does not exist, is not data, or has no rows.
+    A path is a file, a folder written by `save_to_disk`, a glob, whose files are read in the order
+    of their names, or a hub id. `split` applies to folders and hub ids, `subset` to hub ids. Raises
+    InputError if a path does not exist, cannot be read as data, or has no rows.
     """
     for path in paths:
         text = str(path)
@@ -56,11 +58,11 @@ def read_all_rows(
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield `(source, row)` for every row of one file. The suffix decides the format; the default
-    is JSON lines.
+    """Yield `(source, row)` for every row of one file. The suffix of the file name decides the
+    format; with an unknown suffix it is JSON lines.
 
     Raises InputError if the file cannot be read, has a bad row, or has no rows. The message starts
-    with the file or the row.
+    with the path of the file or the source of the row.
     """
     suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.exists() and not path.is_file():  # reading a FIFO would wait for its writer
@@ -78,7 +80,8 @@ def read_rows(path: Path) -> Rows:
 
 
 def _special(mode: int) -> str:
-    """Return the kind of a path that is not a regular file, such as `a FIFO`, from its mode."""
+    """Return in words what a path that is not a regular file is, such as `a FIFO`. `mode` is its
+    `st_mode`."""
     kinds = (
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
@@ -97,7 +100,8 @@ def _some(rows: Rows, path: str | Path) -> Rows:
 
 
 def _guarded(rows: Rows, path: str | Path) -> Rows:
-    """Yield the rows, and turn errors of the file system and of compressed files into InputError."""
+    """Yield the rows of the file `path`. Raises InputError in place of errors of the file system and
+    of gzip."""
     try:
         yield from rows
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -175,7 +179,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _check_text(row: Any, source: str) -> None:
-    """Raise InputError if a string contains an unpaired surrogate, which is not a character."""
+    """Raise InputError if a string in `row` contains an unpaired surrogate, which is no character."""
     if half := unpaired_surrogate(row):
         raise InputError(
             f"{source}: a string contains {half}, half of a surrogate pair and not a character; "

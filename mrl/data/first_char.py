@@ -1,7 +1,7 @@
 """Writes prompts of the toy task: `python -m mrl.data.first_char --num 512 --seed 0 --out FILE`.
 
-A prompt has 16 letters, of which the first is a, b, c or d. The reward asks for a completion that
-repeats this letter.
+A prompt has 16 letters, and the first letter is a, b, c or d. The reward is for completions that
+repeat the first letter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 
 def first_char_rows(num: int, seed: int, num_letters: int = 16) -> list[dict[str, str]]:
-    """Return `num` distinct prompts of `num_letters` letters, each first letter equally often."""
+    """Return rows with `num` distinct prompts of `num_letters` letters each. The first letters a, b, c
+    and d take turns."""
     rng = random.Random(seed)
     prompts: dict[str, None] = {}  # a dict keeps the order, unlike a set
     while len(prompts) < num:

@@ -1,8 +1,9 @@
-"""Converts the rows of other frameworks to one form: a prompt, optionally a completion, and
-columns.
+"""Converts rows, also those of other frameworks, to a common form (`Row`): a prompt, optionally a
+completion, and columns.
 
-The prompt is taken from the first of these columns that a row has: `prompt` (a string or messages,
-as in verl), `messages` (TRL), `conversations` (ShareGPT, with `from` and `value`).
+The prompt is in the column `prompt_key` or, without that, in the first of these columns that a row
+has: `prompt` (a string or messages, as in verl), `messages` (TRL), `conversations` (ShareGPT, whose
+messages have `from` and `value`).
 """
 
 from __future__ import annotations
@@ -34,19 +35,22 @@ class Row:
     prompt: Any
     """A string or a list of messages with `role` and `content`."""
     completion: str | None
-    """The expected answer: the row's `completion`, or the last message of a conversation if it is
-    the assistant's. None if the row has neither."""
+    """The expected answer: the last message of `messages` or `conversations` if it is the
+    assistant's, otherwise the row's `completion`. None if the row has neither."""
     columns: dict[str, Any]
-    """The other columns of the row, for the reward."""
+    """The row's columns other than the prompt, for the reward."""
     form: str
-    """The recognised form in words, for the terminal."""
+    """The form of the original row in words, such as "ShareGPT, `conversations`", for messages in the
+    terminal."""
 
 
 def read_form(source: str, values: dict[str, Any], prompt_key: str | None, columns: Columns) -> Row:
     """Convert the row `values`, which is modified, to the common form.
 
-    `columns` gives new names, like `data.columns`. Raises InputError if the row has no usable
-    prompt; if the column is missing, the message lists the columns that the row has.
+    `prompt_key` is the column with the prompt; None takes the first of PROMPT_KEYS that the row has.
+    `columns` maps new names of columns to old names, like `data.columns`. Raises InputError if the
+    row has no usable prompt, or lacks a column of `columns`; the message about a missing column
+    lists the columns that the row has.
     """
     present = ", ".join(values) or "no columns"
     _rename(values, columns, source, present)
@@ -81,10 +85,10 @@ def read_form(source: str, values: dict[str, Any], prompt_key: str | None, colum
 
 
 def tools_of(columns: Mapping[str, Any], source: str) -> list[Any] | None:
-    """Return the column `tools`, a list or its JSON text, for chat templates; None if the column is
-    missing or empty.
+    """Return the list in the column `tools`, for the chat template; None if the column is missing or
+    empty. The column may also contain the list as JSON text.
 
-    Raises InputError if the column holds anything else.
+    Raises InputError if the column contains anything else. `source` names the row in the message.
     """
     tools = columns.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -100,8 +104,13 @@ def tools_of(columns: Mapping[str, Any], source: str) -> list[Any] | None:
 
 
 def _rename(values: dict[str, Any], columns: Columns, source: str, present: str) -> None:
-    """Rename columns of `values` in place. A renamed column loses its old name. If a new column is
-    a value inside an object (`reward_model.ground_truth`), the object stays."""
+    """Rename columns of `values` in place: `columns` maps new names to old names, and None drops a
+    column.
+
+    A renamed column loses its old name. If the old name is a path to a value inside an object
+    (`reward_model.ground_truth`), the object stays. Raises InputError if an old name is missing;
+    `present` lists the row's columns for the message.
+    """
     taken = {}
     for new, old in columns.items():
         if old is None:
@@ -132,8 +141,11 @@ def _form_name(key: str, content: Any, values: dict[str, Any]) -> str:
 
 
 def _message(message: Any, index: int, source: str, key: str) -> dict[str, Any]:
-    """Return a message with `role` and `content`, also from ShareGPT's `from` and `value`. Raises
-    InputError if `role` or `content` is missing; a message with `tool_calls` may lack `content`."""
+    """Return a message with `role` and `content`; ShareGPT's `from` and `value` are converted.
+
+    Raises InputError if `role` or `content` is missing. A message with `tool_calls` may lack
+    `content`. `index` is the message's place in the column `key`.
+    """
     if not isinstance(message, dict):
         raise InputError(f"{source}: message {index} must be an object, got {kind(message)}")
     # In parquet all messages of a file have the same keys, with null for missing values.
@@ -169,8 +181,8 @@ def _check_content(content: Any, source: str, key: str) -> None:
 
 
 def _completion(completion: str | list[Any], source: str) -> str | None:
-    """Return the text of `completion`, which is a string or TRL's list with a single assistant
-    message; None for any other list."""
+    """Return the text of the column `completion`: a string, or the content of the only message in a
+    list, if that message is the assistant's (TRL). None for any other list."""
     if isinstance(completion, str):
         return completion
     message = completion[0] if len(completion) == 1 else None

@@ -1,7 +1,7 @@
-"""Reads prompts and SFT examples. A bad row stops the run while the data is read, and the message
-names the row's source.
+"""Reads and tokenizes prompts and SFT examples. All rows are checked when the data is read: a bad row
+raises InputError with the row's source, such as `file:line`.
 
-Dimensions: P prompt tokens, T all tokens of an SFT example.
+Dimensions: T all tokens of an SFT example.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Source:
     prompts: list[Prompt]
     weight: float | None
     forms: tuple[str, ...]
-    """The forms of the source's rows (`Row.form`), the most frequent first."""
+    """The different forms of the source's rows (`Row.form`), the most frequent first."""
     num_filtered: int = 0
     """Number of rows that were left out because they are too long (`data.overlong: filter`)."""
     num_truncated: int = 0
@@ -125,7 +125,7 @@ def read_sources(
 
 
 def metric_key(name: str) -> str:
-    """Return a source's name for the metrics `source/NAME/...`: `name`, with `_` in place of
+    """Return the NAME of a source in the metrics `source/NAME/...`: its name, with `_` in place of
     characters that trackers refuse."""
     return _NOT_IN_KEYS.sub("_", name)
 
@@ -142,8 +142,8 @@ def _refuse_same_key(name: str, names: dict[str, str]) -> None:
 
 
 def source_name(source: SourceConfig) -> str:
-    """Return the name of a source in messages and checkpoints: its `name`, or else the name of its
-    first file."""
+    """Return the name of a source in messages and checkpoints: its `name`, or if that is None, the
+    last part of its first path."""
     return source.name or Path(paths_of(source.path)[0]).name
 
 
@@ -156,8 +156,8 @@ def read_prompts(
     min_rows: int = 1,
     is_evaluation: bool = False,
 ) -> list[Prompt]:
-    """Read and tokenize every row of a file, or of a DataConfig, as one list. Arguments and errors
-    are those of `read_sources`."""
+    """Read and tokenize every row of a file, or of all sources of a DataConfig, as one list. The other
+    arguments and the errors are those of `read_sources`."""
     config = path if isinstance(path, DataConfig) else DataConfig(path=str(path))
     sources = read_sources(
         config,
@@ -171,7 +171,7 @@ def read_prompts(
 
 
 class _Reading:
-    """Reads the rows of a source and counts them."""
+    """Reads and tokenizes the prompts of one source, and counts rows by form and treatment."""
 
     def __init__(
         self,
@@ -182,7 +182,8 @@ class _Reading:
         num_rows: int,
         is_evaluation: bool,
     ) -> None:
-        """`num_rows` is the number of rows already read from other sources."""
+        """`num_rows` is the number of rows already read from other sources. The other arguments are
+        those of `read_sources`; `overlong` is `data.overlong`."""
         self._is_evaluation = is_evaluation
         self._encoder, self._overlong = encoder, overlong
         self._max_len, self._response_len = max_prompt_len, max_response_len
@@ -191,7 +192,8 @@ class _Reading:
         self.forms: Counter[str] = Counter()
 
     def prompts(self, config: SourceConfig, name: str | None) -> list[Prompt]:
-        """Read the prompts of a source; `name` is None if there is only one source."""
+        """Return the prompts of a source. `name` is the source's name in `Prompt.source_name`; None
+        if there is only one source."""
         prompts = []
         reward = None if config.reward is None else describe_rewards(config.reward)
         for row in _read_forms(config):
@@ -264,7 +266,8 @@ def read_sft_examples(
 
 
 def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(source, row)` for the rows of a file, converted to `prompt` and other columns."""
+    """Yield `(source, row)` for every row of a file. `row` is a dict with `prompt` in the common form
+    (`Row.prompt`) and the other columns. Raises InputError for a bad row."""
     for row in _read_forms(SourceConfig(path=str(path))):
         yield row.source, {"prompt": row.prompt, **row.columns}
 

@@ -1,4 +1,4 @@
-"""Writes prompt files for reasoning-gym's tasks, which `mrl/rewards/reasoning_gym.py` scores.
+"""Writes prompts for the tasks of reasoning-gym; `mrl/rewards/reasoning_gym.py` scores the answers.
 
 python -m mrl.data.reasoning_gym chain_sum --num 1000 --seed 1 --out train.jsonl --param max_terms=2
 """
@@ -20,11 +20,11 @@ from mrl.errors import InputError
 def task_rows(
     task: str, num: int, seed: int, params: dict[str, Any], *, demonstrations: bool = False
 ) -> list[dict[str, Any]]:
-    """Return `num` rows with prompt, answer and info (for the verifier); with `demonstrations`,
-    rows with prompt and completion.
+    """Return `num` rows with the columns `prompt`, `answer` and `info` (the task's name and metadata,
+    for its verifier); with `demonstrations`, rows with `prompt` and `completion`.
 
-    Raises InputError for an unknown task or parameter, and for demonstrations of a task whose
-    answers are not strings.
+    `params` are the parameters of the task. Raises InputError for an unknown task or parameter, if
+    reasoning-gym is not installed, and for demonstrations of a task whose answers are not strings.
     """
     rows = []
     for entry in _dataset(task, num, seed, params):

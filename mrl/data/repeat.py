@@ -1,8 +1,8 @@
-"""Writes a task with long-tailed response lengths: `python -m mrl.data.repeat --out FILE`.
+"""Writes a toy task with long-tailed response lengths: `python -m mrl.data.repeat --out FILE`.
 
-`b*034=` asks for the letter b 34 times. The numbers are log-normal: half are below 12, and one in
-twenty is above 60. Demonstrations show the format but not the skill: their lengths scatter around
-the number, and more than half of their letters are wrong.
+The prompt `b*034=` asks for the letter b 34 times. The requested numbers are log-normal: half are
+below 12, and one in twenty is above 60. Demonstrations teach the format but not the task: their
+lengths scatter around the requested number, and more than half of their letters are wrong.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from pathlib import Path
 LETTERS = "abcd"
 SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 12, 128, 1.0
 SPREAD = 0.4
-"""Standard deviation of `log(length of a demonstration / requested number)`."""
+"""Standard deviation of `log(length of a demonstration / requested number)`, before rounding and
+clamping."""
 RIGHT = 0.25
-"""Share of a demonstration's letters that are set to the right letter; the others are random."""
+"""Probability that a letter of a demonstration is set to the requested letter. Otherwise it is random,
+which may also give the requested letter."""
 
 
 def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:
-    """Return `num` rows with a prompt and, with `demonstrations`, a completion."""
+    """Return `num` rows with a `prompt`, and with `demonstrations` also a `completion`. `seed`
+    determines the random numbers."""
     rng = random.Random(f"repeat/{seed}")
     rows: list[dict[str, str]] = []
     for i in range(num):

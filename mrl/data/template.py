@@ -1,4 +1,4 @@
-"""Tokenization of prompts: a string unchanged, a chat through the tokenizer's template.
+"""Tokenizes prompts: strings unchanged, lists of messages through the tokenizer's chat template.
 
 Dimensions: P prompt tokens.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from mrl.errors import InputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The common roles of chat messages."""
+"""Roles of messages that are accepted with every chat template."""
 
 
 def render_chat(
@@ -23,10 +23,11 @@ def render_chat(
     ask: bool,
     tools: list[Any] | None,
 ) -> str:
-    """Render messages with the tokenizer's chat template as text; with `ask`, append the start of
-    the answer.
+    """Return messages as text, rendered with the tokenizer's chat template. With `ask`, the text ends
+    with the beginning of the assistant's answer.
 
-    Raises ValueError, with the template's reason, if the template refuses the messages.
+    `tools` are passed to the template unless they are None. Raises ValueError, with the template's
+    reason, if the template refuses the messages.
     """
     more = {} if tools is None else {"tools": tools}
     try:
@@ -39,7 +40,7 @@ def render_chat(
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """A tokenizer with the arguments of its chat template."""
+    """Tokenizes prompts with one tokenizer and fixed arguments of its chat template."""
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -50,10 +51,11 @@ class PromptEncoder:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, content: Any, tools: list[Any] | None, source: str) -> list[int]:
-        """Return the P token ids of a string, or of messages followed by the beginning of the
-        answer.
+        """Return the P token ids of a prompt. `content` is a string, or a list of messages, after
+        which the template adds the beginning of the answer.
 
-        Raises InputError if the prompt has no tokens, or if the template refuses the messages.
+        Raises InputError if the prompt has no tokens, if the tokenizer has no chat template for
+        messages, or if the template refuses the messages. `source` names the row in the message.
         """
         ids = self.text(content if isinstance(content, str) else self._chat(content, tools, source))
         if not ids:
@@ -66,9 +68,10 @@ class PromptEncoder:
         """Truncate a prompt at its beginning. Return the shorter prompt and its token ids, at most
         `max_len`.
 
-        A string keeps its last tokens. A chat keeps its leading system messages and loses as many
-        of its oldest turns as necessary, so that the rest starts with a user's message. Raises
-        InputError if the last user message alone does not fit.
+        `ids` are the token ids of the complete prompt `content`. A string keeps its last tokens. A
+        chat keeps its leading system messages and loses as many of its oldest turns as necessary;
+        what is left of the turns starts with a user's message. Raises InputError if even the system
+        messages and the last user message, with what follows it, do not fit.
         """
         if isinstance(content, str):
             kept = ids[-max_len:]
@@ -104,9 +107,8 @@ class PromptEncoder:
             ) from None
 
     def _check_roles(self, messages: list[Any], source: str) -> None:
-        """Raise InputError for a role that is neither in ROLES nor named in the template.
-
-        A template may drop a message with such a role, or print the misspelled role.
+        """Raise InputError if a message has a role that is neither in ROLES nor named in the chat
+        template. A template may silently drop such a message, or show a misspelled role to the model.
         """
         for index, message in enumerate(messages):
             role = message["role"]
@@ -118,6 +120,6 @@ class PromptEncoder:
 
     @property
     def _template_text(self) -> str:
-        """The text of the template, or of all its variants, with double quotes replaced by single
-        quotes."""
+        """The text of the chat template, or of all its variants, with single quotes in place of
+        double quotes."""
         return str(self.tokenizer.chat_template).replace('"', "'")
