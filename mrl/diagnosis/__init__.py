@@ -1,1 +1,1 @@
-"""Measure, record and explain the mismatch of the log-probs that trainer and engine give each token."""
+"""Measure, record and explain how the log-probs of trainer and rollout engine differ for each token."""

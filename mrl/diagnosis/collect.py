@@ -1,4 +1,4 @@
-"""Write the token record of a step, and the decomposition of its mismatch.
+"""Write a step's token record, and the decomposition of its trainer-engine mismatch.
 
 The files OUTPUT_DIR/tokens/step_*.safetensors and OUTPUT_DIR/diagnosis/step_*.json are written
 before the update, so they exist even if the update fails.
@@ -30,8 +30,8 @@ from parallel.policy import Policy
 class Diagnosis:
     """Writes the token records and the mismatch decompositions of a run.
 
-    Every rank has an instance, because `before_update` and `token_record` are collectives. Rank 0
-    writes the files.
+    Every rank needs an instance, because `before_update`, `save_tokens` and `token_record` are
+    collective operations: all ranks must call them together. Rank 0 writes the files.
     """
 
     recipe: Recipe
@@ -45,8 +45,9 @@ class Diagnosis:
     def observe(self, step: int) -> Observe | None:
         """Return what the forward pass before the update must record about the routers.
 
-        The result is `rows` (the route of every row) if the step gets a token record, otherwise
-        `counts` (only statistics), and None if the recipe captures no routes.
+        The result is None if the recipe captures no routes. Otherwise it is `rows` (record the
+        route of every row) if the step gets a token record, and `counts` (record only statistics)
+        if it does not.
         """
         if not self.recipe.captures_routes:
             return None
@@ -59,11 +60,12 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> dict[str, float]:
-        """Write the token record and the decomposition of a step, each only if it is due. A collective.
+        """Write the step's token record and its mismatch decomposition, each only if it is due.
+
+        All ranks must call this together. The decomposition uses a single micro-batch of each
+        data-parallel rank. The arguments are those of `save_tokens`.
 
         Returns the metrics `decompose/*`, or {} if no decomposition is due.
-
-        The arguments are those of `save_tokens`.
         """
         self.save_tokens(step, samples, batches, old)
         if not self.decomposes(step):
@@ -78,11 +80,11 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> None:
-        """Write the token record of a step, if one is due. A collective.
+        """Write the token record of a step, if one is due. All ranks must call this together.
 
-        samples: the samples of the step, on all ranks. batches: the micro-batches of this rank.
-        old: the output of a forward pass over `batches` with the weights before the update. After
-        the record has been made, `old.observed` is cleared.
+        samples: all samples of the step, the same on every rank. batches: the micro-batches of
+        this rank. old: the output of a forward pass over `batches` with the weights before the
+        update. Once the record has been made, `old.observed` is cleared to free memory.
         """
         if not self.saves_tokens(step):
             return
@@ -109,7 +111,10 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> TokenRecord | None:
-        """Return the token record on rank 0, and None on the other ranks. A collective."""
+        """Return the token record on rank 0, and None on the other ranks.
+
+        All ranks must call this together. The arguments are those of `save_tokens`.
+        """
         recipe, model = self.recipe, self.model
         layers = model.moe_layer_numbers
         limit = recipe.diagnosis.max_tokens
@@ -134,7 +139,7 @@ class Diagnosis:
         )
 
     def _texts(self, token_ids: list[int]) -> dict[int, str]:
-        """Return the decoded text of each token id."""
+        """Return the decoded text of each token id, by token id."""
         new = [i for i in token_ids if i not in self._pieces]
         if new:  # transformers decodes an empty list to one empty string
             texts = self.tokenizer.batch_decode([[i] for i in new])
@@ -142,9 +147,9 @@ class Diagnosis:
         return {i: self._pieces[i] for i in token_ids}
 
     def _decompose(self, step: int, batch: MicroBatch) -> dict[str, float]:
-        """Decompose the mismatch of one micro-batch, and write the result on rank 0. A collective.
+        """Decompose the mismatch of one micro-batch per rank; rank 0 writes the combined result.
 
-        Returns the metrics `decompose/*`.
+        All ranks must call this together. Returns the metrics `decompose/*`.
         """
         config = self.recipe.diagnosis
         (captured,) = self.policy.runner.captured([batch])

@@ -1,16 +1,16 @@
 """Find the routes and layers that cause the mismatch between trainer and engine.
 
-The same micro-batch runs several times, and each pass replays a different part of the engine's
-routes. One pass replays nothing, one replays the expert ids of all MoE layers, and one replays the
-expert ids and gate weights of all MoE layers. For each examined layer, one pass replays the ids in
-all MoE layers except that layer, and one replays the ids in all MoE layers up to and including that
-layer.
+The same micro-batch runs through the model several times, and each pass replays a different part of
+the engine's routes. One pass replays nothing, one replays the expert ids of all MoE layers, and one
+replays the expert ids and gate weights of all MoE layers. For each examined layer, one pass replays
+the ids in all MoE layers except that layer, and one replays the ids in all MoE layers up to and
+including that layer.
 
 The hidden states after each layer are compared between the pass without replay (the native pass)
 and the pass with all ids. These two passes differ only in their routes, so the first layer after
 which the states differ is the first layer whose router did not choose the engine's experts.
 
-Each data-parallel rank uses a micro-batch of its own, and all ranks run the same passes.
+Each data-parallel rank uses its own micro-batch, and all ranks run the same sequence of passes.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class LayerGap:
     """Megatron's 1-based number of the layer."""
     gap_without: float | None
     """The mean `|log-prob - rollout log-prob|` over loss tokens, with expert ids replayed in all
-    MoE layers except this layer. None if the layer was not examined, which saves passes."""
+    MoE layers except this layer. None if the layer was not among the examined layers."""
     gap_first: float | None
     """The same mean, but with expert ids replayed only in the MoE layers up to and including
-    this layer. None if the layer was not examined."""
+    this layer. None if the layer was not among the examined layers."""
     hidden_rel_diff: float
     """`|native - replayed| / |replayed|` (Frobenius norms) of the hidden states after the layer.
-    `native` are the states without replay, `replayed` those with the expert ids of all MoE
-    layers replayed."""
+    `native` are the states of the pass without replay, `replayed` those of the pass that replays
+    the expert ids of all MoE layers."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The result of `decompose`: the mismatch that is left if parts of the routes are replayed."""
+    """The result of `decompose`: the mismatch that remains when parts of the routes are replayed."""
 
     num_tokens: int
     """The number of loss tokens in the micro-batches of all data-parallel ranks."""
@@ -99,14 +99,14 @@ def decompose(
     layer_numbers: Sequence[int],
     max_layers: int,
 ) -> Decomposition:
-    """Decompose the mismatch of one micro-batch. A collective.
+    """Measure how much mismatch remains when different parts of the engine's routes are replayed.
 
-    This takes one forward pass if the engine reported no routes, otherwise about `2 + 2 * min(L,
-    max_layers)` passes.
+    All ranks must call this together. It takes one forward pass over `batch` if the engine reported
+    no routes, otherwise about `2 + 2 * min(L, max_layers)` passes.
 
     captured: the engine's routes by layer number, for this rank's rows and layers, as
     `PipelineRunner.captured` returns them. layer_numbers: the numbers of all L MoE layers of the
-    model. max_layers: the largest number of layers to examine one by one.
+    model, ascending. max_layers: the largest number of layers to examine one by one.
     """
     runs = _Runs(policy, batch)
     available = reduce_statistics(_available_routes(captured))
@@ -128,9 +128,9 @@ def decompose(
 
 
 def spread(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` of the numbers, evenly spaced, including the first number.
+    """Choose at most `most` of the numbers, evenly spaced in the list, including the first number.
 
-    The last number is included if `most` is at least 2.
+    The last number is included too if `most` is at least 2.
     """
     if len(numbers) <= most:
         return list(numbers)
@@ -155,10 +155,11 @@ class _Runs:
     ) -> dict[int, Tensor]:
         """Run a pass that replays only `routes`, and record the MEASURES as statistics `NAME/MEASURE`.
 
-        routes: the routes to replay, by layer number; None to replay nothing.
+        name: the NAME of the pass in its statistics. routes: the routes to replay, by layer number;
+        None to replay nothing.
 
-        Returns the hidden states after each of this rank's layers, by layer number, or {} without
-        `keep_states`.
+        Returns the hidden states after each of this rank's layers, by layer number, or {} if
+        `keep_states` is false.
         """
         replay = Replay.off if routes is None else Replay.recorded([routes] * self.repeats)
         outputs = LayerOutputs(self.policy.chunks if keep_states else [])
@@ -172,9 +173,10 @@ class _Runs:
 
 
 def _available_routes(captured: Mapping[int, Route]) -> Statistics:
-    """Return two statistics: `ids` is 1 if this rank has expert ids, `weights` if it has gate weights.
+    """Return statistics that are 1 if this rank has expert ids (`ids`) or gate weights (`weights`).
 
-    Their maxima over all ranks decide which passes run, so that all ranks run the same passes.
+    Otherwise they are 0. Their maxima over all ranks decide which passes run, so that all ranks run
+    the same passes.
     """
     gated = any(isinstance(route, GatedRoute) for route in captured.values())
     return {
@@ -192,8 +194,8 @@ def _state_differences(
 ) -> Statistics:
     """Return two sums of squares for each layer, over the rows where `counted`, bool[n], is true.
 
-    `size/LAYER` sums over the replayed states, and `difference/LAYER` over the native states minus
-    the replayed states.
+    `size/LAYER` is the sum of squares of the replayed hidden states, and `difference/LAYER` that of
+    the native states minus the replayed states.
     """
     stats: Statistics = {}
     for layer, states in replayed.items():

@@ -1,4 +1,7 @@
-"""Read diagnosis/step_*.json, the decomposition of a step, without torch and Megatron."""
+"""Read diagnosis/step_*.json, the mismatch decomposition of a step.
+
+This module needs neither torch nor Megatron.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Explain the mismatch between engine and trainer in one step by a list of findings.
 
 The first finding is the diagnosis. Causes come before descriptions, and within each of these groups the
-most severe finding comes first. If no detector finds a cause, one more finding says whether the
-mismatch matters. That finding comes first if nothing is wrong.
+most severe finding comes first. If no detector finds a cause, one more finding judges the mismatch as
+a whole. If its verdict is that nothing is wrong, it comes first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mrl.system.json_text import is_number
 __all__ = ["DETECTORS", "NEGLIGIBLE", "Finding", "Usual", "find", "usual_mismatch"]
 
 NEGLIGIBLE = 1e-5
-"""The mean `|old - rollout|` of two correct float32 implementations. A mismatch up to this is
-negligible."""
+"""A mean `|old - rollout|` of at most this is negligible: two correct float32 implementations may
+differ by as much."""
 JUMP = 10.0
-"""A mismatch of more than this many times the usual mismatch of the run is not noise."""
+"""A mismatch larger than the run's usual mismatch by more than this factor is not noise."""
 NOISE_SHARE = 0.3
-"""The finding `noise` is ranked as if it explained this share of the mismatch. A description that
-explains a larger share is listed before it."""
+"""The finding `noise` is ranked as if it explained this share of the squared mismatch. A description
+that explains a larger share is listed before `noise`."""
 DETECTORS: tuple[Callable[[LossTokens], Finding | None], ...] = (
     not_finite.detect,
     shifted_routes.detect,
@@ -73,7 +73,7 @@ def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None
 
 
 def find(record: TokenRecord, usual: Usual | None = None) -> list[Finding]:
-    """Return all findings for a record. There is at least one, and the first is the diagnosis.
+    """Return all findings about a token record: at least one, of which the first is the diagnosis.
 
     usual: the usual mismatch of the run; None if unknown.
     """
@@ -90,9 +90,10 @@ def find(record: TokenRecord, usual: Usual | None = None) -> list[Finding]:
 
 
 def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Finding:
-    """Judge a mismatch for which no detector finds a cause.
+    """Return the finding about a mismatch for which no detector found a cause.
 
-    spread: whether the mismatch is not concentrated in a single sample.
+    The finding is `nothing_wrong`, `stale_weights`, `noise` or `unexplained`. usual: the usual
+    mismatch of the run; None if unknown. spread: true unless one sample has most of the mismatch.
     """
     mean, median = tokens.mean_abs, float(tokens.d.abs().median())
     numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"

@@ -1,13 +1,12 @@
 """Gather the tokens of a step, up to a maximum number, from all ranks on rank 0.
 
-The last pipeline stage has the log-probs, and one rank of each data-parallel replica reports the
-log-probs. Every stage has the routes of its own MoE layers, and each tensor- and context-parallel
-rank has some of the rows. All ranks know the lengths of all samples, and thus the index of each
-token in the record. So each rank sends its values together with their indices, and rank 0 only
-copies the values.
+One rank of each data-parallel replica, on the last pipeline stage, sends the log-probs. Every stage
+sends the routes of its own MoE layers, and each tensor- and context-parallel rank has some of the
+rows. All ranks know the lengths of all samples, and thus the index of each token in the record. So
+each rank sends its values together with their indices, and rank 0 only copies the values.
 
-N packed tokens of a micro-batch, n rows of this rank's routers, S samples of the record, R tokens
-of the record, L MoE layers, K experts per token.
+Dimensions: N packed tokens of a micro-batch, n rows of this rank's routers, S samples of the record,
+R tokens of the record, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from parallel.pass_output import PassOutput
 from parallel.policy import Policy
 
 Parts = list[tuple[str, Tensor, Tensor]]
-"""Values of record fields from one rank, as tuples (name of the field, indices i64[m] of tokens
-in the record, values [m, ...] of these tokens)."""
+"""The values that one rank has for the record, as tuples (name of the record field, indices i64[m]
+of tokens in the record, values [m, ...] of these tokens)."""
 
 OBSERVED = {"expert_ids": "captured", "native_ids": "native", "margins": "margins"}
-"""For each route field of the record, the attribute of `ObservedRoutes` that has its values."""
+"""For each route field of the record, the attribute of `ObservedRoutes` that holds the values."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Chosen:
 
 
 def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens: int) -> list[int]:
-    """Choose samples for a record of at most `max_tokens` tokens; return their numbers, ascending.
+    """Choose samples for a record of at most `max_tokens` tokens; return their indices, ascending.
 
     lengths: the number of tokens of each sample. gaps: the largest `|old - rollout|` of each
-    sample, by sample number.
+    sample, by sample index.
 
     All samples are chosen if they fit. Otherwise half of `max_tokens` goes to the samples with the
     largest gaps, and the rest to samples spread evenly over the step. The sample with the largest
@@ -90,10 +89,10 @@ def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens
 
 
 def _while_they_fit(numbers: Sequence[int], lengths: Sequence[int], budget: int) -> set[int]:
-    """Choose samples in the order of `numbers` until the token budget is used up.
+    """Choose samples in the order of `numbers`, as long as they fit into `budget` tokens in total.
 
-    A sample that is longer than the budget that is left is skipped. Returns the numbers of the
-    chosen samples.
+    numbers: sample indices, which may be chosen. lengths: the number of tokens of every sample. A
+    sample that is longer than the rest of the budget is skipped. Returns the chosen indices.
     """
     chosen: set[int] = set()
     for i in numbers:
@@ -111,13 +110,14 @@ def gather_tokens(
     layer_numbers: Sequence[int],
     max_tokens: int,
 ) -> tuple[Chosen, dict[str, Tensor]] | None:
-    """Gather the record's samples and per-token tensors on rank 0. A collective.
+    """Gather the record's samples and per-token tensors on rank 0. All ranks must call this together.
 
-    Returns None on the other ranks.
+    samples: all samples of the step, the same on every rank. batches: the micro-batches of this
+    rank. old: the output of a pass over `batches`; if routes are recorded, the pass must have
+    observed `rows`. layer_numbers: the numbers of all L MoE layers of the model. max_tokens: the
+    largest number of tokens in the record.
 
-    samples: the samples of the step, on all ranks. batches: the micro-batches of this rank. old:
-    the output of a pass over `batches`; if routes are recorded, the pass must have observed `rows`.
-    layer_numbers: the numbers of all L MoE layers of the model.
+    Returns (chosen samples, tensors by field name) on rank 0, and None on the other ranks.
     """
     mesh = policy.mesh
     chosen = choose(samples, batches, old, mesh, max_tokens)
@@ -135,9 +135,10 @@ def choose(
     mesh: Mesh,
     max_tokens: int,
 ) -> Chosen:
-    """Choose the samples of the record. All ranks choose the same samples.
+    """Choose the samples of the record, the same on every rank.
 
-    A collective, unless all samples fit into `max_tokens`.
+    All ranks must call this together, because they exchange their mismatches if the samples do not
+    all fit into `max_tokens`. The arguments are those of `gather_tokens`.
     """
     lengths = [len(sample.token_ids) for sample in samples]
     gaps: dict[int, float] = {}
@@ -150,9 +151,9 @@ def choose(
 
 
 def _gaps(batches: Sequence[MicroBatch], old: PassOutput) -> dict[int, float]:
-    """Return the largest `|old - rollout|` over the loss tokens of each sample, by sample number.
+    """Return the largest `|old - rollout|` over the loss tokens of each sample, by sample index.
 
-    The result holds only the samples of this rank. A NaN counts as infinite.
+    The result has only the samples in this rank's micro-batches. A NaN counts as infinite.
     """
     gaps: dict[int, float] = {}
     for batch, logprobs in zip(batches, old.logprobs, strict=True):
@@ -166,9 +167,9 @@ def _gaps(batches: Sequence[MicroBatch], old: PassOutput) -> dict[int, float]:
 
 
 def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) -> Parts:
-    """Return this rank's values of all record fields except the routes.
+    """Return this rank's values of all per-token record fields except the route fields.
 
-    Only a rank that reports the loss may call this.
+    Only ranks for which `Mesh.reports_loss` is true have these values and may call this.
     """
     parts: Parts = []
     for batch, logprobs, entropy in zip(batches, old.logprobs, old.entropies, strict=True):
@@ -192,9 +193,9 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
 def route_parts(
     policy: Policy, batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen
 ) -> tuple[tuple[int, ...], Parts]:
-    """Return the numbers of this rank's l MoE layers, and its values of the route fields.
+    """Return the numbers of this rank's l MoE layers, ascending, and its values of the route fields.
 
-    The values are [m, l, ...], in the order of the layer numbers.
+    The values have the shape [m, l, ...], with the layers in the same order.
     """
     layers, parts = tuple(sorted(policy.moe_layers)), []
     for batch, observed in zip(batches, old.observed, strict=True):
@@ -209,9 +210,10 @@ def route_parts(
 
 
 def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any] | None:
-    """Gather the `parts` of all ranks on rank 0; return them in the order of ranks. A collective.
+    """Gather the `parts` of all ranks on rank 0. All ranks must call this together.
 
-    parts: the results of `token_parts` and `route_parts` on this rank. Returns None on the other
+    parts: on each rank, its results of `token_parts` and `route_parts`: (token values, layer
+    numbers, route values). Returns the parts in the order of ranks on rank 0, and None on the other
     ranks.
     """
     tokens, layers, routes = parts
@@ -224,7 +226,7 @@ def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any]
 
 
 def _joined(parts: Parts) -> Parts:
-    """Concatenate the values of each field, so that a message has few tensors."""
+    """Concatenate the parts of each field, so that the message to rank 0 has few tensors."""
     fields = dict.fromkeys(name for name, _, _ in parts)
     return [
         (
@@ -239,10 +241,12 @@ def _joined(parts: Parts) -> Parts:
 def fill(
     everyone: Sequence[Any], num_tokens: int, layer_numbers: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return the tensors of the record, [R, ...], by field name.
+    """Copy the gathered values into the tensors of the record, [R, ...]; return these by field name.
 
-    everyone: the result of `gather`. num_tokens: R. layer_numbers: the numbers of all L MoE layers
-    of the model.
+    A value that no rank sent is -1 for expert ids and weight versions, and otherwise 0.
+
+    everyone: the result of `gather` on rank 0. num_tokens: R. layer_numbers: the numbers of all L
+    MoE layers of the model.
     """
     filled: dict[str, Tensor] = {}
     for tokens, layers, routes in everyone:

@@ -1,11 +1,11 @@
-"""Measure the mismatch between trainer and engine on the loss tokens before the update.
+"""Measure how the log-probs of trainer and engine differ on the loss tokens, before the update.
 
 For each token, `d = old_logprobs - rollout_logprobs`. This is `log(p / q)`, where p is the
 trainer's distribution and q the distribution that the engine reports. All estimates are means over
 the rollout's tokens, which were sampled from q. Every statistic is a sum, a maximum or a histogram
-that stays on the device, so no micro-batch makes the host wait.
+that stays on the device, so the host need not wait for the device after each micro-batch.
 
-N packed tokens of a micro-batch.
+Dimensions: N packed tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def gap_statistics(old: Tensor, rollout: Tensor, mask: Tensor) -> Statistics:
 
 
 def effective_share(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Compute the metric `mismatch/ess` from the reduced metrics `mismatch/*`.
+    """Compute the metric `mismatch/ess`, the relative effective sample size of the loss tokens.
 
-    The metric is `effective_size` of the weights `w = exp(d) = p / q`. Returns {} if `metrics` has
-    no `mismatch/chi2`.
+    It is `effective_size` of the importance weights `w = exp(d) = p / q`. metrics: the metrics
+    `mismatch/*` after reduction over ranks. Returns {} if they have no `mismatch/chi2`.
     """
     if "mismatch/chi2" not in metrics:
         return {}
@@ -88,9 +88,10 @@ def effective_share(metrics: Mapping[str, float]) -> dict[str, float]:
 def effective_size(mean: float, mean_square: float) -> float:
     """Return `mean(w)^2 / mean(w^2)`, the effective sample size divided by the sample size (Kish 1965).
 
-    The result is 1 if all weights w are equal, and near 0 if a few tokens carry almost all of the
-    weight. Such a low value precedes a collapse of the training (VCPO, arXiv 2602.17616). The
-    result is 0 if all weights are 0.
+    mean, mean_square: the means of w and of w^2 over tokens, for importance weights w. The result is
+    1 if all weights are equal, and near 0 if a few tokens carry almost all of the weight. Such a low
+    value precedes a collapse of the training (VCPO, arXiv 2602.17616). The result is 0 if all
+    weights are 0.
     """
     return mean * mean / mean_square if mean_square else 0.0
 
@@ -104,8 +105,8 @@ def _staleness(batch: MicroBatch, version: int) -> Statistics:
     """Return the statistics `staleness/*` of a micro-batch.
 
     The staleness of a token is `version` minus the version of the weights that sampled the token.
-    The statistics are the mean and the maximum over the loss tokens of known version. Returns {} if
-    the batch has no versions.
+    The statistics are the mean and the maximum over the loss tokens whose version is known. Returns
+    {} if the batch has no versions.
 
     version: the version of the trainer's weights.
     """

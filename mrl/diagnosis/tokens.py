@@ -3,7 +3,8 @@
 OUTPUT_DIR/tokens/step_000012.safetensors contains the tensors of a record under their field names, and
 the other fields as JSON in the header. Nothing is pickled.
 
-S samples, N tokens (all samples end to end, prompts included), L MoE layers, K experts per token.
+Dimensions: S samples, N tokens (all samples concatenated, prompts included), L MoE layers, K experts
+per token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FORMAT = "mrl-tokens-1"
 class TokenRecord:
     """Tokens of a step, with the values that trainer and engine computed for them before the update.
 
-    Index t of a per-token field describes token t. Log-probs are 0 outside of the loss tokens.
+    Index t of a per-token field belongs to token t. Log-probs are 0 outside of the loss tokens.
     """
 
     step: int
@@ -48,7 +49,7 @@ class TokenRecord:
     num_samples_of_step: int
     """The number of samples of the step, of which the record may hold only some."""
     sample_ids: Tensor
-    """i64[S], ascending: the line of each sample in rollouts/step_*.jsonl, counted from 0."""
+    """i64[S]: the line of each sample in rollouts/step_*.jsonl, counted from 0, in ascending order."""
     cu_seqlens: Tensor
     """i64[S+1]: the index of each sample's first token; the last entry is N."""
     token_ids: Tensor
@@ -60,7 +61,7 @@ class TokenRecord:
     old_logprobs: Tensor
     """f32[N]: the trainer's log-probs before the update."""
     entropy: Tensor
-    """f32[N]: the entropy of the trainer's distribution, in nats."""
+    """f32[N]: the entropy of the trainer's distribution, in nats; 0 outside of the loss tokens."""
     advantages: Tensor
     """f32[N]: the advantage of each token; 0 outside of the loss tokens."""
     weight_versions: Tensor
@@ -68,8 +69,8 @@ class TokenRecord:
     ref_logprobs: Tensor | None = None
     """f32[N]: the log-probs of the frozen reference model; None without a reference."""
     expert_ids: Tensor | None = None
-    """i16[N, L, K]: the experts that the engine chose; -1 if no route was captured for the token. This
-    field and the next two are None if no routes were captured at all."""
+    """i16[N, L, K]: the experts that the engine chose; -1 if no route was captured for the token.
+    `expert_ids`, `native_ids` and `margins` are None if no routes were captured at all."""
     native_ids: Tensor | None = None
     """i16[N, L, K]: the experts that the trainer's router would choose."""
     margins: Tensor | None = None
@@ -110,7 +111,10 @@ def save_tokens(path: Path, record: TokenRecord) -> None:
 
 
 def load_tokens(path: Path) -> TokenRecord:
-    """Load a record that `save_tokens` wrote. Raises InputError if the file is anything else."""
+    """Load a record that `save_tokens` wrote.
+
+    Raises InputError if the file cannot be read, is damaged, or is not such a record.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -164,7 +168,10 @@ _DTYPES = {
 
 
 def _check(record: TokenRecord) -> None:
-    """Raise ValueError if a field has the wrong dtype, shape or range, or is missing."""
+    """Raise ValueError if a field has a wrong dtype, shape or range, or if a route field is missing.
+
+    A record must have all three route fields or none of them.
+    """
     routed = [record.expert_ids, record.native_ids, record.margins]
     if len({tensor is None for tensor in routed}) > 1:
         raise ValueError("some of its fields of routes are missing")

@@ -1,4 +1,4 @@
-"""Explain one step of a run by its findings, and by comparing its metrics with the other steps.
+"""Explain one step of a run: what causes its mismatch, and which metrics differ from other steps.
 
 The explanation is computed from metrics.jsonl, tokens/step_*.safetensors, diagnosis/step_*.json and
 rollouts/step_*.jsonl.
@@ -81,7 +81,7 @@ class Number:
 
     @property
     def ratio(self) -> float | None:
-        """The value divided by the median; inf if only the median is 0.
+        """The value divided by the median; inf if the median is 0 but the value is not.
 
         None if the median is None, or if the value and the median are both 0.
         """
@@ -91,7 +91,7 @@ class Number:
 
     @property
     def is_spike(self) -> bool:
-        """Whether `|ratio|` is at least SPIKE and `|value|` is at least NOISE."""
+        """Whether `|ratio|` is at least SPIKE and `|value|` at least NOISE; False if ratio is None."""
         is_large = self.ratio is not None and abs(self.ratio) >= SPIKE
         return is_large and abs(self.value) >= NOISE
 
@@ -107,8 +107,8 @@ class Explanation:
     findings: list[Finding]
     """All findings, of which the first is the diagnosis; empty without a token record."""
     samples: list[dict[str, Any]]
-    """One entry for each of the samples with the largest mismatch, worst first. An entry has the
-    sample's prompt, completion and reward if rollouts/ has the step."""
+    """One entry for each of the samples with the largest mismatch, worst first. An entry includes the
+    sample's prompt, completion and reward if the rollouts of the step were saved."""
     tokens: list[dict[str, Any]]
     """One entry for each of the tokens with the largest mismatch, worst first."""
     layers: list[dict[str, Any]]
@@ -128,10 +128,12 @@ class Explanation:
 
 
 def explain(run: RunFolder, step: int) -> Explanation:
-    """Explain a step. A failed step has no line in metrics.jsonl, but may have a token record.
+    """Explain the mismatch and the metrics of a step, from the files of the run.
 
-    Raises InputError if the run has neither a line nor a token record of the step, or if a file of
-    the step cannot be read.
+    A failed step has no line in metrics.jsonl, but may have a token record.
+
+    Raises InputError if the run has neither a metrics line nor a token record of the step, or if a
+    file of the step cannot be read.
     """
     rows, path = run.read_metrics(), run.token_file(step)
     row = next((row for row in rows if row["step"] == step), {})
@@ -187,10 +189,11 @@ def step_numbers(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
 def _layers(
     record: TokenRecord, tokens: LossTokens, decomposition: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Return one entry per MoE layer, with its disagreement, margins and most suspect expert.
+    """Return one entry per MoE layer, with router disagreement, router margins and worst expert.
 
-    The most suspect expert is the one whose tokens differ most from other tokens of about the same
-    log-prob. If the step was decomposed, the entry also has the layer's part of the decomposition.
+    The worst expert is the one with the largest `expert_z`, which compares the mismatch of its tokens
+    with that of other tokens of about the same log-prob. If the step was decomposed, the entry also
+    has the layer's part of the decomposition.
     """
     gaps, z = expert_gaps(tokens), expert_z(tokens)
     parts = {part["layer"]: part for part in (decomposition or {}).get("layers", ())}
@@ -208,7 +211,10 @@ def _layers(
 
 
 def _with_texts(samples: list[dict[str, Any]], run: RunFolder, step: int) -> list[dict[str, Any]]:
-    """Add prompt, completion and reward to the entries of `samples`, if rollouts/ has the step."""
+    """Return `samples` with fields of each sample's rollout added: prompt, completion, reward, etc.
+
+    Returns `samples` unchanged if the rollouts of the step were not saved.
+    """
     if not run.rollout_file(step).is_file():
         return samples
     rows = run.read_rollouts(step)

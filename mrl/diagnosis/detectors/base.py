@@ -1,7 +1,8 @@
 """Define the input of the detectors (`LossTokens`) and their result (`Finding`).
 
-M loss tokens of a record, N tokens of a record, L MoE layers, K experts per token, E experts of a
-layer. `d = old - rollout` is the trainer's log-prob before the update minus the engine's log-prob.
+Dimensions: M loss tokens of a record, N tokens of a record, L MoE layers, K experts per token, E
+experts of a layer. `d = old - rollout` is the trainer's log-prob before the update minus the engine's
+log-prob.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import Tensor
 from mrl.diagnosis.tokens import TokenRecord
 
 HALF_PRECISION_GAP = 0.01
-"""The approximate mean `|d|` that bfloat16 alone causes between two implementations."""
+"""The approximate mean `|d|` between two correct implementations that compute in bfloat16."""
 MIN_TOKENS = 30
-"""The smallest number of loss tokens whose distribution a detector judges."""
+"""Detectors that judge a distribution report nothing for fewer tokens than this."""
 MAX_LISTED = 10
-"""The largest number of samples or tokens that a finding lists."""
+"""The largest number of tokens listed in a finding, of samples named in the text of a `not_finite`
+finding, and of samples that `worst_samples` returns."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Finding:
 
     name: str
     severity: float
-    """A number in [0, 1], usually from `LossTokens.severity`. It grows with the mismatch, and
-    with the share of the mismatch that the finding explains."""
+    """A number in [0, 1], usually from `LossTokens.severity`. The severity grows with the mismatch,
+    and with the share of the mismatch that the finding explains."""
     text: str
     """The finding as an English phrase, with its numbers."""
     where: dict[str, Any] = field(default_factory=dict)
@@ -43,13 +45,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The loss tokens of a record for which trainer and engine both have finite log-probs."""
+    """The loss tokens of a record for which trainer and engine both have finite log-probs.
+
+    The first token of a sample is never included, because the model does not predict it.
+    """
 
     record: TokenRecord
 
     @cached_property
     def index(self) -> Tensor:
-        """i64[M]: the index of each loss token among the N tokens of the record."""
+        """i64[M]: the index of each of these tokens among the N tokens of the record."""
         record = self.record
         finite = record.old_logprobs.isfinite() & record.rollout_logprobs.isfinite()
         chosen = record.loss_mask & finite
@@ -69,7 +74,7 @@ class LossTokens:
 
     @cached_property
     def entropy(self) -> Tensor:
-        """f64[M]: the entropy of the trainer's distribution at the position of each token."""
+        """f64[M]: the entropy, in nats, of the trainer's distribution for each token."""
         return self.record.entropy[self.index].double()
 
     @cached_property
@@ -89,9 +94,9 @@ class LossTokens:
     def routes(self) -> Tensor | None:
         """i64[M, L, K]: the experts that computed each token's log-prob; None without routes.
 
-        The log-prob of token t is computed in row t - 1, so these are the experts of token t - 1.
-        They are the captured experts if that row has captured experts, and otherwise the choice of
-        the trainer's routers.
+        The log-prob of token t is computed in row t - 1, so these are the experts of row t - 1: the
+        captured experts if the engine reported some for that row, and otherwise the choice of the
+        trainer's routers.
         """
         record = self.record
         if record.expert_ids is None or record.native_ids is None:
@@ -107,22 +112,22 @@ class LossTokens:
 
     @cached_property
     def square_sum(self) -> float:
-        """The sum of `d^2` over the loss tokens, which the detectors call the squared mismatch."""
+        """The sum of `d^2` over the loss tokens. The detectors call this sum the squared mismatch."""
         return float(self.d.square().sum())
 
     def severity(self, share: float) -> float:
         """Return the severity of a finding that explains `share` of the squared mismatch.
 
-        It is `share`, clipped to [0, 1], times `mean_abs / (mean_abs + HALF_PRECISION_GAP)`. The
-        second factor is 0.5 if the mismatch is as large as half precision alone causes.
+        The severity is `share`, clipped to [0, 1], times `mean_abs / (mean_abs +
+        HALF_PRECISION_GAP)`. The second factor is 0.5 for the mismatch that bfloat16 alone causes.
         """
         return min(1.0, max(0.0, share)) * self.mean_abs / (self.mean_abs + HALF_PRECISION_GAP)
 
 
 def layer_experts(routes: Tensor, num_experts: int) -> Tensor:
-    """Number the experts consecutively over all layers: return `layer * E + expert` for each expert id.
+    """Return `layer * E + expert` for each expert id, which numbers the experts over all layers.
 
-    `routes` and the result are i64[M, L, K]; `layer` is the index among the L layers.
+    `routes` and the result are i64[M, L, K]; `layer` is the index among the L layers. num_experts: E.
     """
     return routes + torch.arange(routes.shape[1]).view(1, -1, 1) * num_experts
 
@@ -130,8 +135,8 @@ def layer_experts(routes: Tensor, num_experts: int) -> Tensor:
 def excess_share(square: Tensor, inside: Tensor) -> float:
     """Return the share of `square.sum()` that is due to larger values of the tokens in `inside`.
 
-    This share would vanish if the mean over the tokens in `inside` fell to the mean over the other
-    tokens. The result is 0 if the first mean is not larger, or if one of the two sets is empty.
+    This share would vanish if the mean of `square` over the tokens in `inside` fell to its mean over
+    the other tokens. The result is 0 if the first mean is not larger, or if either set is empty.
 
     square: f64[M], one value per loss token. inside: bool[M].
     """

@@ -15,9 +15,9 @@ share of the squared mismatch."""
 
 
 def detect_tokens(tokens: LossTokens) -> Finding | None:
-    """Find tokens with an extreme ratio, or few tokens that have most of the squared mismatch.
+    """Report extreme tokens, or that few tokens account for most of the squared mismatch.
 
-    The ratio `exp(d)` is extreme if it is outside [0.5, 2]. The few tokens are the 1% with the
+    A token is extreme if its ratio `exp(d)` is outside [0.5, 2]. The few tokens are the 1% with the
     largest `|d|`; they are reported if their share of the squared mismatch is at least
     CONCENTRATED. Returns None for fewer than MIN_TOKENS loss tokens.
     """
@@ -41,7 +41,7 @@ def detect_tokens(tokens: LossTokens) -> Finding | None:
 
 
 def detect_samples(tokens: LossTokens) -> Finding | None:
-    """Find a sample that has most of the squared mismatch.
+    """Report the sample that accounts for most of the squared mismatch, if there is one.
 
     The sample's share of the squared mismatch must be at least CONCENTRATED, and at least three
     times the sample's share of the loss tokens.
@@ -68,7 +68,10 @@ def detect_samples(tokens: LossTokens) -> Finding | None:
 
 
 def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return JSON-able entries of the `limit` loss tokens with the largest `|d|`, largest first."""
+    """Return one JSON-able entry for each of the `limit` loss tokens with the largest `|d|`.
+
+    The token with the largest `|d|` comes first.
+    """
     record, rows = tokens.record, []
     for i in tokens.d.abs().topk(min(limit, len(tokens.d))).indices.tolist():
         place, sample = int(tokens.index[i]), int(tokens.sample[i])
@@ -92,9 +95,9 @@ def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, 
 
 
 def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return JSON-able entries of the `limit` samples with the largest sum of `d^2`, largest first.
+    """Return one JSON-able entry for each of the `limit` samples with the largest sum of `d^2`.
 
-    Samples without loss tokens are left out.
+    The sample with the largest sum comes first. Samples without loss tokens are left out.
     """
     if not len(tokens.d):
         return []
@@ -122,7 +125,7 @@ def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str,
 
 
 def text_of(token_ids: torch.Tensor, pieces: Any) -> str:
-    """Return the text of token ids i64[n].
+    """Return the concatenated text of token ids i64[n].
 
     pieces: the text of each token id; an id without an entry adds no text.
     """

@@ -9,7 +9,7 @@ from mrl.diagnosis.detectors.base import MAX_LISTED, Finding, LossTokens
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Find loss tokens for which trainer or engine has a log-prob that is not finite."""
+    """Report the loss tokens for which trainer or engine has a log-prob that is NaN or infinite."""
     record = tokens.record
     old, rollout = (
         ~values.isfinite() & record.loss_mask

@@ -1,7 +1,7 @@
-"""Find router choices that differ between engine and trainer, by layer.
+"""Measure, for each MoE layer, how often the routers of engine and trainer choose different experts.
 
-All rows with captured routes count, including the rows of prompts. Other rows are left out, because the
-engine's choices for them are unknown.
+All rows with captured routes count, including the rows of prompts. Rows without captured routes are
+left out, because the engine's choices for them are unknown.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class LayerRoutes:
     """The median of `TokenRecord.margins` in the layer; NaN without a captured row."""
     margin_at_disagreement: float
     """The median margin of the rows whose choices differ; NaN without such a row. A value near 0 means
-    that two experts were nearly tied. A value as large as `margin` means that the routers have
-    different inputs or weights."""
+    that two experts were nearly tied. A value as large as `margin` means that the routers of trainer
+    and engine have different inputs or weights."""
 
 
 def layer_routes(record: TokenRecord) -> list[LayerRoutes]:
-    """Return one entry per MoE layer; an empty list without captured routes."""
+    """Return the router statistics of each MoE layer; an empty list without captured routes."""
     captured, native, margins = record.expert_ids, record.native_ids, record.margins
     if captured is None or native is None or margins is None:
         return []
@@ -57,7 +57,10 @@ def layer_routes(record: TokenRecord) -> list[LayerRoutes]:
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Describe how often the engine chose experts that the trainer's routers would not choose."""
+    """Report how often the engine chose experts that the trainer's routers would not choose.
+
+    Returns None if this never happened, or if the record has no captured routes.
+    """
     record = tokens.record
     layers = layer_routes(record)
     shares = {layer.number: layer.disagreement for layer in layers if layer.disagreement > 0}
@@ -91,8 +94,8 @@ def _differs(captured: Tensor, native: Tensor) -> tuple[Tensor, Tensor]:
     """Compare the captured and native routes, i16[N, L, K]; return the masks `(differs, valid)`.
 
     `differs`, bool[N, L, K], is true for a captured expert that is not among the native experts of
-    its row. `valid`, bool[N, L], is true for a row that has both a captured and a native route;
-    elsewhere `differs` is false.
+    the same row. `valid`, bool[N, L], is true for a row that has both a captured and a native route.
+    In all other rows `differs` is false.
     """
     valid = (captured[:, :, 0] >= 0) & (native[:, :, 0] >= 0)
     shared = (captured.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)

@@ -1,7 +1,7 @@
-"""Find captured routes that belong to a neighbouring token.
+"""Detect that captured routes are assigned to the wrong token, one or two rows off.
 
 Row t of the captured routes is compared with row t - s of the trainer's own choices, for shifts s
-from -2 to 2. Only the layer whose agreement gains most from a shift is judged. The reason is that
+from -2 to 2. The decision depends only on the layer whose agreement gains most from a shift, because
 replayed wrong routes also change the inputs of the routers in deeper layers. The router of the
 first MoE layer always has the right inputs, because no layer before it replays routes.
 """
@@ -22,28 +22,31 @@ MIN_GAIN = 0.1
 """The smallest gain in agreement that is reported, as a share of the K expert choices of a row."""
 MIN_Z = 8.0
 MAX_ROWS = 16384
-"""If a record has at least twice this many rows, only every k-th row is compared, with k chosen
+"""If at least twice this many rows can be compared, only every k-th row is compared, with k chosen
 so that at least this many rows are left."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How well one layer's captured routes agree with the trainer's, with and without a shift."""
+    """How well one layer's captured routes agree with the trainer's own, with and without a shift."""
 
     shift: int
     layer: int
     """The index of the layer among the L layers."""
     here: float
-    """The share of the captured expert choices in rows t that the trainer's row t also has."""
+    """The share of the captured expert choices in a row t that are also in the trainer's row t."""
     moved: float
-    """The share of the captured expert choices in rows t that the trainer's row t - shift also
-    has."""
+    """The share of the captured expert choices in a row t that are also in the trainer's row
+    t - shift."""
     z: float
     """The gain `moved - here` in standard errors."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Find a shift with which the captured routes agree much better with the trainer's routes."""
+    """Report the shift that makes captured routes agree much better with the trainer's, if any does.
+
+    The gain in agreement must be at least MIN_GAIN, and at least MIN_Z standard errors.
+    """
     record = tokens.record
     if record.expert_ids is None or record.native_ids is None:
         return None
@@ -75,7 +78,8 @@ def detect(tokens: LossTokens) -> Finding | None:
 def _fits(record: TokenRecord, shift: int) -> list[Fit]:
     """Return one `Fit` per layer, over the rows t for which row t - shift is in the same sample.
 
-    The list is empty if fewer than MIN_TOKENS rows can be compared.
+    Row t must have a captured route and row t - shift a route of the trainer's. The list is empty
+    if fewer than MIN_TOKENS rows can be compared.
     """
     captured, native = record.expert_ids, record.native_ids
     assert captured is not None

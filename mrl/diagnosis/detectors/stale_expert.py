@@ -1,4 +1,4 @@
-"""Find an expert whose weights in the engine are not the trainer's.
+"""Detect that the engine's weights of one expert differ from the trainer's.
 
 The tokens of such an expert have a larger `|d|` than comparable tokens. Tokens are comparable if
 they have about the same log-prob, because `|d|` is smaller for likely tokens. Among comparable
@@ -7,7 +7,7 @@ the ranks are converted to normal scores. Experts that are often chosen together
 expert also get high scores. Therefore the scores are regressed on the most suspect experts jointly,
 and an expert is reported only if it is far ahead of the next expert.
 
-M loss tokens, L MoE layers, E experts of a layer, C candidates.
+Dimensions: M loss tokens, L MoE layers, K experts per token, E experts of a layer, C candidates.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from mrl.diagnosis.detectors.base import (
 )
 
 MIN_SHARE = 0.2
-"""The smallest share of the squared mismatch that a faulty expert must explain. If the whole model is
+"""A faulty expert must explain at least this share of the squared mismatch. If the whole model is
 stale, some experts stand out too, but each of them explains little."""
 NUM_STRATA = 10
-"""The number of groups of comparable tokens."""
+"""The largest number of groups into which tokens are divided by log-prob. Tokens of a group are
+comparable. Groups have at least 50 tokens if there are that many."""
 NUM_CANDIDATES = 32
-"""The number C of suspect experts in the joint regression."""
+"""The largest number C of suspect experts in the joint regression."""
 MIN_T = 6.0
 """An expert counts as faulty only if its t value is at least this. The threshold is high because the
 tokens of a sample are not independent, and because one of L * E experts may have a large t value by
@@ -49,7 +50,7 @@ median `|d|` of the other tokens."""
 
 @dataclass(frozen=True)
 class Suspect:
-    """The expert whose tokens differ most from comparable tokens."""
+    """The expert that most likely has different weights in the engine, and the evidence."""
 
     layer: int
     """The index of the layer among the L layers."""
@@ -72,7 +73,10 @@ class Suspect:
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Find an expert that stands out and explains at least MIN_SHARE of the squared mismatch."""
+    """Report the most suspect expert if it stands out and explains enough of the squared mismatch.
+
+    See `Suspect.stands_out` and MIN_SHARE.
+    """
     found = suspect(tokens)
     if found is None or not found.stands_out:
         return None
@@ -105,7 +109,7 @@ def expert_z(tokens: LossTokens) -> Tensor | None:
     """Return f64[L, E]: how much larger `|d|` is for each expert's tokens than for comparable tokens.
 
     An entry is the sum of the normal scores of the expert's tokens, divided by the standard error
-    of the sum. It is -inf for an expert with fewer than MIN_COUNT tokens. Returns None without
+    of this sum. The entry is -inf for an expert with fewer than MIN_COUNT tokens. Returns None without
     routes, or with fewer than MIN_TOKENS loss tokens.
     """
     if tokens.routes is None or len(tokens.d) < MIN_TOKENS:
@@ -123,10 +127,10 @@ def expert_z(tokens: LossTokens) -> Tensor | None:
 
 
 def suspect(tokens: LossTokens) -> Suspect | None:
-    """Return the most suspect expert, faulty or not.
+    """Return the expert with the largest t value in the joint regression, faulty or not.
 
     Returns None without routes, with fewer than MIN_TOKENS loss tokens, or if either all loss
-    tokens or none went through the most suspect expert.
+    tokens or none went through this expert.
     """
     table = expert_z(tokens)
     if table is None or tokens.routes is None:
@@ -156,7 +160,8 @@ def _scores(tokens: LossTokens) -> Tensor:
 def normal_scores(values: Tensor, covariate: Tensor) -> Tensor:
     """Return f64[M]: the rank of each value among tokens with a similar covariate, as a normal score.
 
-    `values` and `covariate` are f64[M].
+    `values` and `covariate` are f64[M]. The normal score of a rank is the quantile of the standard
+    normal distribution at that rank. Equal values are ranked in a fixed pseudo-random order.
     """
     num = len(values)
     num_strata = max(1, min(NUM_STRATA, num // 50))
@@ -174,7 +179,10 @@ def normal_scores(values: Tensor, covariate: Tensor) -> Tensor:
 
 
 def _t_values(inside: Tensor, scores: Tensor) -> Tensor:
-    """Return f64[C]: the t values of the regression of `scores` on all columns of `inside` [M, C]."""
+    """Return f64[C]: the t values of the joint regression of `scores` [M] on the columns of `inside`.
+
+    A column of `inside` [M, C] is 1 for tokens that went through one candidate expert, otherwise 0.
+    """
     x = inside - inside.mean(0)
     gram = x.T @ x
     # The columns of a layer add up to K, so the matrix may be singular. A small ridge makes it

@@ -1,4 +1,4 @@
-"""Find tokens that were sampled by older weights, according to the versions that the engine reports."""
+"""Detect tokens that were sampled by older weights, from the weight versions that the engine reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mrl.types import UNKNOWN_VERSION
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Find loss tokens whose weight version is known and is not the trainer's version.
+    """Report the loss tokens whose weight version is known and is not the trainer's version.
 
     The finding is marked as a cause if these tokens explain at least half of the squared mismatch.
     """

@@ -1,8 +1,8 @@
 """Detect that the engine's log-probs were computed at another temperature than the trainer's.
 
-Let z be the logits at the trainer's temperature T, p their distribution, H the entropy of p, T' the
-engine's temperature and b = T/T'. The engine's log-prob of token y is b z_y - lse(b z). As
-E_p[z] = lse(z) - H, the trainer's log-prob minus the engine's is
+Let z be the logits divided by the trainer's temperature T, p = softmax(z), H the entropy of p, T' the
+engine's temperature and b = T/T'. With lse for log-sum-exp, the engine's log-prob of token y is
+b z_y - lse(b z). As E_p[z] = lse(z) - H, the trainer's log-prob minus the engine's is
 
     d = old - rollout = (1 - b) (old + H) + c,     c = KL(p || p_T') >= 0,
 
@@ -11,8 +11,8 @@ over the sampled tokens. So a regression of d on old + H has slope 1 - T/T'. Thi
 were sampled from p; if they were sampled at T', the error is of third order in T' - T.
 
 Tokens that the engine sampled from a wrong distribution are unlikely under p. Both d and old + H are
-then far below 0, and a few such tokens alone produce a slope. A wrong temperature produces the slope in
-all other tokens as well.
+far below 0 for such tokens, so a few of them alone produce a slope. A wrong temperature produces the
+slope in all other tokens as well.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ policy is often flatter, which resembles a higher temperature but explains a sma
 MIN_Z = 8.0
 """The smallest slope that is reported, in standard errors."""
 BULK = 0.9
-"""The share of the tokens that belong to the bulk, namely those with the smallest `|old + H|`
-after the mean of `old + H` is subtracted."""
+"""The bulk is this share of the tokens: those whose `old + H` is nearest to its mean over all
+tokens."""
 MIN_BULK_SLOPE = 1 / 3
 """A temperature is reported only if the slope over the bulk, divided by the slope over all tokens, is
 at least this. The quotient is below 0.1 if a few extreme tokens cause the slope, and 0.6 or more if a
@@ -39,7 +39,11 @@ temperature causes it."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Find a temperature other than the trainer's that explains most of the variance of d."""
+    """Report the engine's temperature if it differs from the trainer's and explains most of d.
+
+    It must explain at least MIN_R2 of the variance of d. Returns None for fewer than MIN_TOKENS loss
+    tokens, or if the entropy of a token is unknown (NaN).
+    """
     if len(tokens.d) < MIN_TOKENS:
         return None
     x = tokens.old + tokens.entropy
@@ -84,7 +88,7 @@ def _bulk_slope(x: Tensor, y: Tensor) -> float:
 
 
 def _hint(seen: float, asked: float) -> str:
-    """Return a likely reason for the temperature `seen` in the log-probs, to append to the finding.
+    """Return a likely reason why the log-probs have the temperature `seen`, for the finding's text.
 
     A reason is known only if `seen` is near 1 and the recipe's temperature `asked` is not.
     Otherwise the result is an empty string.
