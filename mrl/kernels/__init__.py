@@ -1,6 +1,6 @@
-"""Torch ops on top of the compiled module `mrl._C`, and their fp64 references (`oracle`).
+"""Torch ops that call the compiled module `mrl._C`, and their fp64 references (`oracle`).
 
-Raises ImportError if `mrl._C` has not been built; there is no slow fallback.
+Importing this package raises ImportError if `mrl._C` has not been built; there is no slow fallback.
 """
 
 import torch  # noqa: F401  (before mrl._C, so that both use torch's libgomp)

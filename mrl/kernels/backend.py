@@ -1,4 +1,4 @@
-"""Calls into `mrl._C`, and the argument checks that the ops share."""
+"""Functions that call kernels of `mrl._C`, and argument checks that the ops share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch import Tensor
 import mrl._C as _C  # noqa: PLR0402  (a module, and no name of the package)
 
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of inference ops, in the order of FloatType in csrc/elements.h."""
+"""The dtypes that inference ops accept, in the order of FloatType in csrc/elements.h."""
 
 
 def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
     """Call `_C.KERNEL_cpu` with torch's thread count, or `_C.KERNEL_cuda` on torch's current stream.
 
-    A tensor is passed as its address, and None as 0. A tensor must be contiguous, or its strides
-    must be passed as further arguments. Raises RuntimeError for a GPU tensor if the extension has
-    no GPU kernels.
+    kernel: the name KERNEL. device: the device of the tensors, which decides between the two.
+    arguments: the kernel's arguments by name. A tensor is passed as its address, and None as 0. A
+    tensor must be contiguous, or its strides must be passed as further arguments.
+
+    Raises RuntimeError for a GPU if the extension was built without GPU kernels, and ValueError if
+    the kernel rejects an argument.
     """
     values = {name: _address(value) for name, value in arguments.items()}
     if device.type == "cpu":
@@ -35,10 +38,10 @@ def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
 
 
 def workspace(kernel: str, device: torch.device, *sizes: int) -> Tensor | None:
-    """Allocate the u8 workspace of a GPU kernel, of `_C.KERNEL_workspace_bytes(*sizes)` bytes.
+    """Allocate a GPU kernel's workspace: u8[`_C.KERNEL_workspace_bytes(*sizes)`].
 
-    Returns None for a CPU, whose kernels need no workspace, and if the extension has no GPU
-    kernels.
+    Returns None if the device is a CPU, because CPU kernels need no workspace, or if the extension
+    was built without GPU kernels.
     """
     if device.type == "cpu" or not _C.has_cuda:
         return None
@@ -62,8 +65,8 @@ def check_tensor(
 ) -> None:
     """Raise ValueError if the shape, dtype or device of a tensor is wrong.
 
-    The message has the given and the expected value. `legend` explains the sizes in the message,
-    for example "N = 5 tokens, B = 2 sequences".
+    The message contains the given and the expected value. legend: text that explains the sizes in
+    the message, for example "N = 5 tokens, B = 2 sequences".
     """
     if tuple(tensor.shape) != shape:
         raise ValueError(
@@ -79,11 +82,11 @@ def check_tensor(
 def check_packed(
     tokens: Tensor, loss_mask: Tensor, cu_seqlens: Tensor, name: str
 ) -> tuple[int, int]:
-    """Check the tensors of packed sequences and return (N, B).
+    """Check the tensors of B packed sequences with N tokens in total; return (N, B).
 
-    `tokens` (the argument called `name`) must be f32[N], `loss_mask` bool[N] or u8[N], and
-    `cu_seqlens` i32[B+1]. The kernel checks the values of `cu_seqlens`. Raises ValueError for a
-    wrong shape, dtype or device.
+    `tokens` must be f32[N], `loss_mask` bool[N] or u8[N], and `cu_seqlens` i32[B+1]. The values of
+    `cu_seqlens` are checked by the kernels, not here. name: what error messages call `tokens`.
+    Raises ValueError for a wrong shape, dtype or device.
     """
     if tokens.dim() != 1:
         raise ValueError(f"{name}: got shape {list(tokens.shape)}, expected [N]")
@@ -104,7 +107,7 @@ def check_packed(
 
 
 def check_constant(**tensors: Tensor | None) -> None:
-    """Raise ValueError if a tensor requires grad, because the op has no gradient for it."""
+    """Raise ValueError if a tensor requires grad, because the op computes no gradient for it."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise ValueError(f"{name}: got a tensor that requires grad, expected a constant")

@@ -1,10 +1,10 @@
-"""A weight digest that trainer and engine can compare without knowing each other's layout.
+"""A weight digest that trainer and engine can compare even if they lay out weights differently.
 
 The digest of a module is a sum over all elements of its weights, modulo 2^64. Each summand is a
 bijective mix of the element's float32 bits (csrc/weight_digest.h). bfloat16 and float16 are widened
 exactly, and zeros add 0, so the digest does not depend on how tensors are fused, ordered, sharded
-or padded. It always detects a change of a single element. It misses a change of several elements
-with probability 2^-32 or less. It does not detect elements that move within their module.
+or padded. A change of a single element always changes the digest. A change of several elements is
+missed with probability 2^-32 or less. Elements that move within their module are not detected.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ MODULUS = 2**64
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The code of each dtype in `WeightType` of csrc/weight_digest.h."""
 CHUNK = 1 << 24
-"""The number of elements that `digest_in_torch` mixes at a time. It needs 12 bytes per element."""
+"""The number of elements that `digest_in_torch` processes at a time, with 12 bytes of memory each."""
 LAYER = re.compile(r"^(?P<layer>.*?\.?layers\.\d+)\.(?:.*\.experts\.(?P<expert>\d+)\.)?")
 
 
 def weight_digest(weights: Tensor, num_groups: int = 1) -> list[int]:
-    """Return the digests of `num_groups` equal parts of `weights`, in memory order.
+    """Split `weights` into `num_groups` equal parts, in memory order, and return the parts' digests.
 
     Each digest is in [0, 2^64). Raises ValueError for a dtype other than float32, bfloat16 and
-    float16, or if the parts are not equal.
+    float16, or if `num_groups` does not divide the number of elements.
     """
     return [number % MODULUS for number in weight_sums([(weights, num_groups)]).tolist()]
 
 
 def weight_sums(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return the `weight_digest` of each (weights, num_groups) in `parts`, end to end.
+    """Return the digests of `weight_digest` for all pairs (weights, num_groups), in one tensor.
 
     The result is i64[sum of all num_groups]; a digest of 2^63 or more appears as a negative number.
-    All tensors must be on one device. The call does not wait for the device, so read the whole
-    result in one copy. Raises ValueError as `weight_digest` does.
+    All weights must be on one device. The call does not wait for the device; copy the whole result
+    to the CPU at once rather than number by number. Raises ValueError as `weight_digest` does.
     """
     rows = [_rows(weights, num_groups) for weights, num_groups in parts]
     if not rows:
@@ -79,11 +79,13 @@ def _rows(weights: Tensor, num_groups: int) -> Tensor:
 def digest_in_torch(rows: Sequence[Tensor]) -> Tensor:
     """Compute `weight_sums` with torch's ops, on any device and in bounded memory.
 
-    Returns i64[R], one sum for each row of each tensor [R_i, N_i] in `rows`.
+    rows: tensors [R_i, N_i] in any of the three dtypes, each row of which gets its own sum. Returns
+    i64[sum of all R_i].
 
-    The computation takes CHUNK elements at a time, with as many rows as fit. This needs about 25
-    kernel launches per chunk, however many parameters there are. Integer sums wrap modulo 2^64, so
-    the sum of a row is the difference of two running sums.
+    The rows are processed in chunks of CHUNK elements, each with as many rows as fit. A chunk takes
+    about 25 kernel launches, however many tensors it spans. The sum of a row is the difference of
+    two running sums, which is right even if the running sums overflow, because they wrap modulo
+    2^64.
     """
     flat = [row for block in rows for row in block.unbind(0)]
     device = rows[0].device
@@ -108,7 +110,10 @@ def digest_in_torch(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _chunks(flat: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield lists of (row number, slice of the row) with at most CHUNK elements, in order."""
+    """Split the rows into chunks: yield lists of (row number, slice of the row), in order.
+
+    The slices of a list have at most CHUNK elements in total.
+    """
     pieces: list[tuple[int, Tensor]] = []
     room = CHUNK
     for number, row in enumerate(flat):
@@ -125,10 +130,10 @@ def _chunks(flat: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
 
 
 def _mix(x: Tensor) -> None:
-    """Apply MixBits of csrc/weight_digest.h to i32[N], in place.
+    """Apply MixBits of csrc/weight_digest.h to each element of `x`, i32[N], in place.
 
-    Products wrap modulo 2^32. >> is an arithmetic shift, so the sign bits that it brings in are
-    masked out.
+    Products wrap modulo 2^32. torch's >> is an arithmetic shift, so the sign bits that it shifts in
+    are masked out.
     """
     x ^= (x >> 16) & 0xFFFF
     x *= 0x85EBCA6B - 2**32
@@ -138,9 +143,9 @@ def _mix(x: Tensor) -> None:
 
 
 def digest_place(name: str) -> str:
-    """Return the module whose digest includes the weight `name`.
+    """Return the name of the module whose digest includes the weight `name`.
 
-    `name` is a Hugging Face name or the name of an engine's parameter.
+    `name` is the weight's name in Hugging Face's format or in the engine.
     `model.layers.3.mlp.experts.7.up_proj.weight` belongs to `model.layers.3.experts.7`, and the
     other weights of that layer to `model.layers.3`. A weight outside of layers belongs to its own
     module, such as `lm_head`.
@@ -152,7 +157,10 @@ def digest_place(name: str) -> str:
 
 
 def add_digests(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the sum of each module's digests, modulo 2^64. `parts` are pairs (module, digest)."""
+    """Add up the digests of each module, modulo 2^64.
+
+    parts: pairs (module, digest). Returns the sums by module.
+    """
     total: dict[str, int] = {}
     for module, digest in parts:
         total[module] = (total.get(module, 0) + digest) % MODULUS
@@ -160,6 +168,6 @@ def add_digests(parts: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
-    """Yield (module, digest) for each named weight."""
+    """Yield (module, digest of the weight) for each pair (weight name, weight)."""
     for name, tensor in tensors:
         yield digest_place(name), weight_digest(tensor)[0]

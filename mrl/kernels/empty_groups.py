@@ -1,7 +1,8 @@
-"""`mrl::zero_empty_groups_`, which zeroes what CUDA's grouped matrix product leaves undefined.
+"""`mrl::zero_empty_groups_`, which zeroes the results that CUDA's grouped matrix product leaves out.
 
-If the product sums over the rows of each group, as for the gradient of expert weights, the result
-for a group without rows should be zero, but CUDA's grouped product does not write it.
+A grouped product that sums over the rows of each group computes, for example, the gradient of
+expert weights. Its result for a group without rows should be zero, but CUDA's grouped product does
+not write this part of the output.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`fused_experts`: the experts of an MoE layer with a gated activation, for a batch of tokens, on CPUs.
+"""`fused_experts`: compute the experts of an MoE layer for a batch of tokens, on CPUs.
 
-An inference op without a gradient. csrc/fused_experts.h has its order of sums: the bits of a token
-do not depend on the other tokens.
+This is an inference op without a gradient. All sums have a fixed order (see csrc/fused_experts.h), so
+the result of a token is bit-identical whatever the other tokens are.
 
-Dimensions: T tokens, k experts of each, E experts, H hidden size, I size of an expert.
+Dimensions: T tokens, k experts per token, E experts, H hidden size, I size of an expert.
 """
 
 from __future__ import annotations
@@ -19,29 +19,34 @@ _MULTIPLE = 8
 
 
 class GatedActivation(NamedTuple):
-    """`gate * sigmoid(alpha * gate) * (up + up_shift)` of the products [2I] of the first projection.
+    """The activation `gate * sigmoid(alpha * gate) * (up + up_shift)` of an expert.
 
-    The defaults are SwiGLU (arXiv 2002.05202).
+    The first projection's output, [2I], contains gate [I] and up [I]. The defaults are SwiGLU (arXiv
+    2002.05202).
     """
 
     alpha: float = 1.0
     limit: float | None = None
-    """gate is at most `limit`, and up within [-limit, limit]; None for no limit."""
+    """If given, gate is first clamped to at most `limit`, and up to [-limit, limit]."""
     up_shift: float = 0.0
     interleaved: bool = False
-    """Whether the products alternate (gate, up, gate, up, ...); otherwise all gates come first."""
+    """Whether the first projection's output alternates (gate, up, gate, up, ...). Otherwise all of
+    gate comes before all of up."""
 
 
 SWIGLU = GatedActivation()
 
 
 def gpt_oss_swiglu(alpha: float, limit: float) -> GatedActivation:
-    """Return the clamped SwiGLU of gpt-oss: limited, with `up + 1`, and with interleaved products."""
+    """Return gpt-oss's variant of SwiGLU: clamped, with `up + 1`, and with gate and up interleaved."""
     return GatedActivation(alpha, limit, up_shift=1.0, interleaved=True)
 
 
 def supports_fused_experts(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
-    """Return whether `fused_experts` computes with these dtypes, devices, sizes and strides."""
+    """Return whether `fused_experts` supports these tensors.
+
+    Only dtypes, devices, strides and the size of the last dimension are checked.
+    """
     return x.dtype in backend.FLOAT_TYPES and all(
         each.dtype == x.dtype
         and each.device.type == "cpu"
@@ -63,23 +68,25 @@ def fused_experts(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, [T, H] in the dtype of `x`.
+    """Return the weighted sum of the outputs of each token's experts, [T, H] in the dtype of `x`.
 
-    Products, sums and what is between the projections are fp32.
+    Products, sums and the activation are computed in fp32. The result is 0 for a token without
+    experts.
 
     Args:
-        x: [T, H] in fp32, bf16 or fp16; H and I are multiples of 8. All tensors are contiguous.
+        x: [T, H] in fp32, bf16 or fp16, on the CPU; H and I must be multiples of 8. `x`, `w13` and
+            `w2` must be contiguous.
         w13: [E, 2I, H], gate and up projections, in the dtype of `x`.
         w2: [E, H, I], down projections, in the dtype of `x`.
-        topk_ids: int[T, k]; -1 for no expert.
-        topk_weights: f32[T, k].
-        activation: what is between the projections.
-        w13_bias: [E, 2I], any float; None for no bias.
-        w2_bias: [E, H], likewise.
+        topk_ids: i32[T, k] or i64[T, k], the experts of each token; -1 for an empty slot.
+        topk_weights: f32[T, k], the weight of each expert in the sum.
+        activation: the activation between the two projections.
+        w13_bias: [E, 2I] in fp32, bf16 or fp16; None for no bias.
+        w2_bias: [E, H] in fp32, bf16 or fp16; None for no bias.
 
     Raises:
-        ValueError: for a wrong shape, dtype, device or stride, and for an id of -2 or less, or of E
-            or more.
+        ValueError: for a wrong shape, dtype, device or stride, for an expert id below -1 or above
+            E - 1, and for a negative `activation.limit`.
     """
     if not supports_fused_experts(x, w13, w2) or x.dim() != 2 or w13.dim() != 3:
         given = ", ".join(

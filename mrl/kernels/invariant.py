@@ -1,13 +1,13 @@
 """Batch-invariant `linear`, `attention` and `silu`: a row's result does not depend on other rows.
 
-`rollout.true_on_policy` is built on these ops: engine and trainer call the same functions, the
-engine with one token at a time, the trainer with whole micro-batches. Forward values come from
-csrc/invariant.h, in float32 on CPUs. Gradients are those of torch's own ops. They need not be
+The recipe key `rollout.true_on_policy` uses these ops: engine and trainer call the same functions,
+the engine with one token at a time, the trainer with whole micro-batches. Forward values are computed
+by csrc/invariant.h, in float32 on CPUs. Gradients are those of torch's own ops. They need not be
 batch-invariant, because only the trainer computes gradients. docs/on_policy.md explains why torch's
 forward is not sufficient.
 
-Dimensions: M rows, K inputs, N outputs; h heads, g groups of keys and values (a divisor of h), d
-and e head sizes of keys and values, S keys.
+Dimensions: K inputs, N outputs; M queries, h query heads, g heads of keys and values (a divisor of
+h), d head size of queries and keys, e head size of values, S keys.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mrl.kernels import backend
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `x @ weight.T`, [..., N], from x [..., K] and weight [N, K], in float32, differentiably.
+    """Compute `x @ weight.T` in float32; the result [..., N] is differentiable.
 
-    Raises ValueError for a wrong dtype, device or shape.
+    x: [..., K]. weight: [N, K]. Raises ValueError for a wrong dtype, device or shape.
     """
     _check(x=x, weight=weight)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
@@ -34,7 +34,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute `x / (1 + exp(-x))` for x [...], in float32, differentiably."""
+    """Compute `x / (1 + exp(-x))` in float32, for `x` of any shape; the result is differentiable.
+
+    Raises ValueError for a wrong dtype or device.
+    """
     _check(x=x)
     return with_gradient_of(F.silu, _silu, x)
 
@@ -50,8 +53,8 @@ def attention(
     """Compute `softmax(scale * q @ k.T) @ v`, float32 [M, h, e], without a gradient.
 
     `query` is [M, h, d], `key` [S, g, d], `value` [S, g, e]. Query m attends to exactly the keys
-    [first_key[m], first_key[m] + key_count[m]); both bounds are i32[M]. `with_gradient_of` adds a
-    gradient.
+    first_key[m] to first_key[m] + key_count[m] - 1; both tensors are i32[M]. If a gradient is needed,
+    use `with_gradient_of`.
 
     Raises ValueError for a query without keys, for keys out of range, and for a wrong dtype, device
     or shape.
@@ -91,10 +94,10 @@ def attention(
 def with_gradient_of(
     twin: Callable[..., Tensor], kernel: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """Return `kernel(*tensors)` with the gradient of `twin(*tensors)`.
+    """Return `kernel(*tensors)`, with the gradient that autograd computes for `twin(*tensors)`.
 
-    The two functions must compute the same values up to rounding. The backward runs the forward of
-    `twin` again.
+    The two functions must compute the same values up to rounding. The backward pass runs `twin` and
+    differentiates it.
     """
     return _WithGradientOf.apply(twin, kernel, *tensors)  # pyright: ignore[reportReturnType]
 

@@ -1,12 +1,12 @@
-"""Log-probs and entropy of hidden states, like `vp_logprob` of their logits, but in chunks of rows.
+"""Compute the results of `vp_logprob` from hidden states instead of logits, in chunks of rows.
 
 The logits of a chunk of rows are computed, used and freed. The backward computes the logits again,
 overwrites them with their gradient, and adds the chunk's contribution to the gradients of the
-hidden states and the weight. This costs one more product of the chunk with the weight (four instead
-of three), but only the logits of one chunk are in memory at a time.
+hidden states and the weight. Each chunk thus needs four matrix products with the size of its logits
+instead of three, but only the logits of one chunk are in memory at a time.
 
-Dimensions: n hidden states, R selected rows, c rows of a chunk, h hidden size, V_loc this
-tensor-parallel rank's slice of the vocabulary V.
+Dimensions: n hidden states, R selected rows, c rows of a chunk, h hidden size, V vocabulary, V_loc
+the part of the vocabulary on this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ class WeightGradient(Protocol):
         ...
 
     def result(self) -> Tensor | None:
-        """Return the gradient for autograd after the last chunk; None if autograd gets no gradient."""
+        """Return the gradient for autograd, after the last chunk.
+
+        None if autograd gets no gradient, for example because `add` has added it elsewhere already.
+        """
         ...
 
 
 class SummedGradient:
-    """Accumulates the gradient in an fp32 tensor, even if the weight is in half precision."""
+    """A `WeightGradient` that sums in fp32, and returns the sum in the dtype of the weight."""
 
     def __init__(self, weight: Tensor) -> None:
         self._sum = torch.zeros_like(weight, dtype=torch.float32)
@@ -54,15 +57,15 @@ class SummedGradient:
 
 
 VOCAB_SLICE = 8192
-"""The number of rows of the weight's gradient that are computed in one product, if the
-accumulator has another dtype than the products."""
+"""The number of rows of the weight's gradient that `add_product` computes at a time, if the gradient
+is accumulated in another dtype than the logits have."""
 
 
 def add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
     """Add `grad_logits.T @ rows` to `total` [V_loc, h], for grad_logits [c, V_loc] and rows [c, h].
 
-    If `total` has another dtype (fp32 with bf16 products), the product is computed `VOCAB_SLICE`
-    rows at a time, so that no temporary tensor has the size of the weight.
+    If `total` has another dtype than `grad_logits` (such as fp32 and bf16), the product is computed
+    `VOCAB_SLICE` rows at a time, so that no temporary tensor is as large as the weight.
     """
     if total.dtype == grad_logits.dtype:
         total.addmm_(grad_logits.t(), rows)
@@ -74,19 +77,20 @@ def add_product(total: Tensor, grad_logits: Tensor, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Chunked:
-    """Settings for computing the logits in chunks."""
+    """Settings of `linear_logprob`."""
 
     chunk_rows: int
     """c: the number of rows whose logits are in memory at a time."""
     temperature: float
     group: ProcessGroup | None
-    """The tensor-parallel ranks; rank r has the columns that start at `r * V_loc`. None: the
-    weight is not sharded."""
+    """The tensor-parallel ranks; rank r has the vocabulary columns that start at `r * V_loc`. None:
+    the weight is not sharded."""
     project: Callable[[Tensor, Tensor], Tensor] = F.linear
-    """A function of rows [c, h] and weight [V_loc, h] that returns logits [c, V_loc]. The
-    backward treats it as a matrix product."""
+    """A function that returns the logits [c, V_loc] of rows [c, h] and weight [V_loc, h]. The
+    backward assumes that they are `rows @ weight.T`."""
     weight_gradient: Callable[[Tensor], WeightGradient] = SummedGradient
-    """Creates the accumulator of the weight's gradient from the weight, once per backward."""
+    """A function that is called with the weight once per backward, and creates the accumulator of the
+    weight's gradient."""
 
     @property
     def rank(self) -> int:
@@ -111,28 +115,29 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Compute `vp_logprob` of the logits `hidden[rows] @ weight.T`. Both results are differentiable.
 
-    The gradient of `hidden` covers only this rank's columns of the logits; the caller sums it over
-    the tensor-parallel ranks. The logits of a row may differ in the last bit from those of a
-    product of all rows, because each chunk has its own product. The computation from logits to
-    results is that of `vp_logprob`.
+    The gradient of `hidden` covers only this rank's columns of the logits; the caller must sum it
+    over the tensor-parallel ranks. The logits of a row may differ in the last bit from those of a
+    single product over all rows, because each chunk is multiplied separately. From the logits on,
+    the computation is the same as in `vp_logprob`.
 
     Args:
         hidden: [n, h], f32, bf16 or f16.
         weight: [V_loc, h], of the same dtype.
         labels: i64[R], 0 to V-1: the next token of each selected row.
-        rows: i64[R], the selected rows: numbers from 0 to n-1, each at most once. Other rows are
+        rows: i64[R], the selected rows: indices from 0 to n-1, each at most once. Other rows are
             not read, and their gradient is 0.
         how: chunk size, temperature and tensor-parallel group.
-        kept: i64[R, K]: the distinct tokens that each label was sampled from, padded with -1. The
-            log-probs are then those of the distribution over these tokens
+        kept: i64[R, K]: for each row the distinct tokens among which the label was sampled, padded
+            with -1. The log-probs are then those of the distribution over these tokens
             (`mrl.kernels.truncated_logprob`), and NaN for a label that is not one of them. The
-            entropy is still that of the full distribution. None: any token could be sampled.
+            entropy is still that of the full distribution. None: the label was sampled from the
+            whole vocabulary.
 
     Returns:
         (logprobs f32[R], entropy f32[R] in nats).
 
     Raises:
-        ValueError: names the argument, what was given and what was expected.
+        ValueError: an argument has a wrong shape, dtype or value. On GPUs labels are not checked.
     """
     check_temperature(how.temperature)
     if how.chunk_rows < 1:

@@ -1,7 +1,8 @@
 """Copy token rows to their experts (`moe_permute`), and sum the experts' outputs (`moe_unpermute`).
 
-Dimensions: n tokens, E experts, K slots for a token's choices, m copies (one per slot that is not
-empty), H hidden. Copies are sorted by expert, then by token. The kernels are in csrc/moe_permute.h.
+Dimensions: n tokens, E experts, K slots for the experts of a token, m copies (one per slot that is
+not empty), H hidden size. Copies are sorted by expert, then by token. The kernels are in
+csrc/moe_permute.h.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ALIGNMENT = 16  # bytes; the GPU kernels load vectors of this size
 def moe_permute(
     rows: Tensor, order: ExpertOrder, table: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Copy each token's row to each of its chosen experts, differentiably.
+    """Copy each token's row once for each of its chosen experts. Both results are differentiable.
 
     Args:
         rows: [n, H] in f32, bf16, f16 or f64.
@@ -30,8 +31,11 @@ def moe_permute(
 
     Returns:
         The copies [m, H], and the table's value for each copy, [m] (empty without a table). The
-        gradient of a row is the sum over its copies in the order of `order.copies`, in fp32 (fp64
-        for f64), rounded once.
+        gradient of a row is the sum of its copies' gradients in the order of `order.copies`, in fp32
+        (fp64 for f64), rounded once.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or device.
     """
     return torch.ops.mrl.moe_permute(rows, table, order.tokens, order.cells, order.copies)
 
@@ -40,14 +44,16 @@ def moe_unpermute(rows: Tensor, order: ExpertOrder, gates: Tensor | None = None)
     """Sum the rows [m, H] of each token's copies into [n, H]; 0 for a token without copies.
 
     The sum runs in the order of `order.copies`, in fp32 (fp64 for f64 rows), and is rounded once.
-    If `gates` f32[m] (f64 for f64 rows) are given, each row is first multiplied by its gate. Both
-    rows and gates get gradients.
+    If `gates` f32[m] (f64 for f64 rows) are given, each row is first multiplied by its gate. The
+    result is differentiable with respect to rows and gates.
+
+    Raises ValueError for a wrong shape, dtype or device.
     """
     return torch.ops.mrl.moe_unpermute(rows, gates, order.tokens, order.copies)
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` contiguous and, on a GPU, aligned for vector loads."""
+    """Return `tensor`, or a copy that is contiguous and, on a GPU, aligned for vector loads."""
     tensor = tensor.contiguous()
     if tensor.device.type == "cuda" and tensor.data_ptr() % _ALIGNMENT:
         return tensor.clone()
@@ -110,7 +116,7 @@ def _gather(
     cells: Tensor | None = None,
     entries: Tensor | None = None,
 ) -> None:
-    """Set `out[i] = rows[index[i]]` and `entries[i] = table.view(-1)[cells[i]]`."""
+    """Set `out[i] = rows[index[i]]` and, with a table, `entries[i] = table.view(-1)[cells[i]]`."""
     backend.run(
         "moe_permute",
         rows.device,
@@ -149,8 +155,9 @@ def _permute_grad(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows [n, H] and table [n, E], given the gradients of both outputs.
 
-    The gradient of the rows is the sum of grad [m, H] over each token's copies. The gradient of the
-    table has entries [m] at their cells and is 0 elsewhere; it is empty without entries.
+    The gradient of a token's row is the sum of `grad` [m, H] over the token's copies. The gradient of
+    the table has the value `entries[i]` at the flat index `cells[i]` and is 0 elsewhere; it is empty
+    if `entries` is None.
     """
     rows, table = _permute_grad_fake(grad, entries, cells, copies, num_experts)
     _sum(grad, copies, rows, None, entries, cells, num_experts, table)
@@ -264,7 +271,7 @@ def _unpermute_grad(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows [m, H] and gates [m], given the gradient of the output, [n, H].
 
-    The gradient of the gates is empty without gates.
+    The gradient of the gates is empty if `gates` is None.
     """
     to_rows, to_gates = _unpermute_grad_fake(grad, rows, gates, tokens)
     if rows is None or gates is None:

@@ -1,7 +1,8 @@
 """`mrl::moe_ids` and `mrl::moe_sort`, which sort the expert choices of tokens by expert.
 
-Dimensions: n tokens, E experts, K slots for a token's choices, m copies (one per slot that is not
-empty). The kernels are in csrc/moe_permute.h; mrl/kernels/moe_permute.py moves rows by the result.
+Dimensions: n tokens, E experts, K slots for the experts of a token, m copies (one per slot that is
+not empty). The kernels are in csrc/moe_permute.h. mrl/kernels/moe_permute.py uses the result to copy
+token rows to their experts.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from mrl.kernels import backend
 class ExpertOrder(NamedTuple):
     """The copies of all tokens, sorted by expert, then by token.
 
-    The number of a copy is its index in this order.
+    A copy stands for one expert choice of one token. Its number is its index in this order.
     """
 
     tokens: Tensor
     """i32[m]: the token of each copy."""
     cells: Tensor
-    """i32[m]: the flat index of each copy's (token, expert) in a table [n, E]."""
+    """i32[m]: `token * E + expert` of each copy, which is a flat index into a table [n, E]."""
     copies: Tensor
-    """i32[n, K]: the numbers of each token's copies, in the order in which they are summed; -1
-    for an empty slot."""
+    """i32[n, K]: the numbers of each token's copies, in the order in which `moe_unpermute` sums them;
+    -1 for an empty slot."""
     counts: Tensor
     """i64[E]: the number of copies for each expert."""
 
@@ -44,17 +45,18 @@ def moe_ids(chosen: Tensor, width: int) -> Tensor:
 
 
 def moe_sort(ids: Tensor, num_experts: int, num_copies: int | None = None) -> ExpertOrder:
-    """Sort the choices of all tokens by expert, stably.
+    """Sort the expert choices of all tokens by expert, then by token.
 
     Args:
-        ids: i32[n, K]: up to K different experts per token, in the order in which they are summed;
-            -1 for an empty slot.
+        ids: i32[n, K]: up to K different experts per token, in the order in which their outputs are
+            summed; -1 for an empty slot.
         num_experts: E.
-        num_copies: how many ids are not -1. None: no id is -1.
+        num_copies: m, the number of ids that are not -1. None: no id is -1.
 
     Raises:
-        ValueError: a wrong shape, dtype or size. On CPUs also an id out of range, an expert that a
-            token has twice, or a wrong `num_copies`; on GPUs these abort the kernel with a message.
+        ValueError: for a wrong shape, dtype or size. On CPUs also for an id out of range, an expert
+            that a token has twice, or a wrong `num_copies`. On GPUs these three abort the kernel with
+            a message.
     """
     num_copies = ids.numel() if num_copies is None else num_copies
     return ExpertOrder(*torch.ops.mrl.moe_sort(ids, num_experts, num_copies))

@@ -24,10 +24,11 @@ def packed_gae(
     """Return the advantages f32[N], and the returns f32[N], which are advantages + values.
 
     Both results are 0 at masked tokens. The recursion (arXiv 1506.02438 eq. 16) runs over the loss
-    tokens of each sequence, from the last to the first. A' and V' are the advantage and the value
-    of the next loss token, or 0 after the last one:
+    tokens of each sequence, from the last to the first:
 
         A_t = r_t + gamma V' - V_t + gamma lam A'
+
+    A' and V' are the advantage and the value of the next loss token, or 0 at the last loss token.
 
     Masked tokens (prompt, tool output) are skipped: their values, even NaN, do not affect the
     result. The computation is in fp64, and its bits do not depend on threads, packing or the split
@@ -36,15 +37,15 @@ def packed_gae(
     Args:
         rewards: f32[N], without gradient.
         values: f32[N], without gradient.
-        loss_mask: bool[N] or u8[N].
+        loss_mask: bool[N] or u8[N], true for the loss tokens.
         cu_seqlens: i32[B+1], non-decreasing from 0 to N.
-        gamma: in [0, 1].
-        lam: in [0, 1]; or f32[B], one per sequence, e.g. VAPO's length-adaptive lambda
-            (arXiv 2504.05118).
+        gamma: the discount factor, in [0, 1].
+        lam: the lambda of GAE, in [0, 1]; or f32[B], one per sequence, e.g. VAPO's length-adaptive
+            lambda (arXiv 2504.05118).
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. On GPUs bad values in
-            `cu_seqlens` or in a `lam` tensor abort the kernel with a message instead.
+        ValueError: an argument has a wrong shape, dtype, device or value, or requires grad. On GPUs
+            bad values in `cu_seqlens` or in a `lam` tensor abort the kernel with a message instead.
     """
     seq_lam = lam if isinstance(lam, Tensor) else None
     backend.check_constant(rewards=rewards, values=values, lam=seq_lam)

@@ -1,10 +1,10 @@
-"""`paged_attention`: causal attention over a paged cache, for a whole batch of requests, on CPUs.
+"""`paged_attention`: causal attention over a paged KV cache, for a whole batch of requests, on CPUs.
 
-An inference op without a gradient. csrc/paged_attention.h has its order of sums: the bits of a
-query depend on its own request and position only.
+This is an inference op without a gradient. All sums have a fixed order (see csrc/paged_attention.h), so
+the result of a query is bit-identical whatever other requests are in the batch.
 
-Dimensions: B requests, M new tokens of all of them, h heads, g groups of keys and values (a divisor
-of h), d and e head sizes of keys and values, S slots of the cache.
+Dimensions: B requests, M new tokens of all requests together, h query heads, g heads of keys and
+values (a divisor of h), d head size of queries and keys, e head size of values, S slots of the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MULTIPLE = 8
 
 
 def supports_paged_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Return whether `paged_attention` computes with these dtypes, devices, head sizes and strides."""
+    """Return whether `paged_attention` supports the dtypes, devices, head sizes and strides."""
     tensors = (query, k_cache, v_cache)
     return query.dtype in backend.FLOAT_TYPES and all(
         x.dtype == query.dtype
@@ -46,25 +46,30 @@ def paged_attention(
 ) -> Tensor:
     """Return `softmax(scale * q @ k.T) @ v`, [M, h, e] in the dtype of `query`.
 
-    Request b has `seq_lens[b]` positions in the cache, the new tokens included, which are its last
-    ones. The query at position p attends to positions [max(0, p - window), p].
+    Request b has `seq_lens[b]` positions in the cache; its new tokens are the last of them. The query
+    at position p attends to the positions max(0, p - window) to p of the same request. Products and
+    sums are computed in fp32.
 
     Args:
-        query: [M, h, d] in fp32, bf16 or fp16; products and sums are fp32.
-        k_cache: [S, g, d] in the dtype of `query`. The last dimension has stride 1, and d and e are
-            multiples of 8.
-        v_cache: [S, g, e], likewise.
-        req_to_token: i32[R, P], the slot of each position; its last dimension has stride 1.
-        req_pool_indices: int[B], the row of `req_to_token` of each request.
-        seq_lens: int[B], the number of positions of each request.
-        query_starts: int[B+1], where the queries of each request begin; None if each has one.
-        scale: factor of the scores.
-        window: how many earlier positions a query sees; None for all.
-        out: contiguous tensor for the result; None for a new one.
+        query: [M, h, d] in fp32, bf16 or fp16, on the CPU: the queries of the new tokens, request
+            after request. In `query`, `k_cache` and `v_cache` the last dimension must have stride 1,
+            and its size must be a multiple of 8.
+        k_cache: [S, g, d] in the dtype of `query`.
+        v_cache: [S, g, e] in the dtype of `query`.
+        req_to_token: i32[R, P], the slot of each position of R requests, of which each has up to P
+            positions; the last dimension must have stride 1.
+        req_pool_indices: i32[B] or i64[B], the row of `req_to_token` of each request.
+        seq_lens: i32[B] or i64[B], the number of positions of each request.
+        query_starts: i32[B+1] or i64[B+1]: request b has the queries `query_starts[b]` to
+            `query_starts[b+1] - 1`. None: each request has one query.
+        scale: the factor by which the scores are multiplied.
+        window: how many earlier positions a query attends to; None for all.
+        out: contiguous tensor that receives the result; None for a new tensor.
 
     Raises:
-        ValueError: for a wrong shape, dtype or stride, for a request or slot out of range, and for
-            a request with fewer positions than queries.
+        ValueError: for a wrong shape, dtype, device or stride, for a request or slot out of range,
+            for a negative `window`, for a request with fewer positions than queries, and for
+            `query_starts` that do not divide M queries.
     """
     if not supports_paged_attention(query, k_cache, v_cache):
         given = ", ".join(

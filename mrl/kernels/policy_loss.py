@@ -13,12 +13,13 @@ old)`, `u_i = 1 / |y_i|`. The gradient of r_t is that of `s_i exp(logp_t - stopg
 (GSPO-token, eq. 13 and 14), which equals GSPO's own gradient if A and w are constant within the
 sequence.
 
-Masked tokens are excluded by selection: a NaN or inf at a masked token does not affect any output,
-and the token's gradient is 0. A token whose advantage or weight w is 0 has objective and gradient 0
-however large its ratio, but it counts in the statistics; the same holds for a sequence with
-seq_weight 0. Log-ratios are not clamped: if a ratio exceeds float32 and the advantage is negative,
-the loss is infinite. The bits of gradients and per-sequence statistics do not depend on threads,
-packing or the split into micro-batches.
+Masked tokens are skipped, not multiplied by 0: a NaN or inf at a masked token does not affect any
+output, and the token's gradient is 0. If a token's advantage or weight w is 0, its term w_t f(r_t, A_t)
+and the gradient of this term are 0 however large the ratio is. If a sequence's seq_weight is 0, its
+loss and gradient are 0. In both cases the tokens still count in the statistics. Log-ratios are not
+clamped: if a ratio exceeds float32 and the advantage is negative, the loss is infinite. The bits of
+gradients and per-sequence statistics do not depend on the number of threads, the packing or the split
+into micro-batches.
 
 Dimensions: N packed tokens, B packed sequences, S statistics; sequence i is tokens [cu_seqlens[i],
 cu_seqlens[i+1]). The kernel is in csrc/policy_loss.h.
@@ -50,18 +51,21 @@ POLICY_STATS: tuple[str, ...] = _C.POLICY_STATS
 
 
 class PolicyLoss(NamedTuple):
-    """Results in f64, so that sums over micro-batches stay exact. Only `loss` has a gradient."""
+    """The results of `policy_loss`, in f64 for accurate sums over micro-batches.
+
+    Only `loss` has a gradient.
+    """
 
     loss: Tensor
-    """f64[], summed over sequences, with a gradient to `logprobs`."""
+    """f64[]: the loss, summed over sequences, differentiable with respect to `logprobs`."""
     stats: Tensor
-    """f64[S]: each of `POLICY_STATS` summed over sequences, or the maximum for a name that ends
-    in `_max`."""
+    """f64[S]: for each name in `POLICY_STATS`, the sum of the statistic over sequences, or its
+    maximum if the name ends in `_max`."""
     seq_stats: Tensor
     """f64[B, S]: the same statistics for each sequence."""
 
     def stat(self, name: str) -> Tensor:
-        """Return f64[]: the statistic `name`, over all sequences."""
+        """Return f64[]: the entry of `stats` for `name`, which is one of `POLICY_STATS`."""
         return self.stats[POLICY_STATS.index(name)]
 
 
@@ -83,21 +87,23 @@ def policy_loss(
     seq_logratio: Tensor | None = None,
     seq_importance: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the loss defined in the module docstring, with its statistics and gradient.
+    """Compute the policy loss that the module docstring defines, with its statistics and gradient.
 
     Args:
-        logprobs: f32[N], with gradient.
-        old_logprobs: f32[N], the denominator of the ratio.
-        loss_mask: bool[N] or u8[N].
+        logprobs: f32[N], the policy's log-probs. The loss is differentiable with respect to them.
+        old_logprobs: f32[N], the log-probs in the denominator of the ratio.
+        loss_mask: bool[N] or u8[N], true for the loss tokens.
         cu_seqlens: i32[B+1], non-decreasing from 0 to N.
         advantages: f32[B], or f32[N] with `token_advantages`.
         seq_weight: f32[B], including all normalisation, e.g. 1/num_samples.
-        ratio: whether each token has its own ratio, or all tokens of a sequence share one.
+        ratio: `token` if each token has its own ratio, `sequence` if all tokens of a sequence share
+            one.
         clip: how the ratio is bounded.
-        token_advantages: whether `advantages` are f32[N]. It is explicit because N may equal B.
-        rollout_logprobs: f32[N]; required by `importance`, else used for mismatch statistics only.
-        importance: the weight w. None: w = 1.
-        ref_logprobs: f32[N]; required by `kl`.
+        token_advantages: whether `advantages` is f32[N]. Its shape cannot tell, because N may equal B.
+        rollout_logprobs: f32[N], the engine's log-probs. `importance` requires them; otherwise they are
+            used only for the mismatch statistics, and may be None.
+        importance: how the weight w is computed. None: w = 1.
+        ref_logprobs: f32[N], the reference model's log-probs; given if and only if `kl` is given.
         kl: the KL penalty. None: no penalty.
         seq_logratio: f64[B, 2], `mrl.kernels.seq_logratio(logprobs, old_logprobs, ...)` summed over
             the ranks that share each sequence (context parallelism). None: this rank has all tokens
@@ -106,9 +112,10 @@ def policy_loss(
             summed over the same ranks, for sequence-level `importance`.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. On GPUs bad values in
-            `cu_seqlens` abort the kernel with an assertion, because checking them here would wait
-            for the device.
+        ValueError: an argument has a wrong shape, dtype, device or value, requires grad although it
+            must be constant, or is missing or superfluous. On GPUs bad values in `cu_seqlens` abort
+            the kernel with an assertion instead, because checking them here would wait for the
+            device.
     """
     check_choice("ratio", ratio, RATIOS)
     others = {
@@ -155,10 +162,10 @@ def _check_shared(
     seq_logratio: Tensor | None,
     seq_importance: Tensor | None,
 ) -> None:
-    """Raise ValueError unless all or none of the sequence-level quantities have sums over ranks.
+    """Check that `seq_logratio` and `seq_importance` are given where they are needed.
 
-    The caller passes these sums as `seq_logratio` and `seq_importance`. Also raises ValueError for a
-    sum that no sequence-level quantity uses.
+    Raises ValueError if `seq_logratio` is given but `ratio` is not `sequence`, if `seq_importance` is
+    given but the level of `importance` is not `sequence`, or if both are needed but only one is given.
     """
     if seq_logratio is None and seq_importance is None:
         return

@@ -18,7 +18,7 @@ _KLS = ("none", "k1", "k2", "k3", "k1+", "k3+")
 
 @dataclass(frozen=True)
 class Clip:
-    """How the ratio r is bounded. f(r, A) is the objective of a token with advantage A.
+    """How the ratio r is bounded in f(r, A), the objective of a token with advantage A.
 
     none: `f = r A`.
 
@@ -26,15 +26,15 @@ class Clip:
     1912.09729 eq. 5), f is at least `dual * A` if A < 0.
 
     cispo (arXiv 2506.13585 eq. 4): `f = clip(r, 1 - low, 1 + high) A logp`, where the clipped ratio
-    has no gradient. `low = 1` means no lower bound.
+    is treated as a constant in the gradient. `low = 1` means no lower bound.
 
     sapo (arXiv 2511.20347): `f = (4 / tau) sigmoid(tau (r - 1)) A`.
     """
 
     kind: ClipKind = "ppo"
     low: float = 0.2
-    """1 minus the lower bound of `ppo` and `cispo`. 1 means no lower bound, as in the CISPO
-    paper."""
+    """For `ppo` and `cispo`: r is bounded below by `1 - low`. `low = 1` means no lower bound, as in the
+    CISPO paper."""
     high: float = 0.2
     dual: float | None = None
     tau_positive: float = 1.0
@@ -59,9 +59,11 @@ class Clip:
 
 @dataclass(frozen=True)
 class ImportanceWeight:
-    """Weight `w = exp(old - rollout)` of the two log-probs, which corrects for sampling by the engine.
+    """The importance weight `w = exp(old - rollout)`, and how it is bounded.
 
-    w has no gradient.
+    `old` and `rollout` are a token's log-probs under the trainer before the update and under the
+    engine. The weight corrects the loss for tokens that were sampled by the engine instead of the
+    trainer. It is a constant in the gradient.
 
     tis (truncated; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"): w is clamped to [low, high].
@@ -93,7 +95,7 @@ class KlPenalty:
     """Penalty `coef * KL(current || ref)`, estimated from one sample per token (Schulman 2020).
 
     With the log-prob difference `d = ref - logp`, the estimates are `k1 = -d`, `k2 = d^2 / 2` and
-    `k3 = exp(d) - 1 - d`, each differentiated as it is. `k1+` and `k3+` have the values of `k1` and
+    `k3 = exp(d) - 1 - d`, each with its own gradient. `k1+` and `k3+` have the values of `k1` and
     `k3` but the gradient of `k2`, whose expectation is the gradient of the KL.
     """
 
@@ -113,7 +115,10 @@ def encode_options(
     importance: ImportanceWeight | None,
     kl: KlPenalty | None,
 ) -> list[float]:
-    """Return the fields of `PolicyLossOptions` (csrc/policy_loss.h) in order, kinds as enum values."""
+    """Encode the options as numbers, in the order of `PolicyLossOptions` in csrc/policy_loss.h.
+
+    Kinds are encoded as the values of their enums. The arguments are those of `policy_loss`.
+    """
     weight = importance or ImportanceWeight("tis", "token", 0.0, math.inf)
     return [
         RATIOS.index(ratio),

@@ -1,4 +1,4 @@
-"""`mrl::seeded_sample`: SGLang's seeded Gumbel-max sampler in one pass, on CPUs.
+"""`mrl::seeded_sample`: SGLang's seeded Gumbel-max sampler, computed in one pass on CPUs.
 
 Dimensions: B rows, V vocabulary.
 """
@@ -11,37 +11,37 @@ from torch import Tensor
 from mrl.kernels import backend, oracle
 
 OPEN = -1
-"""The id that the kernel returns for a row that it leaves undecided."""
+"""The id that the kernel returns for a row that it cannot decide, which torch then decides."""
 
 
 def seeded_sample(
     scores: Tensor, seeds: Tensor, positions: Tensor, *, are_probs: bool = False
 ) -> Tensor:
-    """Return the token ids i64[B] that SGLang draws from `scores`.
+    """Return the token ids i64[B] that SGLang's seeded sampler draws from `scores`.
 
-    The id of a row is the first maximum over v of
+    The id of a row is the first token v that maximises, in fp64,
 
         log p_v - log(-log u_v),    u_v = MurmurHash3(seed, position, v) / (2**32 - 1)
 
-    in fp64, where log p_v is in the dtype of `scores`, and -log u_v is at least 2**-32. It depends
-    on nothing but that row.
+    where log p_v is computed in the dtype of `scores`, and -log u_v is at least 2**-32. The id depends
+    only on the scores, seed and position of the same row.
 
-    The ids are those of the same formula in torch (`mrl.kernels.oracle.seeded_sample`). Logarithms
-    may differ in their last bit, so the kernel decides a row only if its best token leads all others
-    by more than a margin for rounding. It leaves the row undecided if the lead is smaller, if a NaN
-    or an infinity could win, or if the best value is outside of (-60, 60), which is impossible for
-    probabilities that add up to 1. Undecided rows, about 1 in 100,000 for probabilities, are
-    computed by the formula in torch.
+    The ids are equal to those of the same formula in torch (`mrl.kernels.oracle.seeded_sample`).
+    Logarithms may differ in their last bit, so the kernel decides a row only if its best token leads
+    all others by more than a margin for rounding. The kernel leaves the row undecided if the lead is
+    smaller, if a NaN or an infinity could win, or if the best value is outside of (-60, 60), which is
+    impossible for probabilities that add up to 1. Undecided rows, about 1 in 100,000 for
+    probabilities, are computed by the formula in torch.
 
     Args:
         scores: [B, V] on the CPU, log-probs or, with `are_probs`, probabilities. Neither needs to
-            be normalised. float32 and float64 are read as they are; other floats are converted.
+            be normalised. float32 and float64 are read as they are; other floats become float32.
         seeds: i64[B].
         positions: int[B], of which the low 32 bits are used.
         are_probs: whether `scores` are probabilities, in float32.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected.
+        ValueError: an argument has a wrong shape, dtype or device.
     """
     return torch.ops.mrl.seeded_sample(scores, seeds, positions, are_probs)
 

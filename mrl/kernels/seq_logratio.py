@@ -1,4 +1,4 @@
-"""`mrl::seq_logratio`: log-ratios summed over each sequence.
+"""`mrl::seq_logratio`: sum the log-ratios of each sequence's loss tokens.
 
 Dimensions: N packed tokens, B packed sequences. The kernel is in csrc/policy_loss.h.
 """
@@ -14,22 +14,23 @@ from mrl.kernels import backend
 def seq_logratio(
     logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """Return f64[B, 2]: the sum of `logp - old` over each sequence's loss tokens, and their number.
+    """Return f64[B, 2]: each sequence's sum of `logprobs - old_logprobs`, and number of loss tokens.
 
-    The result has no gradient. The sum divided by the number is the log of GSPO's ratio (arXiv
-    2507.18071 eq. 7). Under context parallelism each rank has a part of every sequence. The
-    results, summed over these ranks (16 bytes per sequence), are the argument of
-    `policy_loss(seq_logratio=...)`.
+    The sum runs over the loss tokens of the sequence. The sum divided by the number is the log of
+    GSPO's ratio (arXiv 2507.18071 eq. 7). The result has no gradient.
+
+    Under context parallelism each rank has a part of every sequence. Sum the results over these
+    ranks (16 bytes per sequence) and pass them to `policy_loss` as `seq_logratio`.
 
     Args:
         logprobs: f32[N].
         old_logprobs: f32[N].
-        loss_mask: bool[N] or u8[N].
+        loss_mask: bool[N] or u8[N], true for the loss tokens.
         cu_seqlens: i32[B+1], non-decreasing from 0 to N.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. On GPUs bad values in
-            `cu_seqlens` abort the kernel with an assertion.
+        ValueError: an argument has a wrong shape, dtype, device or value. On GPUs bad values in
+            `cu_seqlens` abort the kernel with an assertion instead.
     """
     return torch.ops.mrl.seq_logratio(
         logprobs.detach(), old_logprobs.detach(), loss_mask, cu_seqlens

@@ -2,17 +2,18 @@
 
     log p(y) - log sum_{s in S} p(s) = x_y - log sum_{s in S} exp x_s
 
-Here `x = logit / temperature`, y is the label, and S are the tokens that the engine kept
-(`mrl.sampling_mask`). If g is the gradient of the log-prob, the gradient for x_s is `g (1[s = y] -
-p_S(s))` inside S and 0 elsewhere. The largest logit of S is subtracted from the other logits before
+Here `x = logit / temperature`, y is the label, and S are the tokens that the engine kept when it
+sampled (`mrl.sampling_mask`). If g is the gradient with respect to the log-prob, the gradient with
+respect to x_s is `g (1[s = y] - p_S(s))` for s in S, where p_S is the softmax over S, and 0 for all
+other tokens. The largest logit of S is subtracted from the other logits before
 any rounding, so large logits do not reduce the accuracy.
 
 Under tensor parallelism each kept token's logit is on one rank. An all-reduce of c x K numbers, to
 which the other ranks contribute zeros, gives every rank the logits of all kept tokens. So log-probs
 are bit-identical on any number of ranks.
 
-Dimensions: c rows, K the largest number of kept tokens of a row, V_loc this tensor-parallel rank's
-columns.
+Dimensions: c rows, K the largest number of kept tokens of a row, V_loc vocabulary columns of this
+tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class KeptLogits:
 
     @staticmethod
     def of(logits: Tensor, kept: Tensor, first_column: int, temperature: float) -> KeptLogits:
-        """Gather the logits of the kept tokens from logits [c, V_loc].
+        """Gather the kept tokens' logits from `logits`.
 
+        logits: [c, V_loc], this rank's logits in any float dtype, not divided by the temperature.
         kept: i64[c, K], the kept tokens of each row, padded with -1. first_column: the token id of
         this rank's first column.
         """
@@ -55,11 +57,14 @@ class KeptLogits:
     def logprobs(
         self, kept: Tensor, labels: Tensor, group: ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the labels' log-probs f32[c] and the normalisers f32[c, 2]. A collective.
+        """Return the labels' log-probs f32[c], and the normalisers f32[c, 2] for `add_gradient`.
+
+        All ranks of `group`, the tensor-parallel ranks, must call this together. kept: as given to
+        `of`. labels: i64[c]. The log-prob is NaN for a label that is not among the kept tokens of its
+        row.
 
         The first normaliser of a row is its largest kept logit. With `x = logit / temperature`, the
         second is the log-sum-exp of x over the kept tokens, minus the x of the largest kept logit.
-        The log-prob is NaN for a label that is not among the kept tokens of its row.
         """
         values = self.values
         if group is not None and group.size() > 1:
@@ -80,8 +85,9 @@ class KeptLogits:
         normalisers: Tensor,
         grad: Tensor,
     ) -> None:
-        """Add the gradient with respect to the logits to grad_logits [c, V_loc].
+        """Add the gradient with respect to this rank's logits to `grad_logits` [c, V_loc], in place.
 
+        kept, labels: as given to `logprobs`. normalisers: f32[c, 2], as `logprobs` returned them.
         grad: f32[c], the gradient with respect to the log-probs.
         """
         top, log_sum = normalisers.unbind(1)

@@ -1,6 +1,6 @@
 """Log-probs and entropy of vocab-parallel logits: `mrl::vp_logprob_stats`, `..._combine`, `..._bwd`.
 
-Dimensions: T rows, V vocabulary, V_loc this tensor-parallel rank's slice of the vocabulary. The
+Dimensions: T rows, V vocabulary, V_loc the part of the vocabulary on this tensor-parallel rank. The
 kernels are in csrc/vp_logprob.h.
 """
 
@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 from mrl.kernels import backend
 
 NUM_TILES = 32
-"""The number of tiles that `tile_size` aims at."""
+"""The number of tiles into which `tile_size` divides the vocabulary if its size permits."""
 TILE_UNIT = 8
-"""Tiles of a multiple of this many columns are aligned to 16-byte loads in any dtype."""
+"""Tiles whose number of columns is a multiple of this permit aligned 16-byte loads in any dtype."""
 _TILE_FIELDS = 4
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,27 +35,26 @@ def vp_logprob(
 ) -> tuple[Tensor, Tensor]:
     """Return each label's log-prob under `softmax(logits / temperature)`, and the softmax's entropy.
 
-    Both results are f32[T], in nats, and differentiable. The math is in fp32 for any dtype of the
-    logits, because a bf16 log-softmax alone can exceed GSPO's whole clip range. No other tensor as
-    large as the logits is kept for the backward. The ranks exchange at most 512 bytes per row in
-    one all-gather. The vocabulary is reduced in tiles of `tile_size` columns. There are 32 tiles if
-    256 divides V, and 16 for Qwen3's V = 151,936. Results and gradients are bit-identical on any
-    number of ranks that divides the number of tiles.
+    Both results are f32[T], in nats, and differentiable. They are computed in fp32, because the error
+    of a bf16 log-softmax can exceed GSPO's whole clip range. No other tensor as large as the logits is
+    kept for the backward. Each rank contributes at most 512 bytes per row to one all-gather. The
+    vocabulary is reduced in tiles of `tile_size` columns (32 tiles if 256 divides V). Results and
+    gradients are bit-identical on any number of ranks that divides the number of tiles.
 
     Args:
         logits: [T, V_loc], f32, bf16 or f16, with contiguous rows; rank r of `group` has the columns
             that start at r * V_loc.
         labels: i64[T], 0 to V-1 where `mask` is true.
-        mask: bool[T] or u8[T]. A row where it is false is not read: its log-prob, entropy and gradient
-            are 0. None: all rows are used.
-        temperature: above 0; the sampling temperature, as for the engine's log-probs.
+        mask: bool[T] or u8[T]. A row where it is false is not read; its results and gradient are 0.
+            None: all rows are used.
+        temperature: above 0; the temperature of the rollout's sampling.
         group: the tensor-parallel ranks. None: the logits are not sharded.
-        inplace_backward: overwrite the logits with their gradient. A later backward that needs the
-            logits raises, as after any in-place operation.
+        inplace_backward: overwrite the logits with their gradient in the backward. Another backward
+            that needs the logits then raises RuntimeError, as after any in-place operation.
 
     Raises:
-        ValueError: names the argument, what was given and what was expected. Labels are not checked on
-            GPUs, because that would wait for the device: a label outside the vocabulary gives NaN.
+        ValueError: an argument has a wrong shape, dtype, device, stride or value. Labels on GPUs are
+            not checked, to avoid waiting for the device; a label outside the vocabulary gives NaN.
     """
     size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
     _check(logits, labels, mask)
@@ -83,7 +82,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather every rank's f32[T, tiles per rank, 4] into f32[ranks, T, tiles per rank, 4]."""
+    """All-gather the tiles f32[T, tiles per rank, 4] of all ranks: f32[ranks, T, tiles per rank, 4]."""
     tiles = tiles.unsqueeze(0)
     if group is None or group.size() == 1:
         return tiles
@@ -93,11 +92,10 @@ def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def tile_size(num_columns: int, num_ranks: int) -> int:
-    """Return the number of columns of a tile, a divisor of V_loc.
+    """Return the number of columns of a tile, a divisor of V_loc = `num_columns`.
 
-    It is the first of V / 32, V / 16, ..., V that is a multiple of TILE_UNIT and divides V_loc. If
-    there is none, it is the first of them that is an integer and divides V_loc. If there is still
-    none, it is the first of V_loc / 32, V_loc / 16, ..., V_loc that is an integer.
+    It is the first of V / 32, V / 16, ..., V that divides V_loc and is a multiple of TILE_UNIT, else
+    the first of these that divides V_loc, else the first integer of V_loc / 32, V_loc / 16, ..., V_loc.
     """
     size = num_columns * num_ranks
     for unit in (TILE_UNIT, 1):
@@ -232,7 +230,7 @@ def _combine(
     temperature: float,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs, lse, entropy, f32[T], from all ranks' tiles. Only autograd needs the logits."""
+    """Combine all ranks' tiles as `united` does. Only the backward needs the logits."""
     _combine_fake(logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward)
     return united(tiles, labels, mask, tile, temperature)
 
@@ -240,7 +238,7 @@ def _combine(
 def united(
     tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine tiles f32[ranks, T, tiles per rank, 4] into logprobs, lse and entropy, f32[T] each."""
+    """Combine all ranks' tiles into log-probs, log-sum-exp (lse) and entropy, f32[T] each."""
     logprobs, lse, entropy = (tiles.new_empty(tiles.shape[1]) for _ in range(3))
     backend.run(
         "vp_logprob_combine",
@@ -270,8 +268,10 @@ torch.library.define("mrl::vp_logprob_bwd_", f"(Tensor(a!) logits, {_BWD_SCHEMA}
 
 @torch.library.impl("mrl::vp_logprob_bwd", ("cpu", "cuda"))
 def _bwd(logits: Tensor, *rest: Any) -> Tensor:
-    """Return the logits' gradient `(g (1[label] - p) - g_H p (log p + H)) / temperature`: p is the
-    softmax, H its entropy, g and g_H are the gradients of the log-prob and of the entropy."""
+    """Return the logits' gradient, `(g (1[label] - p) - g_H p (log p + H)) / temperature`.
+
+    p is the softmax, H its entropy; g and g_H are the gradients of the log-prob and the entropy.
+    """
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _run_bwd(logits, grad, *rest)
     return grad

@@ -1,4 +1,4 @@
-"""Detect tokens that were sampled by older weights, from the weight versions that the engine reports."""
+"""Detect tokens that were sampled by older weights, using the weight versions from the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""fp64 references of the ops in `mrl.kernels`: slow, plain, and differentiable by autograd.
+"""fp64 references of the ops in `mrl.kernels`, written in plain torch without regard to speed.
 
-Tests and benchmarks compare the ops with the references, which share no code with the ops.
+Tests and benchmarks compare the ops with the references. References and ops share no code, except
+that the op `seeded_sample` calls its reference for rows that its kernel cannot decide. The references
+of differentiable ops are differentiable by autograd.
 """
 
 from mrl.kernels.oracle.fused_experts import fused_experts

@@ -20,8 +20,10 @@ def fused_experts(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return f64[T, H]. The arguments are those of `mrl.kernels.fused_experts`, with the fields of
-    its `GatedActivation`."""
+    """Return the result of `mrl.kernels.fused_experts` as f64[T, H].
+
+    The arguments are the same, but the fields of `activation` are separate arguments.
+    """
     out = torch.zeros(*x.shape, dtype=torch.float64)
     size = w2.shape[2]
     for token in range(len(x)):

@@ -1,6 +1,10 @@
-"""References of `moe_sort`, `moe_permute` and `moe_unpermute`, which handle one choice at a time.
+"""References of `moe_sort`, `moe_permute` and `moe_unpermute` that handle one expert choice at a time.
 
-They take ids [n, K] with -1 for an empty slot; gradients come from autograd.
+They take the expert ids of each token, ids [n, K], with -1 for an empty slot. Gradients are computed
+by autograd.
+
+Dimensions: n tokens, E experts, K slots for the experts of a token, m copies (one per slot that is
+not empty), H hidden size.
 """
 
 from __future__ import annotations
@@ -10,9 +14,9 @@ from torch import Tensor
 
 
 def choices(ids: Tensor) -> list[tuple[int, int, int]]:
-    """Return (expert, token, slot) of each choice, sorted by expert, then by token.
+    """Return (expert, token, slot) of each expert choice in `ids`, sorted by expert, then by token.
 
-    The i-th entry is copy i.
+    The i-th entry belongs to copy i.
     """
     found = [
         (expert, token, place)
@@ -24,7 +28,10 @@ def choices(ids: Tensor) -> list[tuple[int, int, int]]:
 
 
 def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens i64[m], cells i64[m], copies i64[n, K] and counts i64[E] for ids [n, K]."""
+    """Return the fields of `mrl.kernels.ExpertOrder` for ids [n, K].
+
+    They are tokens i64[m], cells i64[m], copies i64[n, K] and counts i64[E].
+    """
     tokens, cells = [], []
     copies = torch.full(ids.shape, -1)
     counts = torch.zeros(num_experts, dtype=torch.int64)
@@ -37,9 +44,10 @@ def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def moe_permute(rows: Tensor, ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return copies of rows [n, H], as f64[m, H], and the table's value for each copy, f64[m].
+    """Copy each token's row once per chosen expert; return the copies f64[m, H] and f64[m].
 
-    table: [n, E].
+    The second result has the table's value for the token and expert of each copy. rows: [n, H]. table:
+    [n, E].
     """
     rows, table = rows.double(), table.double()
     copied = [rows[token] for _, token, _ in choices(ids)]

@@ -17,9 +17,9 @@ def packed_gae(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, f64[N] each (arXiv 1506.02438 eq. 16).
+    """Return the advantages and the returns, f64[N] each (arXiv 1506.02438 eq. 16); 0 at masked tokens.
 
-    The arguments have the shapes that `mrl.kernels.packed_gae` expects. Only loss tokens are read.
+    The arguments are those of `mrl.kernels.packed_gae`. Only loss tokens are read.
     """
     advantages = torch.zeros(rewards.numel(), dtype=torch.float64)
     returns = torch.zeros_like(advantages)

@@ -18,7 +18,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Return f64[M, h, e]. The arguments have the shapes that `mrl.kernels.paged_attention` expects."""
+    """Return the result of `mrl.kernels.paged_attention` as f64[M, h, e], from the same arguments."""
     num_heads, num_groups = query.shape[1], k_cache.shape[1]
     out = torch.zeros(*query.shape[:2], v_cache.shape[2], dtype=torch.float64)
     starts = list(range(len(seq_lens) + 1)) if query_starts is None else query_starts.tolist()

@@ -13,9 +13,9 @@ Range = tuple[float, float]
 
 
 class OracleLoss(NamedTuple):
-    """The result of the reference, with the fields of `mrl.kernels.PolicyLoss`.
+    """The result of the reference `policy_loss`, with the fields of `mrl.kernels.PolicyLoss`.
 
-    The statistics are plain numbers by name, and only `loss` has a gradient.
+    The statistics are Python floats by name, instead of tensors. Only `loss` has a gradient.
     """
 
     loss: Tensor
@@ -40,11 +40,11 @@ def policy_loss(
     kl=None,
     frozen: Tensor | None = None,
 ) -> OracleLoss:
-    """Compute in fp64 what `mrl.kernels.policy_loss` computes.
+    """Compute in fp64 what `mrl.kernels.policy_loss` computes, if no sequence is split over ranks.
 
-    The arguments are the same, in any float dtype, except `frozen`. `frozen` are the log-probs at
-    which detached factors are evaluated, by default `logprobs` itself. A finite-difference test
-    keeps `frozen` fixed while it varies `logprobs`.
+    The arguments have the same meaning, and floats may have any dtype. frozen: f64[N], the log-probs
+    at which factors without a gradient are evaluated; None for `logprobs` itself. A finite-difference
+    test keeps `frozen` fixed while it varies `logprobs`.
     """
     logp = logprobs.double()
     held = logp.detach() if frozen is None else frozen.double()
@@ -71,7 +71,10 @@ def policy_loss(
 
 
 class _Taker:
-    """Returns `x[at]` in fp64, or None for None, so that only loss tokens are read."""
+    """Selects the loss tokens, whose indices are `at`, of a tensor x and converts them to fp64.
+
+    Returns None if x is None.
+    """
 
     def __init__(self, at: Tensor) -> None:
         self.at = at
@@ -81,7 +84,11 @@ class _Taker:
 
 
 def _sequence(logp, held, old, advantage, rollout, importance, ref, kl, ratio, clip):
-    """Return the loss sum and the statistics of one sequence, from its loss tokens."""
+    """Return the statistics of one sequence by name, and its summed loss as `objective`.
+
+    The tensors have one entry per loss token of the sequence. `seq_weight` and the division by the
+    number of tokens are not applied.
+    """
     n = len(logp)
     gap = held - old
     row = {"num_tokens": n, "k1_sum": float(-gap.sum()), "k3_sum": float((gap.expm1() - gap).sum())}
@@ -124,9 +131,9 @@ def _kl_terms(kind, d):
 
 
 def _objective(r, seen, a, logp, clip):
-    """Return f(r, A) per token, and two masks of the tokens that are clipped: from above, from below.
+    """Return f(r, A) per token, and the masks of the tokens whose ratio is clipped above and below.
 
-    `seen` is r without its gradient.
+    seen: r without its gradient. a: the advantages A.
     """
     never = torch.zeros_like(a, dtype=torch.bool)
     low, high = 1 - clip.low, 1 + clip.high
@@ -172,7 +179,10 @@ def _over_sequences(rows: list[dict[str, float]]) -> dict[str, float]:
 def seq_logratio(
     logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """Return f64[B, 2]: the sum of `logp - old` over each sequence's loss tokens, and their number."""
+    """Return f64[B, 2]: each sequence's sum of `logprobs - old_logprobs`, and number of loss tokens.
+
+    The sum runs over the loss tokens of the sequence.
+    """
     rows = []
     for start, end in pairwise(cu_seqlens.tolist()):
         mask = loss_mask[start:end].bool()

@@ -1,7 +1,8 @@
 """Reference of `mrl::seeded_sample`: the formula of SGLang's `multinomial_with_seed`, in torch.
 
-Its logarithms are torch's own, so it gives the bits of SGLang's sampler. `mrl.kernels.seeded_sample`
-calls it for the few rows that depend on the last bits of a logarithm.
+The reference computes logarithms with torch, as SGLang does, so it draws exactly SGLang's tokens.
+`mrl.kernels.seeded_sample` calls it for the few rows that its own kernel cannot decide, mostly because
+they depend on the last bits of a logarithm.
 
 Dimensions: B rows, V vocabulary.
 """
@@ -17,9 +18,9 @@ UINT32 = 0xFFFFFFFF
 def seeded_sample(
     scores: Tensor, seeds: Tensor, positions: Tensor, *, are_probs: bool = False
 ) -> Tensor:
-    """Return the first maximum i64[B] of log-prob + Gumbel noise over each row of scores [B, V].
+    """Return i64[B]: for each row, the first token with the largest log-prob + Gumbel noise.
 
-    The arguments have the shapes that `mrl.kernels.seeded_sample` expects.
+    The arguments are those of `mrl.kernels.seeded_sample`.
     """
     logprobs = torch.log(scores) if are_probs else scores
     columns = torch.arange(scores.shape[1], device=scores.device)
@@ -31,10 +32,10 @@ def seeded_sample(
 
 
 def murmur_hash32(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Compute MurmurHash3 of (seed i64[B], position[B], column[V]): values below 2**32 as i64[B, V].
+    """Return i64[B, V]: the 32-bit MurmurHash3 of the seed and position of each row and each column.
 
-    The same values as SGLang's triton kernel. Products wrap modulo 2**64, which keeps the low 32
-    bits right.
+    seeds: i64[B]. positions: int[B]. columns: int[V]. The values equal those of SGLang's triton
+    kernel. Products wrap modulo 2**64, which does not change the low 32 bits.
     """
     seeds = seeds.to(torch.int64)
     state = torch.zeros_like(seeds)

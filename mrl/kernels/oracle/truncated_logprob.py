@@ -1,4 +1,4 @@
-"""Reference log-probs over each row's kept tokens, in fp64."""
+"""Reference, in fp64, of the log-probs under a softmax over each row's kept tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch import Tensor
 def truncated_logprob(
     logits: Tensor, labels: Tensor, kept: Sequence[Sequence[int]], *, temperature: float = 1.0
 ) -> Tensor:
-    """Return f64[T]: `log p(label) - log p(kept tokens)` for logits [T, V] of any float dtype."""
+    """Return f64[T]: the log-prob of each label under the softmax over the kept tokens of its row.
+
+    logits: [T, V] in any float dtype. labels: i64[T], each one of the row's kept tokens. kept: the ids
+    of the kept tokens of each row.
+    """
     log_p = (logits.double() / temperature).log_softmax(-1)
     found = [
         row[label] - row[torch.tensor(list(tokens))].logsumexp(0)

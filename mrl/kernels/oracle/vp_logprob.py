@@ -9,9 +9,10 @@ from torch import Tensor
 def vp_logprob(
     logits: Tensor, labels: Tensor, mask: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs f64[T], entropy f64[T]) for logits [T, V] of any float dtype.
+    """Return the log-probs of the labels and the entropies of the softmax, f64[T] each, in nats.
 
-    Both are 0 at masked rows.
+    logits: [T, V] in any float dtype. labels: i64[T]. mask: bool[T] or u8[T]; both results are 0 in
+    rows where the mask is false. None: all rows are used.
     """
     keep = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
     log_p = (logits[keep].double() / temperature).log_softmax(-1)
