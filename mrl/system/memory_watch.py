@@ -28,6 +28,10 @@ from mrl.types import Max, Statistics
 WINDOW = 32
 """Number of the most recent cycles whose readings are used."""
 MIN_CYCLES = 8
+WARN_CYCLES = 24
+"""The smallest number of readings of a series that is warned of. In the first 20 steps, the largest
+micro-batch yet, and with it the memory that the allocator keeps, may grow step by step: with
+SmolLM2-135M by up to 35 MiB a step."""
 WARM_UP_CYCLES = 2
 """Number of initial cycles whose readings are ignored. In these cycles caches fill, kernels are
 compiled and Adam allocates its moments."""
@@ -136,7 +140,8 @@ class MemoryWatch:
 
     device: torch.device
     warn: Callable[[str], None]
-    """Called once, with a line of text, for each series that grows faster than `bound_bytes`."""
+    """Called once, with a line of text, for each series of at least WARN_CYCLES readings that grows
+    faster than `bound_bytes`."""
     bound_bytes: float = BOUND_BYTES
     _series: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -197,7 +202,8 @@ class MemoryWatch:
         leaks = self.leaks()
         for leak in leaks:
             key = (leak.phase, leak.kind)
-            if leak.bytes_per_cycle > self.bound_bytes and key not in self._reported:
+            grows = leak.num_cycles >= WARN_CYCLES and leak.bytes_per_cycle > self.bound_bytes
+            if grows and key not in self._reported:
                 self._reported.add(key)
                 self.warn(leak.text())
         values = {
