@@ -1,2 +1,2 @@
-"""Routing traces, the experts that the rollout engine chose for each token: decoding, a compact form,
-alignment to micro-batches, replay, and statistics."""
+"""Decode, pack and replay routing traces, which record the experts that the rollout engine chose for
+each token, and compare them with the choices of the trainer's routers."""

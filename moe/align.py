@@ -1,7 +1,7 @@
-"""Align routing traces with the rows that the routers of a rank see.
+"""Align routing traces with the rows (tokens) that the routers of a rank process.
 
-The traces of several samples are packed in the order of a micro-batch, then reduced to the layers
-and the sequence-parallel rows of this rank.
+The traces of several samples are packed in the order of a micro-batch. Then only the layers and the
+sequence-parallel rows of this rank are kept.
 
 Dimensions: N packed tokens (in `local_routes` only those of this context-parallel rank), n rows of
 this rank (N / tp under sequence parallelism), T tokens of a sample, L MoE layers, K experts per
@@ -25,21 +25,23 @@ from mrl.types import NATIVE_ROUTE, MicroBatch, RoutingTrace, TokenRoutes
 
 
 def routes_of_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> TokenRoutes:
-    """Return the routes of a sample's T-1 rows in `layers`, in this order; None means all layers
-    of the trace. `layers` are Megatron's layer numbers.
+    """Return the routes of a sample's T-1 rows in the given layers.
 
-    Raises ValueError for a layer that the trace does not have, and for a row that repeats an
-    expert.
+    layers: Megatron's 1-based layer numbers, in the order of the result; None takes all layers of
+    the trace.
+
+    Raises ValueError for a layer that the trace does not have, and for a row that contains the same
+    expert twice in a layer.
     """
     return joined_routes([trace], trace.layer_numbers if layers is None else layers)
 
 
 def routes_of_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> list[TokenRoutes]:
-    """Return the result of `routes_of_trace` for each trace; an empty list without traces.
+    """Return the result of `routes_of_trace` for each trace; an empty list if there are no traces.
 
-    Most samples are short, so it is faster to join all traces and check them at once. Raises
-    ValueError for traces of different models, a layer that they do not have, and a row that repeats
-    an expert.
+    All traces are joined and checked at once, which is faster than one check per trace because most
+    samples are short. Raises ValueError for traces of different models, for a layer that the traces
+    do not have, and for a row that contains the same expert twice in a layer.
     """
     if not traces:
         return []
@@ -47,8 +49,8 @@ def routes_of_traces(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> l
 
 
 def split_rows(routes: TokenRoutes, counts: Sequence[int]) -> list[TokenRoutes]:
-    """Split routes into consecutive parts, of which part i has `counts[i]` rows. The parts are
-    views."""
+    """Split routes into consecutive parts. Part i has `counts[i]` rows, and its tensors are views of
+    those of `routes`."""
     sizes = list(counts)
     ids, captured = routes.expert_ids.split(sizes), routes.captured.split(sizes)
     weights = [None] * len(sizes) if routes.weights is None else routes.weights.split(sizes)
@@ -59,11 +61,12 @@ def split_rows(routes: TokenRoutes, counts: Sequence[int]) -> list[TokenRoutes]:
 
 
 def joined_routes(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> TokenRoutes:
-    """Join all rows of one or more traces end to end. `layers` are Megatron's numbers of the layers
-    in the result, in order.
+    """Concatenate the rows of one or more traces, restricted to the given layers.
 
-    Raises ValueError for traces of different models, a layer that they do not have, and a row that
-    repeats an expert.
+    layers: Megatron's 1-based layer numbers, in the order of the result.
+
+    Raises ValueError for traces of different models, for a layer that the traces do not have, and
+    for a row that contains the same expert twice in a layer.
     """
     kinds = {
         (t.layer_numbers, t.num_experts, t.expert_ids.shape[2], t.expert_weights is not None)
@@ -87,11 +90,11 @@ def joined_routes(traces: Sequence[RoutingTrace], layers: Sequence[int]) -> Toke
 
 
 def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
-    """Return the layers with the indices `places` from `rows` [R, L, ...], as
-    [R, len(places), ...].
+    """Select the layers with the indices `places` from `rows` [R, L, ...], where R is the number of
+    rows. Return a tensor [R, len(places), ...].
 
-    Consecutive indices, which the layers of a pipeline stage have, give a view; other indices give
-    a copy.
+    The result is a view if the indices are consecutive, as for the layers of a pipeline stage.
+    Otherwise it is a copy.
     """
     if places and places == list(range(places[0], places[0] + len(places))):
         return rows[:, places[0] : places[0] + len(places)]
@@ -99,14 +102,14 @@ def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
 
 
 def take_bytes(values: Tensor, index: Any) -> Tensor:
-    """Return `values[index]` for an `index` that does not address the last dimension. The values
-    are indexed as bytes, because CUDA cannot index uint16."""
+    """Return `values[index]`. The index must not address the last dimension, because the values are
+    indexed as bytes: CUDA cannot index uint16."""
     return values.view(torch.uint8)[index].view(values.dtype)
 
 
 def with_native_rows(routes: TokenRoutes, native: Tensor) -> TokenRoutes:
-    """Return the routes, with the rows where `native` bool[N] is true marked as having no captured
-    route."""
+    """Return a copy of `routes` in which the rows where `native`, bool[N], is true have no captured
+    route. In these rows the trainer's routers choose the experts."""
     return dataclasses.replace(routes, captured=routes.captured & ~native)
 
 
@@ -115,16 +118,18 @@ def join_routes(
     lengths: Sequence[int],
     padded_lengths: Sequence[int] | None = None,
 ) -> TokenRoutes:
-    """Join the routes of the sequences of a micro-batch, in packing order.
+    """Concatenate the routes of the sequences of a micro-batch, in packing order.
 
-    parts: the T-1 rows of each sequence of T tokens, or None for a sequence without routes. At
-    least one is not None. lengths: T of each sequence. padded_lengths: the number of rows that each
-    sequence occupies in the result; by default its length.
+    parts: for each sequence of T tokens its T-1 rows, or None if the sequence has no routes. At
+    least one part must not be None.
+    lengths: T of each sequence.
+    padded_lengths: the number of rows that each sequence occupies in the result; by default its
+    length.
 
-    The rows of each sequence's last token, of padding and of sequences without routes have no
-    captured route. All K ids of such a row are 0, and the row must not be replayed, because a row
-    with repeated ids silently loses experts. Raises ValueError for parts that do not have T-1 rows,
-    or that are of different layers or models.
+    The result has no captured route for the last token of a sequence, for padding, and for
+    sequences without routes. All K ids of such a row are 0. The row must not be replayed, because a
+    router that is given the same id K times would use only one expert. Raises ValueError for a part
+    that does not have T-1 rows, and for parts of different layers or models.
     """
     first = next(part for part in parts if part is not None)
     rooms = list(lengths if padded_lengths is None else padded_lengths)
@@ -168,7 +173,8 @@ def _check_same_model(part: TokenRoutes, first: TokenRoutes) -> None:
 
 
 def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Return each wanted layer's index in `layer_numbers`. Raises ValueError for a missing layer."""
+    """Return the index in `layer_numbers` of each layer number in `wanted`. Raises ValueError for a
+    layer number that is missing."""
     place = {number: i for i, number in enumerate(layer_numbers)}
     missing = [number for number in wanted if number not in place]
     if missing:
@@ -180,30 +186,32 @@ def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
 
 
 def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
-    """Return the slice of packed rows that the routers of a tensor-parallel rank see under sequence
-    parallelism."""
+    """Return which of the `num_tokens` packed rows the routers of a tensor-parallel rank process
+    under sequence parallelism."""
     rows = num_tokens // tp_size
     return slice(tp_rank * rows, (tp_rank + 1) * rows)
 
 
 @dataclass(frozen=True)
 class RouterRows:
-    """The n rows that a router of this rank sees, and which of them the statistics count."""
+    """Properties of the n rows (tokens) that each router of this rank processes in a micro-batch."""
 
     counted: Tensor
-    """bool[n]: true for the tokens of a sample up to and including its last loss token; false for
-    padding and for samples without a loss token."""
+    """bool[n]: whether the row counts in the expert loads and router losses. True up to and including
+    the last loss token of a sample; false after it, for padding, and for samples without a loss
+    token."""
     leading: Tensor
-    """bool[n]: true for the rows before the last loss token of their sample. Such a row must have a
-    captured route, because a later loss token depends on it."""
+    """bool[n]: true for the rows before the last loss token of their sample. The routes of these
+    rows affect the loss, because a later loss token attends to them."""
     segments: Tensor
-    """i64[n]: the index, in the micro-batch, of the sequence to which each row belongs."""
+    """i64[n]: for each row the index of its sequence in the micro-batch."""
     num_segments: int
     """The number of sequences in the micro-batch."""
 
 
 def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
-    """Return the `RouterRows` for the packed tokens `rows` (a slice, or indices i64[n])."""
+    """Return the `RouterRows` of one rank. `rows`, a slice or indices i64[n], selects the packed
+    tokens of `batch` that the routers of the rank process."""
     lengths = batch.cu_seqlens.diff().long()
     so_far = batch.loss_mask.long().cumsum(0)
     by_the_end = so_far[batch.cu_seqlens[1:].long() - 1]
@@ -217,11 +225,11 @@ def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
 def local_routes(
     routes: TokenRoutes, owned_layers: Iterable[int], tp_rank: int, tp_size: int
 ) -> dict[int, Route]:
-    """Return, by layer number, the routes of the layers `owned_layers` for the rows that this rank
-    sees.
+    """Return the routes that this rank needs, one per layer in `owned_layers`, by layer number.
 
-    A route has gate weights if `routes` has them. In a row without a captured route all K ids are
-    NATIVE_ROUTE. Raises ValueError for a layer that the routes do not have.
+    Each route covers the n rows of this rank and has gate weights if `routes` has them. In a row
+    without a captured route all K ids are NATIVE_ROUTE. Raises ValueError for a layer that `routes`
+    does not have.
     """
     owned = tuple(owned_layers)
     rows = row_slice(len(routes.expert_ids), tp_rank, tp_size)

@@ -1,14 +1,14 @@
-"""Find stale rows of routes: rows whose weight version differs from the version that sampled the
+"""Find stale rows of routes: rows that were computed with other weights than those that sampled the
 next loss token.
 
-A pass that replays a stale row would differ from the pass that sampled the token. So the trainer's
-router chooses the experts of that row, and if routes are replayed, the token that the row predicts
-is excluded from the loss.
+Row r holds the experts of token r, whose forward pass predicts token r + 1. Row r is stale if its
+weight version differs from the version that sampled the first loss token after token r. This rule
+also covers prompts and tool outputs: most of their rows predict no loss token, but every later loss
+token attends to them. A row after the last loss token is never stale.
 
-Row r routes token r and predicts token r + 1. Most rows of a prompt or of a tool's output predict
-no loss token, but every later loss token attends to them. Hence one rule for all rows: row r is
-stale if its weight version differs from that of the first loss token after it. A row after the last
-loss token is never stale.
+Stale rows are not replayed, because the replay would not reproduce the pass that sampled the loss
+token. Instead, the trainer's router chooses the experts. If routes are replayed, the token that a
+stale row predicts is also excluded from the loss.
 
 The functions are pure and use only what every rank knows about a sample, so all ranks get the same
 result.
@@ -31,10 +31,11 @@ NO_VERSION = -1
 
 
 def stale_rows(sample: Sample) -> Tensor | None:
-    """Return which rows of a sample's routes are stale, bool[T-1]; None if no row is stale, or if
-    the sample has no routes.
+    """Return bool[T-1], true for the stale rows of a sample's routes. Return None if no row is
+    stale, or if the sample has no routes.
 
-    Raises ValueError for a loss token that no span of `Sample.weight_versions` covers.
+    Raises ValueError if the sample has routes and a loss token that no span of
+    `Sample.weight_versions` covers.
     """
     if sample.routing is None:
         return None
@@ -59,10 +60,11 @@ def stale_rows(sample: Sample) -> Tensor | None:
 def without_stale_tokens(
     samples: Sequence[Sample],
 ) -> tuple[list[Sample], list[Tensor | None]]:
-    """Exclude the tokens that stale rows predict from the loss. Return the samples with the changed
-    loss masks, and the result of `stale_rows` for each sample.
+    """Remove every token that a stale row predicts from the loss mask of its sample.
 
-    Raises ValueError for a loss token that no span of `Sample.weight_versions` covers.
+    Returns the samples with the changed loss masks, and the result of `stale_rows` for each sample.
+    Raises ValueError if a sample with routes has a loss token that no span of
+    `Sample.weight_versions` covers.
     """
     stale = [stale_rows(sample) for sample in samples]
     return [_without_tokens(s, rows) for s, rows in zip(samples, stale, strict=True)], stale
@@ -79,10 +81,11 @@ def _without_tokens(sample: Sample, stale: Tensor | None) -> Sample:
 def provenance_metrics(
     samples: Sequence[Sample], stale: Sequence[Tensor | None]
 ) -> dict[str, float]:
-    """Return the numbers of stale, cached and recomputed rows, each summed over all samples of a
-    step.
+    """Return the metrics `routing/stale_rows`, `routing/cached_rows` and `routing/recomputed_rows`:
+    numbers of rows, summed over `samples`.
 
-    stale: the result of `stale_rows` for each sample.
+    stale: the result of `stale_rows` for each sample. Cached rows came from the engine's prefix
+    cache. Recomputed rows were computed again after the engine had retracted the request.
     """
     traces = [sample.routing for sample in samples if sample.routing is not None]
     return {
@@ -93,7 +96,8 @@ def provenance_metrics(
 
 
 def _per_position(spans: Iterable[VersionSpan], size: int) -> Tensor:
-    """Return the version of each position, i64[size]; NO_VERSION outside of the spans."""
+    """Return i64[size]: the version of the span that covers each position; NO_VERSION where no span
+    does."""
     versions = torch.full((size,), NO_VERSION, dtype=torch.int64)
     for span in spans:
         versions[span.start : span.end] = span.version

@@ -1,16 +1,17 @@
-"""Replay routes in a Megatron model, in the forward pass and again in activation recompute.
+"""Replay routes in a Megatron model: in the forward pass, and again in activation recompute.
 
-Each router gets its own `LayerReplay` instead of Megatron's `RouterReplay`. `LayerReplay` has the
-method that the router calls, so Megatron needs no patch. Megatron's class keeps one global list
-over all models and pipeline chunks, replays either every token or none, accepts duplicate ids and
-never empties its queue without recompute. A `LayerReplay` belongs to one layer of one model, lets
-the router decide for rows without a captured route, and must have an empty queue when a step ends.
+Each router gets a `LayerReplay` in place of Megatron's `RouterReplay`. `LayerReplay` has the method
+that the router calls, so Megatron needs no patch. Megatron's class keeps one global list over all
+models and pipeline chunks, replays either every token or none, accepts duplicate ids, and never
+empties its queue if there is no recompute. A `LayerReplay` belongs to one layer of one model, lets
+the router choose in rows without a captured route, and must have an empty queue after every pass.
 
-The gate weights are the trainer's own scores of the replayed experts, so the router learns (R3,
-arXiv 2510.11370). With a `GatedRoute` the forward pass uses recorded weights instead, and their
-gradient is passed on to the trainer's own weights (straight-through estimator, arXiv 1308.3432).
+By default the gate weights are the trainer's own scores of the replayed experts, so the router
+still gets a gradient (R3, arXiv 2510.11370). With a `GatedRoute` the forward pass uses the recorded
+gate weights instead. Their gradient then goes to the trainer's own gate weights (straight-through
+estimator, arXiv 1308.3432).
 
-Dimensions: n rows of this rank, K experts per token, E experts.
+Dimensions: n rows (tokens) of this rank, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -27,23 +28,22 @@ from mrl.types import NATIVE_ROUTE
 
 
 def margins(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Return f32[n]: for each row the lowest score of a chosen expert minus the highest score of
-    the other experts.
+    """Return f32[n]: the margin of each row, which is the lowest score of the chosen experts minus
+    the highest score of the other experts.
 
-    scores: f32[n, E], the scores by which the router selects. chosen: i64[n, K], the selected
-    experts. A margin can be negative under group-limited routing, where an expert of a group that
-    was not selected may have a higher score.
+    scores: f32[n, E], the scores by which the router selects experts. chosen: i64[n, K], the ids of
+    the chosen experts. Under group-limited routing a margin can be negative, because an expert of a
+    group that was not selected may have a higher score than the chosen experts.
     """
     left = scores.scatter(1, chosen, float("-inf")).amax(1)
     return (scores.gather(1, chosen).amin(1) - left).float()
 
 
 def with_gates(probs: Tensor, route: GatedRoute) -> Tensor:
-    """Return gate weights [n, E] that have the values of the route's weights and the gradient of
-    `probs`.
+    """Return gate weights [n, E] with the values of `route.weights` and the gradient of `probs`.
 
-    probs: [n, E], 0 except at the chosen experts. Rows without a captured route keep the values of
-    `probs`.
+    probs: [n, E], the router's own gate weights, which are 0 except at the chosen experts. Rows
+    without a captured route keep the values of `probs`.
     """
     own = probs.detach()
     places = route.ids.clamp(min=0)
@@ -54,21 +54,24 @@ def with_gates(probs: Tensor, route: GatedRoute) -> Tensor:
 
 
 class LayerReplay:
-    """The routes that one router replays: first in the forward pass, and again in activation
-    recompute. The recomputes come in the order of the forward passes."""
+    """Replays routes in one router: in the forward pass, and again in activation recompute.
+
+    The recomputes of the micro-batches must come in the order of their forward passes.
+    """
 
     def __init__(self, layer_number: int, keep_for_recompute: bool) -> None:
         self.layer_number = layer_number
         self.native_ids: Tensor | None = None
-        """i64[n, K]: the experts that the router would have chosen in the last forward pass without
-        replay."""
+        """i64[n, K]: the router's own choice in the last forward pass, whether or not a route was
+        replayed instead."""
         self.chosen: Tensor | None = None
-        """i64[n, K]: the experts of the last forward pass or recompute, in the order of the route."""
+        """i64[n, K]: the experts used in the last forward pass or recompute. Replayed experts are in
+        the order of the route."""
         self.margins: Tensor | None = None
-        """f32[n]: the result of `margins` for the last forward pass; None if that pass did not ask
-        for it."""
+        """f32[n]: the margins (see `margins`) of the router's own choice in the last forward pass;
+        None unless `begin_forward` was called with `watch`."""
         self.routing_map: Tensor | None = None
-        """bool[n, E]: the map that the router passed to the dispatcher in the last forward pass."""
+        """bool[n, E]: the experts to which the router sent each row in the last forward pass."""
         self._probs: Tensor | None = None
         self._keep = keep_for_recompute
         self._forward: Route | None = None
@@ -77,11 +80,12 @@ class LayerReplay:
         self._recompute: deque[Route | None] = deque()
 
     def begin_forward(self, target: Route | None, with_grad: bool, watch: bool = False) -> None:
-        """Replay `target` in the next forward pass; None lets the router decide. With `watch` the
-        pass records the margins.
+        """Prepare the next forward pass.
 
-        If the pass is run `with_grad` and the model recomputes activations, the target is also kept
-        for the recompute.
+        target: the route to replay; None lets the router choose the experts.
+        with_grad: whether a backward pass follows. If it does and the model recomputes activations,
+        `target` is also kept for the recompute.
+        watch: whether to record `margins`.
         """
         self._forward, self._in_forward, self._watch = target, True, watch
         self.margins = None
@@ -89,19 +93,19 @@ class LayerReplay:
             self._recompute.append(target)
 
     def end_forward(self) -> None:
-        """End the forward pass: until the next `begin_forward`, only recompute calls the router."""
+        """End the forward pass. Router calls before the next `begin_forward` count as recomputes."""
         self._forward, self._in_forward, self._probs = None, False, None
 
     @property
     def num_pending(self) -> int:
-        """The number of micro-batches whose recompute has not run."""
+        """The number of micro-batches whose recompute has not run yet."""
         return len(self._recompute)
 
     def native_gates(self) -> GatedRoute:
-        """Return the experts that the router chose in the present forward pass, with their gate
+        """Return the experts that the router chose in the current forward pass, with their gate
         weights.
 
-        The pass must not replay routes. Call this before `end_forward`.
+        Call this after the router has run and before `end_forward`, in a pass that replays no route.
         """
         assert self.native_ids is not None
         assert self._probs is not None
@@ -115,12 +119,14 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Choose the experts for scores [n, E]: those of the replayed route, or the router's own
-        choice.
+        """Choose the experts of each row: those of the replayed route, or else the router's own.
 
-        Megatron's router calls this instead of `RouterReplay.get_replay_topk`. Returns the scores
-        [n, K] of the chosen experts and their ids [n, K]. Raises ValueError for a route of another
-        shape.
+        Megatron's router calls this method instead of `RouterReplay.get_replay_topk`.
+
+        scores: [n, E]. topk: K. default_compute_topk: the router's function for its own choice.
+
+        Returns the scores [n, K] and the ids [n, K] of the chosen experts. Raises ValueError if the
+        route does not have the shape [n, K].
         """
         assert default_compute_topk is not None
         native_scores, native = default_compute_topk(scores, topk, num_groups, group_topk)
@@ -144,10 +150,11 @@ class LayerReplay:
         return scores.gather(1, ids), ids
 
     def observe(self, router: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> Any:
-        """Record the routing map of the forward pass. If a `GatedRoute` is replayed, replace the
-        gate weights by the route's weights.
+        """Record what the router returns in a forward pass. If a `GatedRoute` is replayed, replace
+        the values of the gate weights by those of the route (see `with_gates`).
 
-        This is a forward hook of the router. It returns (gate weights, routing map).
+        This is a forward hook of the router. `output` and the result are (gate weights [n, E],
+        routing map bool[n, E]).
         """
         probs, routing_map = output
         if isinstance(self._used, GatedRoute):
@@ -158,16 +165,16 @@ class LayerReplay:
 
 
 class ReplayedChunk:
-    """The `LayerReplay` of each router in one model chunk. All of them are set together for each
-    forward pass."""
+    """The `LayerReplay` objects of all routers in one model chunk."""
 
     def __init__(self, chunk: Any, keep_for_recompute: bool) -> None:
         """Make a `LayerReplay` for each router of the chunk, and attach it to the router.
 
-        Raises ValueError if the model's configuration makes routers ignore replayed routes.
+        keep_for_recompute: whether the model recomputes activations. Raises ValueError for router
+        settings that ignore replayed routes or drop replayed tokens.
         """
         self.layers: dict[int, LayerReplay] = {}
-        """The replays by Megatron's layer number."""
+        """The `LayerReplay` of each MoE layer, by Megatron's 1-based layer number."""
         self._routers: list[tuple[Any, LayerReplay]] = []
         self._hooks: list[Any] = []
         for layer in chunk.decoder.layers:
@@ -181,14 +188,13 @@ class ReplayedChunk:
         self.attach()
 
     def attach(self) -> None:
-        """Connect the routers to these replays, initially or after `detach`."""
+        """Make the routers use the replays of this chunk. Call it again only after `detach`."""
         for router, replay in self._routers:
             router.router_replay = replay
             self._hooks.append(router.register_forward_hook(replay.observe))
 
     def detach(self) -> None:
-        """Disconnect the routers from these replays. They then choose the experts themselves, until
-        this or another model's replays are attached."""
+        """Undo `attach`. Without replays, the routers choose the experts themselves."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -196,10 +202,10 @@ class ReplayedChunk:
             router.router_replay = None
 
     def begin_forward(self, routes: Routes | None, with_grad: bool, watch: bool = False) -> None:
-        """Set what each layer replays in the next forward pass (see `LayerReplay.begin_forward`).
+        """Set the route that each layer replays in the next forward pass.
 
-        The router decides in a layer that `routes` does not have, and in all layers if `routes` is
-        None.
+        In layers that `routes` does not have, the router chooses the experts; in all layers if
+        `routes` is None. For `with_grad` and `watch` see `LayerReplay.begin_forward`.
         """
         for number, layer in self.layers.items():
             layer.begin_forward(None if routes is None else routes.get(number), with_grad, watch)
@@ -210,8 +216,8 @@ class ReplayedChunk:
             layer.end_forward()
 
     def check_drained(self) -> None:
-        """Raise RuntimeError if a route that was kept for recompute has not been used, because the
-        gradient is wrong then."""
+        """Raise RuntimeError if a route that was kept for recompute has not been used. In that case
+        the gradient is wrong."""
         for number, layer in self.layers.items():
             if layer.num_pending:
                 raise RuntimeError(
@@ -220,7 +226,7 @@ class ReplayedChunk:
 
 
 def _check(config: Any) -> None:
-    """Raise ValueError for router settings that would ignore the replay."""
+    """Raise ValueError for router settings that ignore replayed routes or drop replayed tokens."""
     if config.moe_router_fusion:
         raise ValueError("routing replay: moe_router_fusion ignores replayed routes; turn it off")
     if config.moe_router_load_balancing_type == "sinkhorn":

@@ -1,7 +1,7 @@
-"""Expert ids of one or two bytes, and their transport between ranks as one row of bytes per token.
+"""Convert routes to rows of bytes, one row per token, and back. Ranks exchange routes in this form.
 
-A row holds the K ids of each layer, one layer after the other. If gate weights were captured, they
-come after all ids. Ids are uint8 up to 256 experts and uint16 above.
+A row holds the K expert ids of each layer, one layer after the other. If gate weights were
+captured, they follow after all ids, as float32. Ids are uint8 up to 256 experts and uint16 above.
 
 Dimensions: R rows, L MoE layers, K experts per token.
 """
@@ -20,26 +20,26 @@ MAX_EXPERTS = 65536
 
 def id_dtype(num_experts: int) -> torch.dtype:
     """Return the dtype of expert ids: uint8 up to 256 experts, uint16 above. Raises ValueError
-    unless there are 1 to MAX_EXPERTS experts."""
+    unless `num_experts` is between 1 and MAX_EXPERTS."""
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts: got {num_experts}, expected 1 to {MAX_EXPERTS}")
     return torch.uint8 if num_experts <= 256 else torch.uint16
 
 
 def route_bytes(num_experts: int, topk: int) -> int:
-    """Return the number of bytes of one token's route in one layer, without gate weights."""
+    """Return the size in bytes of the K = `topk` expert ids of one token in one layer."""
     return topk * id_dtype(num_experts).itemsize
 
 
 def row_bytes(num_layers: int, num_experts: int, topk: int, *, with_weights: bool = False) -> int:
-    """Return the number of bytes of one token's row. The row holds the token's routes in L layers,
-    and `with_weights` also L K gate weights of 4 bytes."""
+    """Return the size in bytes of the row of one token: the expert ids of all layers, and with
+    `with_weights` also their gate weights of 4 bytes each."""
     return num_layers * (route_bytes(num_experts, topk) + 4 * topk * with_weights)
 
 
 def to_rows(routes: TokenRoutes) -> Tensor:
-    """Return the routes as rows of bytes, u8[R, row_bytes]. Every row must have a captured
-    route."""
+    """Return the routes as rows of bytes, u8[R, row_bytes]. Every row must have a captured route,
+    because the bytes do not contain `routes.captured`."""
     ids = routes.expert_ids.contiguous().view(torch.uint8).flatten(1)
     if routes.weights is None:
         return ids
@@ -54,8 +54,8 @@ def from_rows(
     *,
     with_weights: bool = False,
 ) -> TokenRoutes:
-    """Return the routes from which `to_rows` made `rows`. Raises ValueError if the rows do not have
-    `row_bytes` bytes."""
+    """Convert `rows`, u8[R, row_bytes] from `to_rows`, back to routes. Raises ValueError if the rows
+    do not have `row_bytes` bytes each."""
     num_rows, num_layers = len(rows), len(layer_numbers)
     width = row_bytes(num_layers, num_experts, topk, with_weights=with_weights)
     if rows.shape != (num_rows, width):

@@ -1,6 +1,7 @@
-"""Types for the route of a layer, and for the routes that a pass replays.
+"""Types for the route of a layer, which is the chosen experts of each token, and for the routes that
+a pass over the model replays.
 
-Dimensions: n rows of this rank, K experts per token.
+Dimensions: n rows (tokens) of this rank, K experts per token.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ class GatedRoute:
     """The route of one layer, with the gate weights of the chosen experts."""
 
     ids: Tensor
-    """i64[n, K]: the chosen experts; NATIVE_ROUTE in rows without a captured route."""
+    """i64[n, K]: the ids of the chosen experts; NATIVE_ROUTE in rows without a captured route."""
     weights: Tensor
     """f32[n, K]: the factor by which each chosen expert's output is multiplied."""
 
 
 Route = Tensor | GatedRoute
-"""Expert ids i64[n, K] of a layer, with or without gate weights. The router decides in rows whose
-ids are NATIVE_ROUTE."""
+"""Expert ids i64[n, K] of a layer, with or without gate weights. In rows whose ids are NATIVE_ROUTE,
+the router chooses the experts."""
 
 Routes = Mapping[int, Route]
-"""Routes of this rank's rows by Megatron's layer number. The router decides in a layer that is
-missing."""
+"""Routes of this rank's rows, by Megatron's 1-based layer number. In a layer that is missing, the
+router chooses the experts."""
 
 
 def ids_of(route: Route) -> Tensor:
-    """Return the expert ids i64[n, K] of a route, with or without weights."""
+    """Return the expert ids i64[n, K] of a route that may or may not have gate weights."""
     return route.ids if isinstance(route, GatedRoute) else route
 
 
@@ -52,12 +53,14 @@ class Replay:
 
     @classmethod
     def recorded(cls, routes: Sequence[Routes]) -> Replay:
-        """Return a replay of the `routes` that an earlier pass recorded (R2), one entry per
-        micro-batch."""
+        """Replay the routes that an earlier pass of the trainer recorded (R2).
+
+        routes: one entry per micro-batch.
+        """
         return cls("recorded", tuple(routes))
 
     def of_batches(self, share: slice) -> Replay:
-        """Return the replay for those micro-batches of the pass that the slice `share` selects."""
+        """Return the replay of a part of the micro-batches; `share` is the slice that selects them."""
         return Replay(self.kind, self.routes[share])
 
 

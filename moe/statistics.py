@@ -1,9 +1,9 @@
 """Compare the routers' own choices with captured routes, and measure the load of the experts.
 
-Every rank counts the rows and layers that it owns. The sums of these counts over all ranks are the
+Every rank counts only its own rows and layers. The sums of these counts over all ranks are the
 counts of the whole model.
 
-Dimensions: n rows of this rank, L MoE layers, K experts per token, E experts.
+Dimensions: n rows (tokens) of this rank, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from mrl.types import NATIVE_ROUTE, Max, Mean, Quantiles, Statistics
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """The counts of one pass for L layers of this rank, over the rows that have a captured
-    route and come before the last loss token of their sample."""
+    """Counts of one pass for L layers of this rank. Only the rows that have a captured route and
+    come before the last loss token of their sample are counted."""
 
     num_choices: Tensor
-    """i64[L]: the number of captured choices, which is K for each row with a captured route."""
+    """i64[L]: the number of expert choices in the captured routes, K for each counted row."""
     num_disagreements: Tensor
-    """i64[L]: the number of captured choices that the router itself would not have made."""
+    """i64[L]: the number of expert choices in the captured routes that the trainer's router did not
+    make itself."""
     margins: MarginCounts | None = None
     """The router margins of the counted rows; None if the pass recorded no margins."""
 
@@ -49,22 +50,28 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class MarginCounts:
-    """The router margins (`moe.replay.margins`) of L layers. In the first dimension of each
-    tensor, index 0 is for the rows in which the router's choice differs from the captured choice,
-    and index 1 for the rows in which the two choices are equal."""
+    """Sums and histograms of the router margins (`moe.replay.margins`) of L layers.
+
+    In the first dimension of each tensor, index 0 stands for the rows in which the router chose
+    other experts than the captured route, and index 1 for the rows in which both chose the same
+    experts.
+    """
 
     totals: Tensor
     """f64[2, L]: the sums of the margins over the rows."""
     nums: Tensor
-    """i64[2, L]: the numbers of rows that `totals` sums over."""
+    """i64[2, L]: the numbers of rows whose margins `totals` sums up."""
     histograms: Tensor
-    """i64[2, L, NUM_BINS]: histograms of the margins (see `mrl.system.histogram`)."""
+    """i64[2, L, NUM_BINS]: histograms of the margins (see `mrl.system.histogram`). Negative margins
+    count as 0."""
 
     @staticmethod
     def of(margins: Tensor, differs: Tensor, captured: Tensor) -> MarginCounts:
-        """Make the counts of `margins` f32[L, n]. `differs` bool[L, n] marks the rows in which the
-        router's choice differs from the captured one, and `captured` bool[L, n] the rows that have
-        a captured route."""
+        """Count the margins of one micro-batch.
+
+        margins: f32[L, n]. differs: bool[L, n], true where the router chose other experts than the
+        captured route. captured: bool[L, n], true for the rows to count.
+        """
         rows = torch.stack([captured & differs, captured & ~differs])
         return MarginCounts(
             torch.where(rows, margins, 0.0).double().sum(-1),
@@ -82,24 +89,24 @@ class MarginCounts:
 
 @dataclass
 class RoutingCounter:
-    """Counts the routes of one pass on one rank, micro-batch by micro-batch.
+    """Counts router choices and expert loads of one pass on one rank, micro-batch by micro-batch.
 
-    All layers of a chunk are counted together, so the number of kernels does not grow with the number
-    of layers, and no kernel makes the host wait for the device.
+    All layers of a model chunk are counted together, so the number of counting kernels does not
+    grow with the number of layers, and the host never waits for the device.
     """
 
     num_expected: Tensor | int = 0
     num_captured: Tensor | int = 0
     num_replayed: Tensor | int = 0
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
-    """The counts of each chunk, by the tuple of the numbers of the chunk's layers."""
+    """The counts of each model chunk. The key is the tuple of the layer numbers that were counted."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """bool[n] by the number of the micro-batch: true for rows in which the router of any layer of
-    this rank would choose other experts than the captured route."""
+    """For each micro-batch number bool[n]: true for rows in which the router of at least one layer of
+    this rank chose other experts than the captured route."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """i64[L, E] for each chunk: the number of tokens that went to each expert. The key is the tuple
-    of the numbers of the chunk's layers."""
+    """For each model chunk i64[L, E]: the number of `RouterRows.counted` tokens that went to each
+    expert. The key is the tuple of the chunk's layer numbers."""
 
     def add(
         self,
@@ -111,9 +118,13 @@ class RoutingCounter:
     ) -> None:
         """Count one micro-batch after its forward pass.
 
-        routes: the routes with which the routers' own choices are compared; None counts only the
-        load of the experts. replays: whether the pass replayed `routes`. If so, the rows that were
-        replayed are counted too.
+        batch_number: the index of the micro-batch in the pass.
+        chunk: the model chunk that ran.
+        routes: the captured routes to compare with the routers' own choices; None counts only the
+        load of the experts.
+        rows: the rows of the micro-batch that the routers of this rank processed.
+        replays: whether the pass replayed `routes`. If so, the rows that were in fact replayed are
+        counted too.
         """
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
@@ -143,11 +154,11 @@ class RoutingCounter:
         rows: RouterRows,
         replays: bool,
     ) -> Tensor:
-        """Compare the routers' own choices in the layers `numbers` with the routes. `maps`
-        bool[L, n, E] are the routing maps of these layers.
+        """Compare the routers' own choices with the captured routes in the layers `numbers`, and add
+        the counts to this counter.
 
-        Returns bool[n]: true for rows in which, in any of the layers, the router's own choice
-        differs from the captured one.
+        maps: bool[L, n, E], the routing maps of these layers. Returns bool[n]: true for rows in which
+        the router of at least one of the layers chose other experts than the captured route.
         """
         layers = [chunk.layers[number] for number in numbers]
         native = _stacked([layer.native_ids for layer in layers])
@@ -173,10 +184,11 @@ class RoutingCounter:
         return row_differs.any(0)
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:
-        """Return this rank's part of the statistics `routing/*`, before they are reduced over the
-        ranks; empty if no micro-batch had routes.
+        """Return the statistics `routing/*` of this rank, which the caller still has to reduce over
+        the ranks. The result is empty if no micro-batch had routes.
 
-        A collective over the pipeline stages, which hold different layers of the same tokens.
+        A collective over `pp_group`, the pipeline stages, which hold different layers of the same
+        tokens.
         """
         batches = sorted(self._token_differs)
         if not batches:
@@ -208,20 +220,20 @@ class RoutingCounter:
     ) -> Statistics:
         """Measure how evenly the pass loaded the experts. A collective over all ranks.
 
-        The load of an expert is the number of tokens (`RouterRows.counted`) that were routed to
-        it; under replay the replayed routes count. Loads are summed over all ranks before any ratio
-        is taken, and every rank returns the same statistics. Each MoE layer has three keys with the
-        ending `/layer_NN` (Megatron's 1-based number):
+        The load of an expert is the number of `RouterRows.counted` tokens that were sent to it,
+        by the router or by a replayed route. Loads are summed over all ranks before any ratio is
+        taken, and every rank returns the same statistics. Each MoE layer has three statistics,
+        whose keys end in `/layer_NN` (Megatron's 1-based layer number):
 
-        - `moe/load_max`: the load of the fullest expert as a multiple of an even load (1 to E).
+        - `moe/load_max`: the highest load of an expert, divided by the mean load (1 to E).
         - `moe/load_entropy`: the entropy of the experts' shares of the load, divided by log E.
         - `moe/dead_experts`: the number of experts without a token.
 
-        Without that ending, `moe/load_max` is the maximum over the layers, and `moe/dead_experts`
-        the sum over the layers.
+        Without the ending, `moe/load_max` is the maximum over the layers, and `moe/dead_experts`
+        is the sum over the layers.
 
-        layer_numbers: the numbers of all L MoE layers of the model. The result is empty if there
-        are no MoE layers.
+        layer_numbers: the numbers of all L MoE layers of the model; if there are none, the result
+        is empty. num_experts: E. device: where the loads are summed.
         """
         if not layer_numbers:
             return {}
@@ -240,7 +252,7 @@ class RoutingCounter:
 def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
     """Compute the statistics that `RoutingCounter.load_statistics` describes.
 
-    loads: the number of tokens of each expert, i64[E], summed over all ranks, by layer number.
+    loads: for each layer number i64[E], the load of each expert, summed over all ranks.
     """
     counts = torch.stack(list(loads.values())).double()  # [L, E]
     num_experts = counts.shape[-1]
@@ -260,13 +272,14 @@ def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
 
 
 def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statistics:
-    """Return the mean and the median (accurate to 2.2%) of the router margins over all rows and
-    layers, once for the rows in which engine and router chose different experts (`disagreement`),
-    and once for the rows in which they chose the same experts (`agreement`).
+    """Return the mean and the median (accurate to 2.2%) of the router margins over all counted rows
+    and layers.
 
-    For the disagreements the mean of each layer is returned too. Small margins at disagreements
-    point to rounding, and large margins to different weights. The result is empty if the pass
-    recorded no margins.
+    There is one mean and one median for the rows in which the router chose other experts than the
+    captured route (`disagreement`), and one each for the other rows (`agreement`). For the
+    disagreements the mean of each layer is returned too. Small margins at disagreements point to
+    rounding, large margins to different weights. The result is empty if the pass recorded no
+    margins.
     """
     parts = {part: c.margins for part, c in layers.items() if c.margins is not None}
     stats: Statistics = {}
@@ -287,8 +300,8 @@ def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statisti
 
 
 def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack the tensors that the layers recorded in the last forward pass; return None if there are
-    no layers."""
+    """Stack one recorded tensor per layer along a new first dimension. Return None if there are no
+    layers."""
     noted = [part for part in parts if part is not None]
     assert len(noted) == len(parts), "a router was not called in this forward"
     return torch.stack(noted) if noted else None
@@ -299,6 +312,6 @@ def _share(part: Tensor | int, whole: Tensor | int) -> Mean:
 
 
 def _shares(names: Sequence[str], parts: Tensor, wholes: Tensor) -> Statistics:
-    """Return the statistics with the keys `names`; number i is the mean `parts[i] / wholes[i]`."""
+    """Return one statistic per key in `names`. Statistic i is the ratio `parts[i] / wholes[i]`."""
     columns = zip(names, parts.double().unbind(), wholes.double().unbind(), strict=True)
     return {name: Mean(part, whole) for name, part, whole in columns}

@@ -1,10 +1,12 @@
 """Turn the routes that an engine returns with a sample into a `RoutingTrace`, and join traces.
 
-Dimensions: T all tokens of a sample, H hidden layers (dense ones too), L MoE layers, K experts per
-token. SGLang sends int32 [T-1, H, K] in C order: the prompt is included, the last token has no row,
-dense layers hold placeholders, shared experts are left out. With weights the rows are [T-1, H, 2K]:
-K ids, then the bits of the K float32 gate weights. The numbers come as base64, or through shared
-memory with one or two bytes per id (`mrl.engines.sglang.route_memory`).
+SGLang sends int32 [T-1, H, K] in C order. Prompt tokens have rows; the last token has none. Dense
+layers hold placeholders, and shared experts are left out. With gate weights the shape is
+[T-1, H, 2K]: K ids, then the bits of the K float32 weights. The numbers come as base64, or through
+shared memory with one or two bytes per id (`mrl.engines.sglang.route_memory`).
+
+Dimensions: T all tokens of a sample, H layers of the model (MoE and dense), L MoE layers, K experts
+per token.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from mrl.errors import InputError
 from mrl.types import RoutingTrace, TokenRoutes, VersionSpan
 
 _CHECKED_ROWS = 1 << 15
-"""The number of rows that `refuse_repeats` compares at once. It is so small that the K columns of
-these rows stay in the processor's cache."""
+"""The number of rows that `refuse_repeats` compares at once, small enough for the K columns of these
+rows to stay in the processor's cache."""
 
 
 def decode_base64(payload: str) -> np.ndarray:
-    """Decode the int32 numbers that SGLang sends as base64; return them as a flat array i4[n].
+    """Decode the int32 numbers that SGLang sends as base64 into a flat array.
 
-    Raises ValueError if the payload is not base64, or its length is not a multiple of 4 bytes.
+    Raises ValueError if the payload is not base64, or does not decode to a multiple of 4 bytes.
     """
     try:
         raw = pybase64.b64decode(payload, validate=True)  # 40 times as fast as the standard library
@@ -57,12 +59,16 @@ def decode_routes(
     """Make a trace from the numbers that an engine sent for a sample. The dense layers are dropped,
     and the expert ids are narrowed to u8[T-1, L, K], or u16 above 256 experts.
 
-    numbers: a flat array of any integer type. moe_layer_numbers: Megatron's 1-based numbers of the
-    MoE layers.
+    numbers: the flat array of the shape that the module docstring describes, of any integer type.
+    moe_layer_numbers: Megatron's 1-based numbers of the MoE layers.
+    topk: K.
+    row_versions, num_cached_rows, num_recomputed_rows: see `RoutingTrace`.
+    with_weights: whether `numbers` contains gate weights.
 
-    Raises InputError for layer numbers that the model cannot have. Raises ValueError for `numbers`
-    of a wrong length, more cached rows than rows, an expert id that is out of range or repeated in
-    a row, and a weight that is negative or not finite.
+    Raises InputError if a layer number is not between 1 and `num_hidden_layers`, or if there is
+    none. Raises ValueError if `numbers` has the wrong length, if `num_cached_rows` is negative or
+    above T-1, if an expert id is out of range or occurs twice in a row of a layer, or if a gate
+    weight is negative or not finite.
     """
     layers = np.asarray(moe_layer_numbers, dtype=np.int64) - 1
     if not len(layers) or layers.min() < 0 or layers.max() >= num_hidden_layers:
@@ -104,8 +110,8 @@ def decode_routes(
 
 
 def _weights_of(bits: np.ndarray, layer_numbers: Sequence[int]) -> Tensor:
-    """Reinterpret `bits`, int32 [T-1, L, K], as f32. Raises ValueError for a negative or non-finite
-    weight."""
+    """Reinterpret the int32 numbers `bits` [T-1, L, K] as float32 gate weights. Raises ValueError
+    for a weight that is negative or not finite."""
     weights = np.ascontiguousarray(bits).view("<f4")
     wrong = ~(weights >= 0) | ~np.isfinite(weights)
     if wrong.any():
@@ -118,7 +124,8 @@ def _weights_of(bits: np.ndarray, layer_numbers: Sequence[int]) -> Tensor:
 
 
 def _refuse_unknown(ids: np.ndarray, layer_numbers: Sequence[int], num_experts: int) -> None:
-    """Raise ValueError for an id out of range, because narrowing would turn -1 into expert 255."""
+    """Raise ValueError for an expert id out of range. Without this check, the conversion to uint8
+    would turn -1 into expert 255."""
     if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
         row, layer, _ = np.argwhere((ids < 0) | (ids >= num_experts))[0]
         raise ValueError(
@@ -128,7 +135,10 @@ def _refuse_unknown(ids: np.ndarray, layer_numbers: Sequence[int], num_experts: 
 
 
 def refuse_repeats(ids: Tensor, layer_numbers: Sequence[int]) -> None:
-    """Raise ValueError if a row of `ids`, u8 or u16 [T-1, L, K], holds an expert twice."""
+    """Raise ValueError if the K ids of a token in a layer contain an expert twice.
+
+    ids: u8 or u16 [T-1, L, K]. layer_numbers: the numbers of the L layers, for the error message.
+    """
     num_layers, topk = ids.shape[1:]
     flat = ids.numpy().reshape(-1, topk)
     for start in range(0, len(flat), _CHECKED_ROWS):
@@ -144,29 +154,30 @@ def refuse_repeats(ids: Tensor, layer_numbers: Sequence[int]) -> None:
 
 
 def empty_trace_ids(num_rows: int, num_layers: int, num_experts: int, topk: int) -> Tensor:
-    """Return a value for `RoutingTrace.expert_ids` if another rank holds the ids: a `meta` tensor,
-    which has a shape and no data."""
+    """Return a placeholder for `RoutingTrace.expert_ids` on a rank that does not hold the ids: a
+    `meta` tensor [num_rows, num_layers, topk], which has no data."""
     return torch.empty((num_rows, num_layers, topk), dtype=id_dtype(num_experts), device="meta")
 
 
 def with_routes(trace: RoutingTrace, routes: TokenRoutes) -> RoutingTrace:
-    """Return `trace` with the ids and weights of `routes`. `routes` must hold T-1 rows of all
-    layers of the trace."""
+    """Return a copy of `trace` with the expert ids and gate weights of `routes`. `routes` must have
+    the T-1 rows and all layers of the trace."""
     return dataclasses.replace(trace, expert_ids=routes.expert_ids, expert_weights=routes.weights)
 
 
 def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
-    """Join the traces of a sample that was generated in two pieces.
+    """Join the two traces of a sample that was generated in two pieces.
 
-    old: the trace of the first piece, R rows. new: the trace of the whole sequence so far, which
-    came with the second piece. The result has the R rows of `old` and the later rows of `new`,
-    because the log-probs of the first piece were computed with the rows of `old`, whatever the
-    engine recomputed later. The row of the first piece's last token is only in `new`.
+    old: the trace of the first piece, with R rows.
+    new: the trace that came with the second piece. It covers both pieces.
 
-    A trace stores how many of its leading rows the engine took from a cache. The result has this
-    number from `old`, or from `new` if the number there exceeds R + 1. The same applies to the
-    number of recomputed rows. The result has gate weights if `old` and `new` have them. Raises
-    ValueError if `new` is shorter than `old` or of another model.
+    The result has the R rows of `old`, then the rows of `new` from R on. The rows of `old` are kept
+    because the log-probs of the first piece were computed with these routes, even if the engine
+    recomputed the piece later. The last token of the first piece has a row only in `new`.
+
+    `num_cached_rows` of the result is that of `old`, unless that of `new` exceeds R + 1; then it is
+    that of `new`. The same rule gives `num_recomputed_rows`. The result has gate weights if both
+    traces have them. Raises ValueError if `new` has fewer rows than `old` or is of another model.
     """
     num_kept, num_rows = len(old.expert_ids), len(new.expert_ids)
     if num_rows < num_kept:
@@ -192,8 +203,10 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
 
 
 def _leading(old: int, new: int, num_kept: int) -> int:
-    """Return the number of leading cached (or recomputed) rows of the joined trace. `old` and `new`
-    are the numbers of the two traces, and `num_kept` is the number of rows of the old trace."""
+    """Return the number of leading cached (or recomputed) rows of a joined trace.
+
+    old, new: these numbers in the two traces. num_kept: the number of rows of the old trace.
+    """
     # A surplus of one row still belongs to the first piece: SGLang schedules ahead, so it has already
     # computed the row of the last token when it learns that this token is the last.
     return new if new > num_kept + 1 else old
@@ -202,7 +215,8 @@ def _leading(old: int, new: int, num_kept: int) -> int:
 def joined_spans(
     first: Sequence[VersionSpan], second: Sequence[VersionSpan]
 ) -> tuple[VersionSpan, ...]:
-    """Join spans end to end, and merge neighbours of the same version. Empty spans are dropped."""
+    """Concatenate two lists of spans. Adjacent spans of the same version are merged, and empty spans
+    are dropped."""
     joined: list[VersionSpan] = []
     for span in (*first, *second):
         if joined and joined[-1].version == span.version:
