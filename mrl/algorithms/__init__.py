@@ -1,7 +1,7 @@
-"""Finds an algorithm by its name: a file of this folder, or your own file or module.
+"""RL algorithms, loaded by name: the modules of this package, or a file or module of the user.
 
-To add an algorithm, write a module with the three functions of `base.Algorithm`. No registration is
-needed.
+To add an algorithm, write a module with the three functions of `base.Algorithm`. It need not be
+registered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PARTS = (
     "signal",
     "value_loss",
 )
-"""Files of this folder that are not algorithms but code that algorithms share."""
+"""Modules of this package that are not algorithms: they hold code that algorithms share."""
 _FUNCTIONS = ("advantages", "sequence_weights", "loss")
 _KIND = Kind(
     noun="algorithm.name",
@@ -42,15 +42,18 @@ _KIND = Kind(
 
 
 def list_algorithms() -> list[str]:
-    """Return the names of this folder's algorithms, sorted."""
+    """Return the sorted names of the algorithms in this package."""
     return _KIND.names()
 
 
 def load_algorithm(name: str) -> Algorithm:
-    """Import an algorithm: a module that has the required functions, or an object in a module (see
-    `mrl.system.plugins`).
+    """Import an algorithm: a module with the functions of `Algorithm`, or an object in a module that
+    has these functions as methods.
 
-    Raises InputError if the algorithm does not exist or lacks a function.
+    name: a module of this package, such as `gspo`; the path or the dotted name of another module;
+    or either of the last two with `:OBJECT` (see `mrl.system.plugins.resolve`).
+
+    Raises InputError if the algorithm cannot be imported or lacks a function.
     """
     algorithm: Any = resolve(_KIND, name)
     missing = [item for item in _FUNCTIONS if not callable(getattr(algorithm, item, None))]
@@ -63,6 +66,9 @@ def load_algorithm(name: str) -> Algorithm:
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raise InputError if the algorithm is unknown, or if options are set that it does not read or
-    that contradict each other."""
+    """Check the `algorithm` section of a recipe.
+
+    Raises InputError if the algorithm cannot be loaded, or if an option is set that it does not
+    read, is out of range, or contradicts another option.
+    """
     check.check_algorithm(config, traits(load_algorithm(config.name)))

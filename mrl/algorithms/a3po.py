@@ -1,8 +1,8 @@
 """A-3PO (arXiv 2512.06547; AReaL): decoupled PPO that approximates the proximal policy.
 
-It needs no forward pass for the proximal policy. Instead it interpolates, in log space, between the
-policy that sampled a token and the current policy; the staler the token, the closer the result is
-to the current policy. Dimension: N packed tokens.
+It needs no forward pass for the proximal policy. Instead it interpolates the log-prob of a token
+between the policy that sampled the token and the current policy. The more versions old the token
+is, the closer the result is to the current policy. Dimension: N packed tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ sequence_weights = weights_by("token_mean")
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute `decoupled_ppo.loss` around the policy of `proximal_logprobs`; `batch.old_logprobs`
-    is not read.
+    """Compute `decoupled_ppo.loss` with `proximal_logprobs` as the log-probs of the proximal policy.
+    `batch.old_logprobs` is not read.
 
     Raises ValueError if `batch.version` or `batch.weight_versions` is None.
     """
@@ -36,15 +36,17 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 
 
 def proximal_logprobs(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
-    """Return the proximal log-probs f32[N]:
-    `rollout_logprobs + alpha * (logprobs - rollout_logprobs)`. For a token that is d versions old,
-    `alpha` is `(d - 1) / d`.
+    """Return the approximate log-probs f32[N] of the proximal policy,
+    `rollout_logprobs + alpha * (logprobs - rollout_logprobs)`.
 
-    The proximal policy is one version behind the current policy: it has made d - 1 of the d updates
-    between the sampling policy and the current policy. At d = 1 it is the sampling policy (`alpha`
-    is 0). At d = 0, `config.proximal_at_no_lag` sets `alpha` to 0, as in AReaL's code, or to 1, as
-    in the paper. For tokens of unknown version `alpha` is 0. The result is 0 at tokens that are not
-    loss tokens.
+    `alpha` is `(d - 1) / d` for a token that is d versions old: the proximal policy is one version
+    behind the current policy, so it has made d - 1 of the d updates since the token was sampled.
+    For d = 1 it is the policy that sampled the token. For d = 0, `config.proximal_at_no_lag` sets
+    `alpha` to 0, as in AReaL's code, or to 1, as in the paper. For tokens of unknown version
+    `alpha` is 0. The result is 0 outside of the loss mask.
+
+    logprobs: f32[N], the current policy's log-probs. Raises ValueError if `batch.version` or
+    `batch.weight_versions` is None.
     """
     if batch.version is None or batch.weight_versions is None:
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Functions that turn the rewards of a complete step into advantages, as the algorithms define
-them.
+"""Functions that turn the rewards of a complete step into advantages.
 
-Dimensions: G samples of a group. Each function takes f32[G] rewards for every group and returns
-f32[G] advantages for every group, in the same order. Samples without a reward (NaN) get advantage 0
-and are left out of every mean and std. If all rewards that a function compares are equal, the
-advantages are exactly 0, regardless of rounding in the mean.
+Unless noted otherwise, a function takes the f32[G] rewards of every group and returns the f32[G]
+advantages of every group, in the same order; G is the number of samples of a group. Samples without
+a reward (NaN) get advantage 0 and are left out of every mean and std. If the rewards of a group are
+all equal, advantages relative to the group are exactly 0, regardless of rounding in the mean. Every
+function raises ValueError for an infinite reward.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from mrl.config import AlgorithmConfig
 Rewards = Sequence[Tensor]
 
 SPREAD_KEYS = ("min_group_std", "advantage_eps")
-"""Fields of AlgorithmConfig that algorithms read if they divide rewards by their std."""
+"""Fields of AlgorithmConfig that algorithms read if they divide rewards or advantages by a std."""
 
 
 def group_normalised(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute `(R - mean) / std` over the rewards R of each group (GRPO, arXiv 2402.03300 sec.
-    4.1.2).
+    """Compute `(R - mean) / std`, with the mean and the std of the rewards R of the same group
+    (GRPO, arXiv 2402.03300 section 4.1.2).
 
-    The std is the sample std (divisor G - 1), as in TRL and verl. It is at least `min_group_std`,
-    and `advantage_eps` is added to it. The advantage is 0 if only one sample has a reward.
+    The std is the sample std (divisor G - 1), as in TRL and verl. It is raised to `min_group_std`
+    if it is lower, then `advantage_eps` is added. The advantage is 0 if only one sample of the
+    group has a reward.
     """
     return _each(rewards, lambda values: _centred(values) / _spread(values, config))
 
 
 def group_centred(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute `R - mean` over each group's rewards R (Dr.GRPO, arXiv 2503.20783 section 3.2)."""
+    """Compute `R - mean`, with the mean of the rewards R of the same group (Dr.GRPO, arXiv
+    2503.20783 section 3.2)."""
     return _each(rewards, _centred)
 
 
@@ -41,26 +43,27 @@ def leave_one_out(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
     """Subtract from each reward the mean reward of the group's other samples (RLOO, arXiv
     2402.14740 eq. 5).
 
-    This equals `(R - mean) * G / (G - 1)`. The advantage is 0 if only one sample has a reward.
+    This equals `(R - mean) * G / (G - 1)`, where G counts the samples with a reward. The advantage
+    is 0 if only one sample of the group has a reward.
     """
     return _each(rewards, lambda v: _centred(v) * (len(v) / max(len(v) - 1, 1)))
 
 
 def group_normalised_turns(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Compute `(r - mean) / std` for the turn rewards r of one group. The mean and the std are over
+    """Compute `(r - mean) / std` for the turn rewards r of one group, with the mean and the std over
     all turns of all samples of the group.
 
-    Takes and returns f32[turns] for each sample that has a reward. The advantage of a token is
-    later the sum of these values over the token's turn and all turns after it, which is GRPO with
-    process supervision (arXiv 2402.03300 section 4.1.3).
+    Takes and returns f32[turns] for each sample that has a reward. The training loop later sums
+    these values over the turn of a token and all later turns, which gives the token's advantage.
+    This is GRPO with process supervision (arXiv 2402.03300 section 4.1.3).
     """
     (found,) = group_normalised([torch.cat(list(rewards))], config)
     return list(found.split([len(own) for own in rewards]))
 
 
 def raw_rewards(rewards: Rewards, config: AlgorithmConfig) -> list[Tensor]:
-    """Return the rewards themselves, with 0 in place of NaN. The training loop later subtracts a
-    critic's values, token penalties or the step's mean."""
+    """Return the rewards unchanged, with 0 in place of NaN. The training loop turns them into
+    advantages later, with a critic's values or the mean and std of the step."""
     return _each(rewards, lambda values: values)
 
 
@@ -69,8 +72,8 @@ def _each(rewards: Rewards, compute: Callable[[Tensor], Tensor]) -> list[Tensor]
 
 
 def _scored(rewards: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return f32[G]: the result of `compute`, in f64, on the rewards that are not NaN, and 0 for
-    NaN. Raises ValueError if a reward is infinite."""
+    """Apply `compute` in f64 to the rewards of one group that are not NaN. Return f32[G], with 0
+    where the reward is NaN. Raises ValueError if a reward is infinite."""
     if bool(rewards.isinf().any()):
         raise ValueError(f"rewards: got {rewards.tolist()}, expected finite numbers or NaN")
     scored = ~rewards.isnan()

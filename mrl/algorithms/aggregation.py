@@ -1,9 +1,10 @@
-"""Sequence weights, which turn the token losses of a step into one number.
+"""Sequence weights: the loss of a step is the sum of its token losses, each multiplied by the weight
+of its sequence.
 
-A weight includes the complete global normaliser. The normaliser counts the tokens or samples of the
-optimizer step on all data-parallel ranks, before the step is split into micro-batches, so the loss
-does not depend on the split. A rejection mask does not change these counts; it removes tokens from
-the numerator only.
+The weights are already divided by the global normaliser: the number of loss tokens or samples of
+the optimizer step on all data-parallel ranks. It is counted before the step is split into
+micro-batches, so the loss does not depend on the split. `algorithm.masks` remove tokens from the
+sum, but do not change the normaliser.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ class SequenceWeights(Protocol):
 
 
 def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWeights:
-    """Make an `Algorithm.sequence_weights` function for `config.aggregation`, or for `published` if
-    `config.aggregation` is None.
+    """Make a function `sequence_weights` for an algorithm. It uses `config.aggregation`, or
+    `published` if `config.aggregation` is None.
 
-    With `ratio="sequence"` the kernel divides the weight of a sequence by its number of loss
-    tokens, so here the weight is multiplied by that number. Each token then has the loss `-s A`,
-    where `s` is the ratio of its sequence and `A` the advantage.
+    ratio: `token` or `sequence`, the kind of importance ratio. For `sequence`,
+    `mrl.kernels.policy_loss` divides the weight of a sequence by its number of loss tokens. The
+    weight is multiplied by this number here, so that `config.aggregation` has the same meaning for
+    both kinds.
     """
 
     def sequence_weights(
@@ -51,8 +53,8 @@ def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWe
         config: AlgorithmConfig,
         max_response_len: int,
     ) -> Tensor:
-        """Return the weights f32[S] for the numbers of loss tokens i64[S]; 0 for a sequence without
-        loss tokens."""
+        """Return the sequence weights f32[S] as `Algorithm.sequence_weights` specifies them. Raises
+        ValueError if the aggregation divides by `max_response_len` and that is below 1."""
         kind = config.aggregation or published
         tokens = num_loss_tokens.double()
         if kind == "token_mean":
@@ -71,8 +73,11 @@ def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWe
 
 
 def token_weights(batch: MicroBatch, ratio: RatioKind) -> Tensor:
-    """Return f64[N]: the weight that `mrl.kernels.policy_loss` gives each token for this kind of
-    ratio."""
+    """Return f64[N]: the weight by which `mrl.kernels.policy_loss` multiplies the loss of each token.
+
+    This is the token's `batch.seq_weight`; for `ratio="sequence"` it is divided by the number of
+    loss tokens of the sequence.
+    """
     lengths, mask = batch.cu_seqlens.diff().long(), batch.loss_mask
     weights = batch.seq_weight.double()
     if ratio == "sequence":

@@ -1,8 +1,10 @@
-"""The interface of an algorithm: three pure functions in a module that is found by its name.
+"""The interface of an algorithm: a module with three pure functions.
 
-Dimensions: G samples of a group, S sequences of the step, N packed tokens of a micro-batch, B its
-sequences. Code that algorithms share is in the other files of this folder: `advantages`,
-`aggregation`, `ratio_loss`, `corrections`, `kl`, `gae`, `value_loss`.
+Code that algorithms share is in other modules of this package: `advantages`, `aggregation`,
+`ratio_loss`, `corrections`, `kl`, `gae`, `value_loss`.
+
+Dimensions: G samples of a group, S sequences of the step, N packed tokens and B sequences of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ T = TypeVar("T")
 
 
 class SequenceWeights(Protocol):
-    """The part of an algorithm that packing needs: the weight of each sequence."""
+    """The part of an algorithm that is needed to pack micro-batches."""
 
     def sequence_weights(
         self,
@@ -32,29 +34,29 @@ class SequenceWeights(Protocol):
         max_response_len: int,
     ) -> Tensor:
         """Return f32[S]: the weight of each sequence in the loss, already divided by the global
-        normaliser.
+        normaliser; 0 for a sequence without a loss token.
 
-        `num_loss_tokens` is i64[S]. `num_loss_tokens_total` and `num_samples_total` count over the
-        optimizer step on all data-parallel ranks; samples without a loss token are not counted and
-        get weight 0. `max_response_len` is `rollout.max_response_len`, by which some aggregations
-        divide.
+        num_loss_tokens: i64[S], the number of loss tokens of each sequence.
+        num_loss_tokens_total: their number in the optimizer step, on all data-parallel ranks.
+        num_samples_total: the number of samples with at least one loss token in the optimizer step,
+        on all data-parallel ranks.
+        max_response_len: `rollout.max_response_len`, by which some aggregations divide.
         """
         ...
 
 
 class Algorithm(SequenceWeights, Protocol):
-    """An algorithm: a module with these functions, such as `mrl/algorithms/gspo.py`. It keeps no
-    state.
+    """An algorithm: a stateless module with the functions of this class, such as
+    `mrl/algorithms/gspo.py`.
 
     A module may also have the attributes that `traits` reads, and these functions:
 
-    `nll_weights(num_loss_tokens i64[S], rewards f32[S], config) -> f32[S]`: the weight of each
-    sequence's log-likelihood term, which is added to the policy loss (`MicroBatch.nll_weight`).
+    `nll_weights(num_loss_tokens i64[S], rewards f32[S], config) -> f32[S]`: computes the weight of
+    each sequence in a log-likelihood term of the loss. `loss` finds it in `MicroBatch.nll_weight`.
     `token_advantages(values, sequence_rewards, token_penalties, batch, config)`: replaces
     `mrl.algorithms.gae.token_advantages`.
-    `turn_rewards(rewards, config)`: transforms the turn rewards of a group's samples (f32[turns]
-    for each sample) if `algorithm.turn_rewards` is set. Without this function the turn rewards are
-    used unchanged.
+    `turn_rewards(rewards, config)`: transforms the turn rewards of a group (f32[turns] for each
+    sample) if `algorithm.turn_rewards` is set. Without this function they are used unchanged.
     """
 
     def advantages(self, rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
@@ -62,21 +64,21 @@ class Algorithm(SequenceWeights, Protocol):
         order.
 
         Samples without a reward (NaN) get advantage 0 and are left out of the group's mean and std.
-        An algorithm with a critic returns the rewards themselves, and training ignores the result:
-        token advantages are computed from `MicroBatch.rewards` and the critic's values. If the
-        algorithm sets `WHITENS`, the training loop then normalises the advantages over the loss
-        tokens of the step.
+        For an algorithm with a critic, training ignores the result and computes token advantages
+        from `MicroBatch.rewards` and the critic's values. If the algorithm sets `WHITENS`, the
+        training loop then normalises the advantages over the loss tokens of the step.
 
-        Raises ValueError on an infinite reward.
+        Raises ValueError for an infinite reward.
         """
         ...
 
     def loss(self, logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-        """Compute the loss sum of a micro-batch from the current log-probs f32[N], which have a
-        gradient.
+        """Compute the loss of a micro-batch: a sum over its sequences, weighted by
+        `batch.seq_weight`.
 
-        The result is a weighted sum over sequences and is not normalised afterwards, so every split
-        of the step into micro-batches must give the same total loss and gradient.
+        logprobs: f32[N] with gradient, the current policy's log-probs. The training loop only adds
+        up the losses of the micro-batches, so every split of the step into micro-batches must give
+        the same total loss and gradient.
 
         Raises ValueError if `batch` lacks a tensor that the algorithm needs.
         """
@@ -85,36 +87,39 @@ class Algorithm(SequenceWeights, Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of an algorithm that the training loop needs, read from the attributes of its
-    module. Each field names the attribute."""
+    """Properties of an algorithm that the training loop needs. The docstring of each field names the
+    attribute of the algorithm's module that sets it."""
 
     needs_critic: bool
     """`NEEDS_CRITIC`, by default False: whether token advantages come from a critic's values."""
     needs_old_logprobs: bool
-    """`NEEDS_OLD_LOGPROBS`, by default True: whether the trainer computes log-probs in a pass
-    before the update."""
+    """`NEEDS_OLD_LOGPROBS`, by default True: whether the trainer computes `MicroBatch.old_logprobs`
+    in a forward pass before the update."""
     corrects_rollout: bool
     """`CORRECTS_ROLLOUT`, by default False: whether the loss weights tokens by
     `exp(old log-prob - rollout log-prob)` even if `algorithm.importance` is `none`."""
     whitens: bool
-    """`WHITENS`, by default False: whether the training loop subtracts from the advantages their
-    mean over the loss tokens of the step, and divides them by their std. For algorithms that read
-    `algorithm.whiten`, that key overrides the attribute."""
+    """`WHITENS`, by default False: whether the training loop normalises the advantages by their mean
+    and std over the loss tokens of the step. If the recipe sets `algorithm.whiten`, that value
+    applies instead."""
     sequence_range: tuple[float, float] | None
-    """(`CLIP_LOW`, `CLIP_HIGH`) if `RATIO = "sequence"`: how far the ratio may fall below 1 and
-    rise above 1; inf for a missing attribute. None for token ratios."""
+    """`CLIP_LOW` and `CLIP_HIGH` if the module has `RATIO = "sequence"`: how far the ratio of a
+    sequence may fall below 1 and rise above 1. A missing attribute counts as inf. None for an
+    algorithm with a ratio per token."""
     clip_high: float | None
-    """`CLIP_HIGH`: the published upper clip range; None if unknown."""
+    """`CLIP_HIGH`: how far the published clip range extends above 1; None if the module does not
+    have the attribute."""
     replaces_gae: bool
-    """`token_advantages`: the module computes them by its own function. Otherwise PPO's published
-    lambdas apply."""
+    """Whether the module has its own function `token_advantages`. Otherwise token advantages are
+    computed by GAE with PPO's lambdas if the algorithm has a critic, and by `gae.monte_carlo` if it
+    has none."""
     reads: frozenset[str] | None
-    """`READS`: the fields of AlgorithmConfig that the algorithm reads, among the fields that not
-    every algorithm reads. None if unknown; then the recipe's fields are not checked."""
+    """`READS`: the fields of AlgorithmConfig that this algorithm reads and some other algorithms do
+    not. None if the module does not have the attribute; then unread fields are not reported."""
 
 
 def traits(algorithm: Algorithm) -> Traits:
-    """Read the optional attributes of an algorithm's module."""
+    """Read the optional attributes of an algorithm's module, or use their defaults."""
     reads = getattr(algorithm, "READS", None)
     is_sequence = getattr(algorithm, "RATIO", "token") == "sequence"
     return Traits(

@@ -29,12 +29,13 @@ _NOT_FOR_ALL = (
     "min_group_std",
     "advantage_eps",
 )
-"""Fields of AlgorithmConfig that are accepted only if the algorithm's READS lists them, or if the
-algorithm has no READS."""
+"""Fields of AlgorithmConfig that not every algorithm reads. If an algorithm has `READS` and a field is
+not in it, the field must keep its default."""
 
 
 def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
-    """Raise InputError for options that the algorithm does not read, and for contradictory options."""
+    """Raise InputError for an option that is set but not read by the algorithm, is out of range, or
+    contradicts another option."""
     defaults = AlgorithmConfig()
     for name in _NOT_FOR_ALL:
         value = getattr(config, name)
@@ -58,8 +59,8 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
 def check_dual_clip(config: AlgorithmConfig, published_high: float | None) -> None:
     """Raise InputError if `config.dual_clip` is set but not above `1 + clip_high`.
 
-    `clip_high` is the recipe's value, or else `published_high`. If both are None, nothing is
-    checked.
+    `clip_high` is `config.clip_high`, or `published_high` if that is None. If both are None, nothing
+    is checked.
     """
     high = published_high if config.clip_high is None else config.clip_high
     if config.dual_clip is None or high is None or config.dual_clip > 1 + high:
@@ -97,9 +98,10 @@ def _check_lambda(
     defaults: AlgorithmConfig,
     published: float | Literal["adaptive"] | None,
 ) -> None:
-    """Raise InputError for a `lam` out of range, or a `lam_alpha` without an adaptive lambda.
+    """Raise InputError if `lam` is outside of [0, 1], or if `lam_alpha` is set although the lambda
+    is not adaptive.
 
-    `published` is the algorithm's lambda if the recipe sets no `lam`; None if it is unknown.
+    published: the lambda that the algorithm uses if `config.lam` is None; None if it is unknown.
     """
     if isinstance(config.lam, float) and not 0 <= config.lam <= 1:
         raise InputError(f"algorithm.lam is {config.lam:g}, expected 0 to 1, or adaptive")

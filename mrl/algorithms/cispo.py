@@ -1,8 +1,9 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the objective of a token is `A log p`, weighted by the
-clipped ratio without gradient.
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the objective of a token is `A log p` times the clipped
+ratio, which is treated as a constant.
 
-Clipping therefore removes no token's gradient. The ratio is bounded above only. The paper does not
-give the bound. The default is 5 (`clip_high` 4), as in arXiv 2510.13786 and in TRL.
+Unlike in PPO, a token whose ratio is clipped still has a gradient. By default the ratio is bounded
+above only. The paper does not give the bound. The default is 5 (`clip_high` 4), as in arXiv
+2510.13786 and in TRL.
 """
 
 from __future__ import annotations

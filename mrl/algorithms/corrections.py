@@ -1,12 +1,13 @@
-"""Importance weights and masks for tokens that another distribution sampled.
+"""Importance weights and masks, which correct the loss for tokens that were sampled by another
+policy than the trainer's.
 
-Names of log-probs: `old` are the trainer's log-probs in the denominator of the ratio
-(`old_logprobs`, or the log-probs of a proximal policy), `rollout` are the engine's log-probs, and
-`logp` the current policy's log-probs.
+Three log-probs of a token are compared: `old`, in the denominator of the importance ratio
+(`old_logprobs`, or the log-probs of a proximal policy); `rollout`, from the engine; and `logprobs`,
+from the current policy.
 
-The kernel applies the weights. A mask sets the advantages `A` of its tokens to 0. This equals
-multiplying the objective by a detached 0, because the objective is positively homogeneous in `A`,
-and it is safe if the ratio is infinite.
+`mrl.kernels.policy_loss` applies the importance weights. A mask sets the advantages of the tokens
+that it masks to 0. The policy objective of these tokens is then 0 and has no gradient, even if the
+ratio is infinite.
 
 Dimensions: N packed tokens, B sequences.
 """
@@ -29,8 +30,8 @@ IMPORTANCE_RANGES = {
     ("mis", "token"): (0.5, 5.0),
     ("mis", "sequence"): (0.999, 1.002),
 }
-"""The default range (low, high) for each kind and level of importance weight; see
-`mrl.kernels.ImportanceWeight`. Token-level `mis` with this range is IcePop."""
+"""The default range (low, high) for each kind and level of importance weight (see
+`mrl.kernels.ImportanceWeight`). Token-level `mis` with its default range is IcePop."""
 
 MASK_RANGES = {
     "token_mask": (0.5, 5.0),
@@ -43,10 +44,10 @@ token's probability may decrease and increase; the values are from verl's recipe
 
 
 def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:
-    """Return the recipe's importance weight, `exp(old log-prob - rollout log-prob)` with a range,
-    or None if `config.importance` is `none`.
+    """Return the options of the importance weight `exp(old - rollout)` that the recipe configures;
+    None if `config.importance` is `none`.
 
-    Raises ValueError if the range is empty.
+    Raises ValueError if the range (low, high) of the weight is empty.
     """
     kind, level = config.importance, config.importance_level
     if kind == "none":
@@ -62,8 +63,8 @@ def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:
 
 @dataclass(frozen=True)
 class _MaskInputs:
-    """Inputs of the masks: four tensors f32[N] without gradient, the loss mask bool[N] and the
-    sequence boundaries i32[B+1]."""
+    """What the masks are computed from: four tensors f32[N] without gradient, the loss mask bool[N],
+    and the sequence boundaries i32[B+1]."""
 
     logprobs: Tensor
     old: Tensor
@@ -73,8 +74,8 @@ class _MaskInputs:
     cu_seqlens: Tensor
 
     def sequence_means(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return f64[N]: the mean of `a - b` over the loss tokens of each token's sequence; 0 if
-        the sequence has no loss token."""
+        """Return f64[N]: for each token the mean of `a - b` over the loss tokens of its sequence; 0
+        if the sequence has no loss token."""
         total, count = seq_logratio(a, b, self.loss_mask, self.cu_seqlens).unbind(1)
         means = torch.where(count > 0, total / count, 0.0)
         return means.repeat_interleave(self.cu_seqlens.diff().long(), output_size=a.numel())
@@ -83,10 +84,12 @@ class _MaskInputs:
 def masked_advantages(
     logprobs: Tensor, old: Tensor, batch: MicroBatch, config: AlgorithmConfig
 ) -> tuple[Tensor, Statistics]:
-    """Return f32[N]: each token's advantage, set to 0 if any of `config.masks` masks the token.
+    """Return the advantage of each token, f32[N], set to 0 where any of `config.masks` masks the
+    token. Also return the statistics of the masks.
 
-    The statistics contain `mask/NAME` for each mask: the share of loss tokens that this mask masks,
-    even if other masks mask the same tokens.
+    logprobs, old: f32[N], the log-probs of the current policy and those in the denominator of the
+    ratio. The statistic `mask/NAME` is the share of loss tokens that the mask NAME masks, even if
+    other masks mask the same tokens. Raises ValueError if `batch` has no advantages.
     """
     advantages = token_advantages(batch)
     given = _MaskInputs(
@@ -107,7 +110,8 @@ def masked_advantages(
 
 
 def token_advantages(batch: MicroBatch) -> Tensor:
-    """Return f32[N]: `batch.token_advantages`, or each sequence's advantage at all of its tokens."""
+    """Return f32[N]: `batch.token_advantages`, or the advantage of each token's sequence if that is
+    None. Raises ValueError if `batch.advantages` is None too."""
     if batch.token_advantages is not None:
         return batch.token_advantages
     lengths = batch.cu_seqlens.diff().long()
@@ -115,7 +119,7 @@ def token_advantages(batch: MicroBatch) -> Tensor:
 
 
 def sequence_advantages(batch: MicroBatch) -> Tensor:
-    """Return the batch's `advantages` f32[B]. Raises ValueError if they are None."""
+    """Return `batch.advantages`, f32[B]. Raises ValueError if it is None."""
     if batch.advantages is None:
         raise ValueError(
             "MicroBatch.advantages: got None, expected f32[B], as computed by mrl.learn.advantages"
@@ -124,9 +128,10 @@ def sequence_advantages(batch: MicroBatch) -> Tensor:
 
 
 def mask_range(mask: MaskConfig) -> tuple[float, float]:
-    """Return the mask's (low, high): the configured values, or else the defaults in `MASK_RANGES`.
+    """Return the bounds (low, high) of a mask: the configured values, or else the defaults in
+    `MASK_RANGES`.
 
-    For `opsm`, low is 0. Raises ValueError for `opsm` without `high`, which has no default.
+    For `opsm`, low is 0. Raises ValueError if `mask` is `opsm` without `high`, which has no default.
     """
     if mask.name == "opsm":
         if mask.high is None:
@@ -139,8 +144,8 @@ def mask_range(mask: MaskConfig) -> tuple[float, float]:
 def _is_masked(mask: MaskConfig, given: _MaskInputs) -> Tensor:
     """Return bool[N]: whether `mask` masks each token.
 
-    A comparison with NaN is false, so a token with a NaN log-prob is not masked. It makes the loss
-    NaN, which is reported.
+    A comparison with NaN is false, so a token with a NaN log-prob is not masked. The loss becomes
+    NaN, so the problem does not stay hidden.
     """
     low, high = mask_range(mask)
     if mask.name == "token_mask":

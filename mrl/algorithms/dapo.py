@@ -1,7 +1,8 @@
-"""DAPO (arXiv 2503.14476): clip-higher, a mean over all tokens of the step, and no KL.
+"""DAPO (arXiv 2503.14476): a clip range that is wider above 1 than below, a mean over all tokens of
+the step, and no KL by default.
 
-The training loop implements DAPO's other two techniques: `algorithm.dynamic_sampling`, and
-`algorithm.overlong_buffer_len` with `overlong_penalty`.
+DAPO's other two techniques are options of the training loop: `algorithm.dynamic_sampling`, and
+`algorithm.overlong_buffer_len`, which adds `overlong_penalty` to the rewards.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 
 
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int) -> Tensor:
-    """Return f32[S] in [-1, 0]: the reward penalty (eq. 13) for responses of `lengths` i64[S]
-    tokens.
+    """Return f32[S]: the term from -1 to 0 that is added to the reward of a long response (eq. 13).
 
-    The penalty is 0 up to `max_len - buffer_len` tokens, falls linearly to -1 at `max_len`, and
-    stays at -1 above. Raises ValueError if `buffer_len` is not between 1 and `max_len`.
+    It is 0 up to `max_len - buffer_len` tokens, falls linearly to -1 at `max_len` tokens, and is -1
+    above. lengths: i64[S], the length of each response in tokens. Raises ValueError if `buffer_len`
+    is not between 1 and `max_len`.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(f"buffer_len: got {buffer_len}, expected 1 to max_len = {max_len}")

@@ -1,8 +1,9 @@
 """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298) for tokens sampled by older weights.
 
-The clip is around the proximal policy, which is the trainer's policy before the update
-(`old_logprobs`). The difference between the proximal policy and the policy that sampled the tokens
-is corrected separately, by the detached weight `exp(old_logprobs - rollout_logprobs)`.
+PPO's clipped ratio compares the current policy with the proximal policy, which is the trainer's
+policy before the update (`old_logprobs`). The importance weight `exp(old_logprobs -
+rollout_logprobs)`, a constant, corrects for the difference between the proximal policy and the
+policy that sampled the tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ READS = (*PPO_CLIP_KEYS, *SPREAD_KEYS)
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.2
 WEIGHT = ImportanceWeight("mis", "token", 0.0, 5.0)
-"""AReaL's cap: a token with a larger weight is removed from the loss. `algorithm.importance`
-replaces this weight."""
+"""The default importance weight. As in AReaL, a token whose weight exceeds 5 is removed from the loss.
+`algorithm.importance` replaces this default."""
 
 advantages = raw_rewards
 sequence_weights = weights_by("token_mean")
@@ -36,7 +37,7 @@ def loss(
     """Compute AReaL's objective (eq. 5) as a loss: negated, and weighted by `batch.seq_weight`.
 
     proximal: f32[N], the log-probs of the proximal policy; None takes `batch.old_logprobs`. Raises
-    ValueError if both are None.
+    ValueError if both are None, or if `batch` has no advantages.
     """
     return ratio_loss(
         logprobs,

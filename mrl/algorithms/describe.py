@@ -1,5 +1,5 @@
-"""Describes a recipe's algorithm in one line: its name, its corrections with the published methods
-that they match, and remarks."""
+"""Describe the algorithm of a recipe in one line: its name, its importance weights and masks, and the
+published methods to which they correspond."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mrl.config import AlgorithmConfig
 ICEPOP = "IcePop, arXiv 2510.18855"
 DPPO = "DPPO, arXiv 2602.04879: binary TV, the ratio against the engine's log-probs"
 DPPO_BOUND = 20.0
-"""Upper bound of DPPO's ratio in verl's recipe."""
+"""Upper bound of the importance ratio in verl's recipe for DPPO."""
 
 
 def describe(config: AlgorithmConfig) -> str:
-    """Return the algorithm in one line for `mrl check`: its name, then its importance weights and
-    masks, then remarks."""
+    """Return a line that describes the algorithm, for the output of `mrl check`: its name, then its
+    importance weights and masks, then remarks, separated by commas."""
     parts = [config.name]
     if config.importance != "none":
         low, high = IMPORTANCE_RANGES[config.importance, config.importance_level]
@@ -39,12 +39,12 @@ def describe(config: AlgorithmConfig) -> str:
 
 
 def is_published_dppo(config: AlgorithmConfig) -> bool:
-    """Return whether this is DPPO: CISPO's loss, token-level TIS weights, and DPPO's mask as the
-    only mask.
+    """Return whether `config` is DPPO as published: CISPO's loss, token-level TIS weights, and
+    DPPO's mask as the only mask.
 
-    The ratio of the current policy to the engine is the product of two factors: the ratio of the
-    current to the old policy, and the ratio of the old policy to the engine. Each factor must be
-    bounded by DPPO_BOUND.
+    DPPO bounds the ratio of the current policy to the engine. Here this ratio is the product of the
+    policy ratio (current to old policy) and the importance weight (old policy to engine). For both
+    factors the upper bound must be DPPO_BOUND.
     """
     low, high = config.importance_low, config.importance_high
     return (

@@ -1,8 +1,8 @@
-"""Dr.GRPO (arXiv 2503.20783): GRPO without its two biases.
+"""Dr.GRPO (arXiv 2503.20783): GRPO with two biases removed.
 
-It does not divide rewards by the group's std, because that favours questions that are almost always
-or almost never solved. It divides the loss by a constant instead of the length of each response,
-because dividing by the length favours short correct responses and long incorrect ones.
+Rewards are not divided by the std of the group, because the division would favour questions that
+are almost always or almost never solved. The loss of a response is divided by a constant instead of
+its length, because dividing by the length favours short correct and long incorrect responses.
 """
 
 from mrl.algorithms import grpo

@@ -1,4 +1,4 @@
-"""The entropy bonus: a loss term, for any algorithm, that counteracts entropy collapse.
+"""The entropy bonus, a loss term that works against entropy collapse, for any algorithm.
 
 Dimensions: N packed tokens, B sequences.
 """
@@ -18,11 +18,12 @@ from mrl.types import LossOutput, MicroBatch
 def with_entropy_bonus(
     output: LossOutput, batch: MicroBatch, algorithm: Algorithm, config: AlgorithmConfig
 ) -> LossOutput:
-    """Subtract `entropy_coef` times the entropy from the loss, weighting tokens as the loss does.
+    """Subtract `config.entropy_coef` times the entropy from the loss in `output`.
 
-    The entropy is that of the full, untruncated distribution at the sampling temperature, at every
-    loss token; masks and importance weights do not affect it. If the coefficient is 0, `output` is
-    returned unchanged. Raises ValueError if `batch.entropy` is None.
+    The entropy is summed over all loss tokens with the weights that the tokens have in the loss.
+    Masks and importance weights do not affect it. The entropy of a token is that of the full,
+    untruncated distribution at the sampling temperature. If the coefficient is 0, `output` is
+    returned unchanged; otherwise raises ValueError if `batch.entropy` is None.
     """
     if not config.entropy_coef:
         return output

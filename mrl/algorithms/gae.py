@@ -1,7 +1,7 @@
-"""Token advantages and the critic's returns, by GAE (`mrl.kernels.packed_gae`).
+"""Token advantages, and returns for the critic, by GAE (`mrl.kernels.packed_gae`).
 
-One time step of GAE is one loss token of a sequence. Dimensions: N packed tokens of a micro-batch,
-B its sequences.
+Each loss token of a sequence is one time step of GAE. Dimensions: N packed tokens and B sequences
+of a micro-batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mrl.types import MicroBatch
 
 @dataclass(frozen=True)
 class Lambdas:
-    """An algorithm's published lambdas, which apply if the recipe sets no `lam` or `lam_critic`.
+    """The published lambdas of an algorithm, which the recipe's `lam` and `lam_critic` override.
 
-    If `policy` equals `critic`, as in PPO, the algorithm has a single lambda: a number in the
-    recipe's `lam` then also replaces `critic`, unless `lam_critic` is set.
+    If `policy` equals `critic`, as in PPO, the algorithm has a single lambda: a number in `lam` then
+    also overrides `critic`, unless the recipe sets `lam_critic`.
     """
 
     policy: float | Literal["adaptive"]
@@ -34,8 +34,8 @@ class Lambdas:
 PPO = Lambdas(policy=0.95, critic=0.95)
 MONTE_CARLO = Lambdas(policy=1.0, critic=1.0)
 WHITEN_EPS = 1e-8
-"""Whitening divides by the standard deviation plus this constant. Algorithms that read
-`min_group_std` and `advantage_eps` use `advantage_eps` instead."""
+"""The constant that whitening adds to the standard deviation. For algorithms that read `min_group_std`
+and `advantage_eps`, `advantage_eps` is added instead."""
 
 
 def token_advantages(
@@ -49,17 +49,16 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages f32[N] and returns f32[N]; both are 0 at tokens that are not loss tokens.
 
-    values: f32[N]. If all values are 0 and lambda is 1, the advantage of a token is the discounted
-    sum of the rewards from this token to the end of its sequence.
-    sequence_rewards: f32[B], credited at the last loss token; `batch.token_rewards` replaces them
-    if given.
+    values: f32[N], the critic's values. If all values are 0 and lambda is 1, the advantage of a
+    token is the discounted sum of the rewards from this token to the end of its sequence.
+    sequence_rewards: f32[B], given at the last loss token of each sequence. They are not used if
+    `batch.token_rewards` is given.
     token_penalties: f32[N], subtracted from the reward of each loss token; None subtracts nothing.
     published: the lambdas that apply if the recipe sets none.
 
-    The value after the last loss token is `batch.bootstrap`, or 0 if that is None. A bootstrap
-    value gives the last advantage `A_T = r_T + gamma * bootstrap - V_T`; it is computed by adding
-    `gamma * bootstrap` to the reward. The advantages use the policy's lambda and the returns use
-    the critic's lambda (decoupled GAE, arXiv 2503.01491).
+    The value after the last loss token T is `batch.bootstrap`, or 0 if that is None, so the last
+    advantage is `A_T = r_T + gamma * bootstrap - V_T`. The advantages use the policy's lambda, and
+    the returns use the critic's lambda (decoupled GAE, arXiv 2503.01491).
     """
     mask, cu_seqlens = batch.loss_mask, batch.cu_seqlens
     rewards = batch.token_rewards
@@ -84,15 +83,15 @@ def token_advantages(
 
 
 monte_carlo = partial(token_advantages, published=MONTE_CARLO)
-"""`token_advantages` with lambda 1, for algorithms without a critic. The caller passes zeros as
-`values`."""
+"""`token_advantages` with lambda 1, for algorithms without a critic. Pass zeros as `values`."""
 
 
 def bootstrap(values_after: Tensor, batch: MicroBatch) -> Tensor:
-    """Return f32[B]: the value after the last loss token of each truncated sequence, else 0.
+    """Return f32[B]: the critic's value after the last loss token of each truncated sequence; 0 for
+    other sequences, and for sequences without a loss token.
 
-    values_after: f32[N], the value of the state after each loss token. Raises ValueError if
-    `batch.truncated` is None.
+    values_after: f32[N], the critic's value of the state after each loss token. Raises ValueError
+    if `batch.truncated` is None.
     """
     if batch.truncated is None:
         raise ValueError("MicroBatch.truncated: got None, expected bool[B]")
@@ -101,16 +100,16 @@ def bootstrap(values_after: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def adaptive_lambda(loss_mask: Tensor, cu_seqlens: Tensor, alpha: float) -> Tensor:
-    """Return f32[B]: `1 - 1 / (alpha * number of loss tokens)`, at least 0 (VAPO, arXiv 2504.05118
-    eq. 9)."""
+    """Return f32[B]: the lambda of each sequence, `1 - 1 / (alpha * l)` but at least 0, where `l` is
+    the number of loss tokens of the sequence (VAPO, arXiv 2504.05118 eq. 9)."""
     running = torch.nn.functional.pad(loss_mask.long().cumsum(0), (1, 0))
     tokens = running[cu_seqlens.long()].diff().double()
     return (1.0 - 1.0 / (alpha * tokens).clamp(min=1.0)).float()
 
 
 def _at_last_loss_token(sequence_rewards: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return f32[N]: each sequence's reward at its last loss token. Rewards of sequences without a
-    loss token are dropped."""
+    """Return f32[N]: the reward of each sequence at its last loss token, 0 elsewhere. Rewards of
+    sequences without a loss token are dropped."""
     last = _last_loss_tokens(mask, cu_seqlens)
     earned = torch.where(last >= 0, sequence_rewards, 0.0)
     return sequence_rewards.new_zeros(mask.numel()).index_add(0, last.clamp(min=0), earned)
@@ -127,10 +126,10 @@ def _last_loss_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def mean_and_std(total: Tensor) -> tuple[float, float]:
-    """Return the mean and the population std of a quantity over all loss tokens.
+    """Return the mean and the population std of a quantity.
 
-    `total` f64[3] holds the quantity's count, sum and sum of squares. Returns (0, 0) if the count
-    is 0.
+    total: f64[3], the number of values, their sum, and the sum of their squares. Returns (0, 0) if
+    there are no values.
     """
     count, first, second = total.tolist()
     mean = first / max(count, 1.0)
@@ -138,6 +137,9 @@ def mean_and_std(total: Tensor) -> tuple[float, float]:
 
 
 def whiten(advantages: Tensor, mean: float, spread: float) -> Tensor:
-    """Return f32[N]: `(advantages - mean) / spread`. The mean and the spread are over all loss
-    tokens of the step."""
+    """Return f32[N]: `(advantages - mean) / spread`, computed in f64.
+
+    mean: the mean of the advantages over all loss tokens of the step. spread: their std plus a small
+    constant.
+    """
     return ((advantages.double() - mean) / spread).float()

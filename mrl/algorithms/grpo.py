@@ -1,4 +1,5 @@
-"""GRPO (arXiv 2402.03300): one importance ratio per token. Its KL term is off by default."""
+"""GRPO (arXiv 2402.03300): rewards normalised within each group, and PPO's clipped loss with one
+importance ratio per token. The KL term is off by default."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """GSPO (arXiv 2507.18071): one length-normalised importance ratio per sequence.
 
-Its clip range is narrow, because a mean of log-ratios changes little. `old_logprobs` must come from
-the trainer: if they came from the engine, the numerical gap between engine and trainer alone would
-exceed the clip range.
+The clip range is narrow, because the mean log-ratio of a sequence changes little in an update.
+`old_logprobs` must therefore come from the trainer. With the engine's log-probs, the numerical
+difference between engine and trainer alone would exceed the clip range.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 
 
 def sequence_loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute the loss of GSPO for sequence advantages, or of GSPO-token for token advantages, with
-    GSPO's clip range."""
+    """Compute the loss of GSPO-token if the batch has token advantages, otherwise the loss of GSPO.
+
+    The clip range is the recipe's, by default GSPO's. Raises ValueError if `batch.old_logprobs` is
+    None.
+    """
     clip = ppo_clip(config, CLIP_LOW, CLIP_HIGH)
     return ratio_loss(logprobs, batch, config, ratio="sequence", clip=clip)

@@ -1,4 +1,4 @@
-"""KL(policy || reference), in the loss or in the reward, and the adaptive KL coefficient.
+"""KL(policy || reference) as a term of the loss or of the reward, and the adaptive KL coefficient.
 
 The KL of a token is estimated from `d`, the reference log-prob minus the policy log-prob (Schulman,
 "Approximating KL divergence", 2020): `k1 = -d`, `k2 = d^2 / 2`, `k3 = exp(d) - 1 - d`.
@@ -18,8 +18,8 @@ from mrl.types import MicroBatch
 
 
 def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
-    """Return the KL term that the kernel adds to the loss. None if there is no KL, if it is in the
-    reward, or if `unbiased_kl` computes it."""
+    """Return the KL penalty that `mrl.kernels.policy_loss` adds to the loss. Return None if there is
+    no KL, if the KL is part of the reward, or if `unbiased_kl` computes it instead."""
     if not config.kl_coef or config.kl_in == "reward" or config.kl_estimator == "k3_unbiased":
         return None
     return KlPenalty(config.kl_estimator, config.kl_coef)
@@ -32,14 +32,16 @@ def uses_unbiased(config: AlgorithmConfig) -> bool:
 def unbiased_kl(
     logprobs: Tensor, old: Tensor, batch: MicroBatch, ratio: RatioKind
 ) -> tuple[Tensor, Tensor]:
-    """Return two f64[] sums over the loss tokens: the KL term of the loss, with gradient, and the
-    sum of the KL estimates, without gradient.
+    """Return two f64[] sums of the KL estimates of the loss tokens: first the KL term of the loss,
+    with gradient, then the unweighted sum, without gradient.
 
     The KL estimate of a token is `r * k3`, where `r` is the token's ratio of the current to the old
-    policy. The gradient also flows through `r`. Under the old policy, the expectation of the
-    estimate is then the KL, and the expectation of its gradient is the gradient of the KL
-    (DeepSeek-V3.2, arXiv 2512.02556). In the first sum, each estimate has the weight that
-    `policy_loss` gives the token; `kl_coef` is not included. Raises ValueError if
+    policy and has a gradient too. For tokens sampled from the old policy, the expectation of the
+    estimate is the KL, and the expectation of its gradient is the gradient of the KL
+    (DeepSeek-V3.2, arXiv 2512.02556). In the KL term, each estimate is multiplied by the weight of
+    its token (see `token_weights`), but not by `kl_coef`.
+
+    logprobs, old: f32[N], the log-probs of the current and the old policy. Raises ValueError if
     `batch.ref_logprobs` is None.
     """
     ref = batch.ref_logprobs
@@ -54,12 +56,11 @@ def unbiased_kl(
 
 def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Tensor:
     """Return f32[N]: `kl_coef` times the KL estimate of each loss token, to be subtracted from the
-    token's reward; 0 at other tokens.
+    token's reward; 0 at other tokens (InstructGPT, arXiv 2203.02155 eq. 2, which uses k1).
 
-    The estimate is for the policy before the update and is therefore a constant (InstructGPT, arXiv
-    2203.02155 eq. 2, with k1). Raises ValueError if `batch.ref_logprobs` is None, or for an
-    estimator other than k1, k2 and k3: the other estimators change only the gradient, and a reward
-    has none.
+    old: f32[N], the policy's log-probs before the update, without gradient. Raises ValueError if
+    `batch.ref_logprobs` is None, or if the estimator is not k1, k2 or k3: the other estimators
+    differ from these only in the gradient, and a reward has none.
     """
     if batch.ref_logprobs is None:
         raise ValueError("MicroBatch.ref_logprobs: got None, expected f32[N]: the KL needs it")
@@ -76,12 +77,14 @@ def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) ->
 
 
 def adapted_coef(coef: float, measured: float, num_samples: int, config: AlgorithmConfig) -> float:
-    """Return the `kl_coef` of the next step (arXiv 1909.08593 section 2.2). Without a `kl_target`
-    this is `coef` itself.
+    """Return the KL coefficient of the next step (arXiv 1909.08593 section 2.2). If
+    `config.kl_target` is None, this is `coef`.
 
     The result is `coef * (1 + e * min(num_samples / kl_horizon, 1))`, where `e` is
-    `measured / kl_target - 1`, clamped to [-0.2, 0.2]. It therefore never reaches 0. measured: the
-    mean KL per token of this step.
+    `measured / kl_target - 1`, clamped to [-0.2, 0.2]. The coefficient thus changes by at most 20%.
+
+    coef: the coefficient of this step. measured: the mean KL per token in this step. num_samples:
+    the number of samples of this step.
     """
     if config.kl_target is None:
         return coef

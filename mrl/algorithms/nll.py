@@ -1,7 +1,7 @@
 """Supervised next-token loss, used for SFT before the first rollout.
 
-It has the interface of an algorithm so that the same trainer runs it. It reads no rewards and has
-no advantages, so `advantages` raises InputError in an RL run.
+It has the interface of an algorithm, so the trainer needs no other code for SFT. It has no
+advantages: `advantages` raises InputError, so an RL run with it fails.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sequence_weights = weights_by("token_mean")
 
 
 def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tensor]:
-    """Raise InputError. If this function returned zeros, an RL run would train on all of its
-    samples, good and bad."""
+    """Raise InputError, because `loss` ignores rewards: an RL run would train on all samples alike,
+    good and bad."""
     raise InputError(
         "algorithm.name: got 'nll', the supervised loss of SFT, which has no advantages; "
         "expected an RL algorithm such as gspo or grpo"
@@ -31,11 +31,11 @@ def advantages(rewards: Sequence[Tensor], config: AlgorithmConfig) -> list[Tenso
 
 
 def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Return the sum over the loss tokens of `-seq_weight * logprob`, f64[]. `batch.old_logprobs`
-    is not read.
+    """Return the sum of `-seq_weight * logprob` over the loss tokens, f64[]. `batch.old_logprobs` is
+    not read.
 
-    If `batch.token_advantages` is given, the term of each token is also multiplied by the token's
-    entry in it.
+    If `batch.token_advantages` is given, each token's term is also multiplied by its token
+    advantage.
     """
     lengths = batch.cu_seqlens.diff().long()
     weights = batch.seq_weight.double().repeat_interleave(lengths, output_size=logprobs.numel())

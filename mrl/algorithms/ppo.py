@@ -1,7 +1,7 @@
 """PPO: the clipped policy loss with a critic (arXiv 1707.06347; for language models 2203.02155).
 
-Token advantages are computed by GAE and whitened over the step. The critic's loss is
-`value_loss.critic_loss`.
+Token advantages are computed by GAE and normalised over all loss tokens of the step. The critic's
+loss is `value_loss.critic_loss`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 def critic_policy_loss(
     logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig, low: float, high: float
 ) -> LossOutput:
-    """Compute PPO's loss with the recipe's clip range, by default (`low`, `high`).
+    """Compute PPO's loss. The recipe's clip range applies, or else 1 - `low` to 1 + `high`.
 
     Raises ValueError if `batch.old_logprobs` or `batch.token_advantages` is None.
     """

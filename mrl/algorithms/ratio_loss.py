@@ -1,7 +1,7 @@
-"""The policy loss of a micro-batch, computed by the fused kernel, for all algorithms with an
-importance ratio.
+"""The policy loss of a micro-batch for all algorithms with an importance ratio, computed by the fused
+kernel `mrl.kernels.policy_loss`.
 
-Dimensions: N packed tokens of a micro-batch, B its sequences.
+Dimensions: N packed tokens and B sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PPO_CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
 
 
 def ppo_clip(config: AlgorithmConfig, low: float, high: float) -> Clip:
-    """Return PPO's clip. The range is the recipe's, by default (`low`, `high`); the dual clip is
-    the recipe's."""
+    """Return PPO's clip with the recipe's options. `low` and `high` are used for `clip_low` and
+    `clip_high` if the recipe does not set them."""
     return Clip(
         "ppo",
         low=or_default(config.clip_low, low),
@@ -40,17 +40,20 @@ def ratio_loss(
     old: Tensor | None = None,
     importance: ImportanceWeight | None = None,
 ) -> LossOutput:
-    """Compute `mrl.kernels.policy_loss` of a micro-batch, with masks, importance weights and KL.
+    """Compute the policy loss of a micro-batch, with masks, importance weights and KL.
 
-    old: f32[N], the denominator of the ratio; None takes `batch.old_logprobs`.
-    importance: the importance weight; None takes the recipe's. This weight and the masks compare
-    `old` with `rollout_logprobs`, so each token is corrected for the policy that sampled it, even
-    if that was an older version.
+    logprobs: f32[N] with gradient, the current policy's log-probs.
+    ratio: `token` for one ratio per token, `sequence` for one ratio per sequence.
+    clip: how the ratio is bounded.
+    old: f32[N], the log-probs in the denominator of the ratio; None takes `batch.old_logprobs`.
+    importance: the importance weight; None takes the recipe's, if there is one. It corrects for the
+    difference between `old` and `batch.rollout_logprobs`, the log-probs of the policy that sampled
+    the token, even if that was an older version.
 
-    The KL term compares with `ref_logprobs` and weights tokens as the loss does; masks and
-    importance weights do not affect it. Statistics: `ratio/...` and `mask/...`; `kl/ref`, the mean
-    KL estimate over loss tokens; `importance/mean`, the mean of the importance weights as applied;
-    and `importance/clip_frac`, the share of importance weights that were outside the range.
+    The tokens have the same weights in the KL term as in the rest of the loss, but masks and
+    importance weights do not affect it. Statistics: `ratio/...`; `mask/...`; `kl/ref`, the mean KL
+    estimate over loss tokens; `importance/mean`, the mean importance weight after bounding; and
+    `importance/clip_frac`, the share of importance weights that were out of range.
 
     Raises ValueError if log-probs or advantages that are needed are None.
     """

@@ -1,8 +1,8 @@
 """REINFORCE++ (arXiv 2501.03262): rewards normalised over the complete step, PPO's clip, no critic.
 
-`advantages` returns the rewards themselves. Because of `WHITENS`, `mrl.learn.advantages` then
-normalises them by mean and std over the loss tokens of the step. With `kl_in: reward` (the paper's
-form, with k1) the KL penalty of each token is subtracted first.
+`advantages` returns the rewards unchanged. Because `WHITENS` is set, `mrl.learn.advantages`
+normalises them by their mean and std over the loss tokens of the step. With `kl_in: reward`, which
+the paper uses with the estimator k1, the KL penalty of each token is subtracted before that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""REINFORCE++-baseline (arXiv 2501.03262): subtract the group's mean, then normalise over the step.
+"""REINFORCE++-baseline (arXiv 2501.03262): subtract from each reward the mean of its group, then
+normalise over the step.
 
-The step's mean and std are taken over its loss tokens, as in REINFORCE++ (`WHITENS`). The paper
-also adds a KL term with `kl_estimator: k2` to the loss.
+As in REINFORCE++, the mean and the std of the step are taken over its loss tokens (`WHITENS`). The
+paper also adds a KL term to the loss (`kl_estimator: k2`), which is off by default here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other samples as the baseline.
 
-The gradient is the advantage times `grad log p(response)`, where the log-prob of the response is a
-sum over its tokens. PPO's clip limits later updates on the same rollout; it has no effect on the
-first update.
+The policy gradient of a response is its advantage times `grad log p(response)`, where the log-prob
+of the response is the sum over its tokens. PPO's clip affects only later updates on the same
+rollout, because in the first update all ratios are 1.
 """
 
 from mrl.algorithms import grpo

@@ -1,7 +1,7 @@
-"""SAPO (arXiv 2511.20347): a sigmoid gate around ratio 1 instead of a clip.
+"""SAPO (arXiv 2511.20347): a sigmoid of the importance ratio replaces PPO's clip.
 
-The gradient of tokens far from the old policy decays smoothly, a little sooner for tokens with a
-negative advantage.
+The gradient of a token decays smoothly as its ratio moves away from 1, a little faster if the
+advantage of the token is negative.
 """
 
 from __future__ import annotations

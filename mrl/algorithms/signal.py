@@ -1,7 +1,7 @@
-"""Zero-variance groups, and the means of reward parts.
+"""Metrics of rewards: the number of zero-variance groups, and the means of reward parts.
 
-A group whose rewards are all equal has zero variance: its advantages are 0, so nothing is learned
-from it.
+If all rewards of a group are equal, its variance and its advantages are 0, so the policy learns
+nothing from the group.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mrl.types import SampleGroup
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """Return whether at least two of the f32[G] rewards differ; NaN is ignored."""
+    """Return whether at least two of the rewards of a group, f32[G], differ. NaN is ignored."""
     known = rewards[~rewards.isnan()]
     return bool((known != known[:1]).any())
 
 
 def part_means(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return the metric `rewards/NAME/mean` of every reward part: its mean over the samples that
-    have the part."""
+    """Return the metric `rewards/NAME/mean` for every part NAME of the rewards: the mean of the part
+    over all samples in which it is not NaN."""
     found: dict[str, list[Tensor]] = {}
     for group in groups:
         for name, values in (group.reward_parts or {}).items():
@@ -32,13 +32,15 @@ def part_means(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def zero_variance_metrics(rewards: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Count the zero-variance groups, in total and by cause. `rewards` has f32[G] for each group.
+    """Count the zero-variance groups of a step: in total (`reward/zero_signal_groups`), and by cause
+    (`reward/zero_signal/CAUSE`).
 
-    The causes are:
+    rewards: f32[G] for each group. The causes are:
     unscored: fewer than two samples have a reward, so no rewards can be compared.
-    best: all rewards equal the highest reward of the step (solved).
-    worst: all rewards equal the lowest reward of the step (out of reach).
-    equal: all rewards equal a value between these two, or all rewards of the step are equal.
+    best: all rewards of the group equal the highest reward of the step.
+    worst: all rewards of the group equal the lowest reward of the step.
+    equal: all rewards of the group equal a value between these two, or all rewards of the step are
+    equal.
     """
     known = [group[~group.isnan()] for group in rewards]
     all_known = torch.cat(known) if known else torch.empty(0)

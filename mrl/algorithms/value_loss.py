@@ -1,8 +1,7 @@
-"""The critic's loss: the squared error to the returns, clipped around the values before the update.
+"""The loss of the critic: the squared difference between its values and the returns. The difference
+between a value and the same value before the update can be clipped.
 
-This is not an algorithm; it trains the critic of algorithms that have one.
-
-Dimensions: N packed tokens of a micro-batch, B its sequences.
+Dimensions: N packed tokens and B sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from mrl.types import LossOutput, Mean, MicroBatch
 
 
 def critic_loss(values: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Compute the `value_loss` of a micro-batch. Every loss token has the weight `batch.seq_weight`
-    of its sequence.
+    """Compute `value_loss` for a micro-batch, with the clip range `config.value_clip`.
 
-    values: f32[N] with gradient. Raises ValueError if `batch.old_values` or `batch.returns` is
-    None.
+    values: f32[N] with gradient, the critic's current values. Raises ValueError if
+    `batch.old_values` or `batch.returns` is None.
     """
     if batch.old_values is None or batch.returns is None:
         raise ValueError(
@@ -49,16 +47,17 @@ def value_loss(
     """Return the sum of `seq_weight * max((V - R)^2, (V_clipped - R)^2) / 2` over the loss tokens,
     in f64, where `V` is the value and `R` the return of a token.
 
-    `V_clipped` is `V` clamped to within `clip` of the old value, so that one rollout cannot move
-    the value further (PPO, arXiv 1707.06347 eq. 9, clipped as in TRL and verl). If `clip` is None,
-    `V` is not clipped.
+    `V_clipped` is `V` clamped to within `clip` of the value before the update, which limits how far
+    the updates on one rollout move a value (PPO, arXiv 1707.06347 eq. 9, clipped as in TRL and
+    verl). If `clip` is None, `V` is not clipped.
 
-    values: f32[N] with gradient. old_values, returns: f32[N]. loss_mask: bool[N]. cu_seqlens:
-    i32[B+1]. seq_weight: f32[B], already divided by the global normaliser.
+    values: f32[N] with gradient. old_values: f32[N], the values before the update. returns: f32[N].
+    loss_mask: bool[N]. cu_seqlens: i32[B+1]. seq_weight: f32[B], already divided by the global
+    normaliser.
 
-    Tokens outside `loss_mask` do not contribute, even if they are NaN. Statistics: `value/mean`,
-    `value/squared_error`, and `value/clip_frac`, the share of loss tokens whose clipped term is the
-    larger one.
+    Tokens outside of `loss_mask` do not contribute, even if their values are NaN. Statistics:
+    `value/mean`; `value/squared_error`, the mean of `(V - R)^2`; and `value/clip_frac`, the share of
+    loss tokens for which the clipped term is the larger one.
     """
     lengths = cu_seqlens.diff().long()
     weights = seq_weight.double().repeat_interleave(lengths, output_size=values.numel())

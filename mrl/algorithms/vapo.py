@@ -1,8 +1,9 @@
 """VAPO (arXiv 2504.05118): PPO with a critic for long chains of thought.
 
-It uses a length-adaptive lambda for the policy and lambda 1 for the critic (decoupled GAE),
-clip-higher, a mean over all tokens, and a log-likelihood term on samples with a positive reward.
-The recipe turns on the critic's warm-up (`critic.warmup_steps`) and several samples per prompt.
+GAE uses a length-adaptive lambda for the policy and lambda 1 for the critic (decoupled GAE). The
+clip range is wider above 1 than below, the loss is a mean over all tokens, and samples with a
+positive reward have an additional log-likelihood term. VAPO's other two techniques are set in the
+recipe: the critic's warm-up (`critic.warmup_steps`) and several samples per prompt.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ token_advantages = partial(
 
 
 def nll_weights(num_loss_tokens: Tensor, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Return f32[S], one weight per sample. Samples with a reward above 0 and at least one loss
-    token get `nll_coef / n`, where `n` is the number of all their loss tokens; others get 0."""
+    """Return f32[S]: the weight of each sample in the log-likelihood term.
+
+    The weight is `nll_coef / n` for samples with a reward above 0 and at least one loss token, where
+    `n` is the total number of loss tokens of these samples. It is 0 for other samples.
+
+    num_loss_tokens: i64[S]. rewards: f32[S].
+    """
     right = (rewards > 0) & (num_loss_tokens > 0)
     total = torch.where(right, num_loss_tokens, 0).sum().clamp(min=1)
     return torch.where(right, or_default(config.nll_coef, NLL_COEF) / total.double(), 0.0).float()
