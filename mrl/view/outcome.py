@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mrl.errors import InputError
 from mrl.run import rollout_rows
 from mrl.system.json_text import is_number, parse_row
-from mrl.view.series import short
+from mrl.view.series import short, with_step
 
 ENDS = 5
 """The number of steps at each end of a run over which the reward is averaged."""
@@ -40,14 +40,13 @@ def read_evaluations(run: Path, notes: list[str]) -> list[Row]:
     rows = []
     for file in sorted((run / "evals").glob("step_*.json")):
         try:
-            row = parse_row(file.read_bytes())
-            number: Any = row.get("step")
-            if not is_number(number) or number != int(number):
+            row = with_step(parse_row(file.read_bytes()))
+            if row is None:
                 raise ValueError("it has no step")
         except (OSError, ValueError) as error:
             notes.append(f"The evaluation {file.name} is left out: {error}.")
             continue
-        rows.append(row | {"step": int(number)})
+        rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
 
 

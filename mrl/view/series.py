@@ -43,7 +43,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     with an integer `step`, for example because a crash has cut the line short.
     """
     objects, num_bad = read_objects(path)
-    found = [row for row in map(_row, objects) if row is not None]
+    found = [row for row in map(with_step, objects) if row is not None]
     rows = {row["step"]: row for row in found}
     return [rows[step] for step in sorted(rows)], num_bad + len(objects) - len(found)
 
@@ -179,7 +179,7 @@ def _object(line: str) -> dict[str, Any] | None:
         return None
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any] | None:
+def with_step(row: dict[str, Any]) -> dict[str, Any] | None:
     """Return a row with its step as an integer; None if the step is missing or not an integer."""
     step = row.get("step")
     if isinstance(step, bool) or not isinstance(step, (int, float)) or not abs(step) < 2**63:
