@@ -121,13 +121,17 @@ def best_and_worst(run: Path) -> list[Row]:
     Samples without a reward are left out, and texts that occur twice. The result is empty if there
     are no samples, or if the file is damaged.
     """
-    for file in sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True):
+    numbers = {
+        file: file.stem.removeprefix("step_") for file in (run / "rollouts").glob("step_*.jsonl")
+    }
+    steps = {file: int(text) for file, text in numbers.items() if text.isascii() and text.isdigit()}
+    for file in sorted(steps, key=lambda file: -steps[file]):
         try:
             rows = [row for row in rollout_rows.read(file) if is_number(row["reward"])]
         except InputError:  # the sample browser has a note
             return []
         if rows:
-            return _chosen(int(file.stem.removeprefix("step_")), rows)
+            return _chosen(steps[file], rows)
     return []
 
 

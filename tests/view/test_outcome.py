@@ -104,6 +104,19 @@ def test_best_and_worst_are_of_the_newest_step_with_rewards(tmp_path: Path) -> N
     assert best_and_worst(tmp_path) == []
 
 
+def write_rewards(run: Path, name: str, rewards: list[tuple[str, float]]) -> None:
+    rows = [{"prompt": prompt, "completion": "", "reward": reward} for prompt, reward in rewards]
+    (run / "rollouts").mkdir(exist_ok=True)
+    (run / "rollouts" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_newest_step_has_the_largest_number(tmp_path: Path) -> None:
+    write_rewards(tmp_path, "step_999999.jsonl", [("p", 0.0)])
+    write_rewards(tmp_path, "step_1000000.jsonl", [("p", 0.0)])
+    write_rewards(tmp_path, "step_old.jsonl", [("p", 0.0)])
+    assert [each["step"] for each in best_and_worst(tmp_path)] == [1_000_000]
+
+
 def test_conversations_keep_every_part_of_a_message() -> None:
     call = {"id": "1", "function": {"name": "add"}}
     prompt = [
