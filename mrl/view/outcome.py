@@ -118,8 +118,8 @@ def best_and_worst(run: Path) -> list[Row]:
     """Return the samples with the highest and the lowest reward of the newest step that has any.
 
     A sample has `name` (`best` or `worst`), `step`, `reward` and `turns`, the list of (role, text).
-    Samples without a reward are left out, and texts that occur twice. The result is empty if there
-    are no samples, or if the file is damaged.
+    Samples without a finite reward are left out, and texts that occur twice. The result is empty if
+    there are no samples, or if the file is damaged.
     """
     numbers = {
         file: file.stem.removeprefix("step_") for file in (run / "rollouts").glob("step_*.jsonl")
@@ -127,7 +127,7 @@ def best_and_worst(run: Path) -> list[Row]:
     steps = {file: int(text) for file, text in numbers.items() if text.isascii() and text.isdigit()}
     for file in sorted(steps, key=lambda file: -steps[file]):
         try:
-            rows = [row for row in rollout_rows.read(file) if is_number(row["reward"])]
+            rows = [row for row in rollout_rows.read(file) if _is_finite(row["reward"])]
         except InputError:  # the sample browser has a note
             return []
         if rows:
@@ -137,7 +137,8 @@ def best_and_worst(run: Path) -> list[Row]:
 
 def _chosen(step: int, rows: Sequence[Row]) -> list[Row]:
     ranked = sorted(rows, key=lambda row: row["reward"])
-    worst = _different(ranked)
+    below = [row for row in ranked if row["reward"] < ranked[-1]["reward"]]
+    worst = _different(below or ranked)
     best = _different(row for row in reversed(ranked) if row["reward"] > worst[-1]["reward"])
     return [
         {
@@ -169,7 +170,11 @@ def _middle_out(text: str) -> str:
 
 
 def _numbers(rows: Iterable[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if is_number(row.get(key)) and math.isfinite(row[key])]
+    return [row[key] for row in rows if _is_finite(row.get(key))]
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
 
 
 def _shown(value: float) -> str:

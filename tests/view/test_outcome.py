@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,24 @@ def test_the_newest_step_has_the_largest_number(tmp_path: Path) -> None:
     write_rewards(tmp_path, "step_1000000.jsonl", [("p", 0.0)])
     write_rewards(tmp_path, "step_old.jsonl", [("p", 0.0)])
     assert [each["step"] for each in best_and_worst(tmp_path)] == [1_000_000]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best", "worst"),
+    [
+        ([("a", 0.0), ("a", 1.0), ("b", 1.0)], ["1", "1"], ["0"]),
+        ([("a", 0.0), ("b", 1.0)], ["1"], ["0"]),
+        ([("a", 0.0), ("b", 0.5), ("c", 1.0)], ["1"], ["0", "0.5"]),
+        ([("a", math.nan), ("b", 1.0), ("c", -math.inf), ("d", 0.0)], ["1"], ["0"]),
+    ],
+)
+def test_the_best_sample_is_never_among_the_worst(
+    rewards: list[tuple[str, float]], best: list[str], worst: list[str], tmp_path: Path
+) -> None:
+    write_rewards(tmp_path, "step_000000.jsonl", rewards)
+    found = best_and_worst(tmp_path)
+    assert [each["reward"] for each in found if each["name"] == "best"] == best
+    assert [each["reward"] for each in found if each["name"] == "worst"] == worst
 
 
 def test_conversations_keep_every_part_of_a_message() -> None:
