@@ -117,10 +117,11 @@ def new_folder(target: Path) -> Iterator[Path]:
 def _lock_folder(folder: Path) -> int:
     """Open and lock a folder, and return the file descriptor; closing it releases the lock.
 
-    Raises BlockingIOError if another process holds the lock, or has just renamed the folder. Without
-    support for locks, as on some network file systems, the folder is not locked.
+    Raises BlockingIOError if another process holds the lock, or has just renamed the folder, and
+    another OSError for a symbolic link, because files would be deleted where it leads. Without support
+    for locks, as on some network file systems, the folder is not locked.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -221,6 +221,18 @@ def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "left").exists()
 
 
+def test_a_link_in_place_of_the_hidden_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "dear").touch()
+    (tmp_path / ".moe.partial").symlink_to(tmp_path / "home")
+    with (
+        pytest.raises(InputError, match="moe cannot be made: Not a directory"),
+        new_folder(tmp_path / "moe"),
+    ):
+        pass
+    assert (tmp_path / "home" / "dear").exists()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = write_tiny("llama", tmp_path / "dense"), tmp_path / "moe"
     words = ["upcycle", str(source), str(target), "--experts", "4", "--top-k", "2"]
