@@ -1,4 +1,4 @@
-"""`python -m mrl` is the command `mrl`."""
+"""Run the command line `mrl` with `python -m mrl`."""
 
 import sys
 

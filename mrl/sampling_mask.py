@@ -1,8 +1,8 @@
 """A sampling mask holds, for each token that was sampled from a truncated distribution, the tokens
 that `top_p` and `top_k` kept.
 
-DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) calls it "keep sampling mask": the trainer normalises
-over the same tokens as the engine did.
+With the mask, the trainer normalises the probabilities over the same tokens as the engine did
+(DeepSeek-V3.2, arXiv 2512.02556, section 3.1: "keep sampling mask").
 
 Dimensions: T tokens of a sequence, M kept tokens in total.
 """
@@ -83,10 +83,10 @@ class SamplingMask:
 
 
 def join_masks(parts: Sequence[tuple[SamplingMask | None, int]]) -> SamplingMask | None:
-    """Return the masks of several parts joined end to end, or None if no part has a mask.
+    """Join the masks of consecutive parts of a sequence; return None if no part has a mask.
 
-    Each part is (its mask or None, its number of tokens). Tokens of a part without a mask get a
-    count of 0. Raises ValueError if a mask has another number of tokens than its part.
+    parts: pairs (mask or None, number of tokens). The tokens of a part without a mask get a count
+    of 0. Raises ValueError if a mask covers a different number of tokens than its part has.
     """
     if all(mask is None for mask, _ in parts):
         return None

@@ -1,4 +1,4 @@
-"""Writes a tiny Qwen3-MoE checkpoint with a character tokenizer, small enough to train on one CPU
+"""Write a tiny Qwen3-MoE checkpoint with a character tokenizer, small enough to train on one CPU
 core.
 
 The model has every part of the Qwen3-MoE architecture (GQA, qk-norm, top-k router, per-expert MLPs)
@@ -20,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from mrl.errors import InputError
 
 MARKER = "mrl_toy_model.json"
-"""Name of the file that records the arguments of `write_toy_model`. A folder that contains this
-file may be overwritten."""
+"""Name of the file in which `write_toy_model` records its arguments. `write_toy_model` overwrites
+a non-empty folder only if it contains this file."""
 
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 PAD, IM_START, EOS, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"

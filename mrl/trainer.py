@@ -143,8 +143,8 @@ class Trainer:
             self.trackers.close(failed=self.step < recipe.train.num_steps)
 
     def leave(self) -> None:
-        """Save the current state, unless the newest checkpoint is of the current step, and wait
-        until all saves are written. A collective."""
+        """Save the current step, unless the newest checkpoint already has it, and wait until all
+        saves are written. A collective."""
         self.checkpoints.finish()
         saved = [self.folder.saved_step()]
         dist.broadcast_object_list(saved)
@@ -154,7 +154,7 @@ class Trainer:
         self.snapshots.close()
 
     def close(self) -> None:
-        """Release the models' memory, for a process that continues without this run."""
+        """Release the memory of the policy and the critic, so that the process can do other work."""
         for model in (self.policy, self.critic):
             if model is not None:
                 model.close()
@@ -269,7 +269,7 @@ class Trainer:
     def _step_metrics(
         self, groups: list[SampleGroup], learned: dict[str, float], memory: Statistics
     ) -> dict[str, float]:
-        """Join the metrics of rollout, learner and memory. A collective."""
+        """Return all metrics of the step: rollout, learner, memory and collector. A collective."""
         recipe = self.plan.recipe
         metrics: dict[str, float] = {"step": self.step, **rollout_metrics(groups)}
         metrics |= source_metrics(groups)

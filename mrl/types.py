@@ -47,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """The tokens or route rows [start, end) of a sample; weights of `version` produced them."""
+    """The range [start, end) of a sample's tokens or route rows that weights `version` produced."""
 
     version: int
     start: int
@@ -69,7 +69,7 @@ class RoutingTrace:
     """Megatron's 1-based number of each of the L MoE layers."""
     num_experts: int
     row_versions: tuple[VersionSpan, ...]
-    """The weight versions that chose the rows, as spans that cover all T-1 rows in order."""
+    """Spans that cover all T-1 rows in order, each with the weight version that chose its rows."""
     num_cached_rows: int
     """Number of leading rows taken from the engine's prefix cache, not computed for this request."""
     num_recomputed_rows: int = 0
@@ -127,8 +127,8 @@ class Sample:
     group_id: int
     token_ids: Tensor
     """i64[T]: the prompt, then the completion, or all turns of a conversation and the text between
-    them. If another rank has the tokens, this, the log-probs and the sampling mask are `meta` tensors
-    until `mrl.exchange.rollouts` sends them to the ranks that train the sample."""
+    them. If another rank has the tokens, `token_ids`, `rollout_logprobs` and `sampling_mask` are `meta`
+    tensors until `mrl.exchange.rollouts` sends the data to the ranks that train the sample."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true for tokens that the policy sampled."""
@@ -187,12 +187,12 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class TokenRoutes:
-    """The routes of N tokens; row t routes token t."""
+    """The experts to which N tokens are routed; row t belongs to token t."""
 
     expert_ids: Tensor
     """u8[N, L, K], or u16 above 256 experts; undefined in rows without a captured route."""
     captured: Tensor
-    """bool[N]: whether a token has a captured route; else the trainer's routers choose its experts."""
+    """bool[N]: true for tokens with a captured route; the trainer's routers route the others."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L layers."""
     num_experts: int
@@ -312,20 +312,20 @@ class LossOutput:
     """The loss and the statistics of one micro-batch."""
 
     loss_sum: Tensor
-    """Scalar with gradient: token losses weighted by `seq_weight` and summed; not normalised later."""
+    """Scalar with gradient: the sum of the token losses times `seq_weight`, already normalised."""
     stats: Statistics = field(default_factory=dict)
 
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""(function, arguments): called in another process of this machine, it returns u8[num_bytes]."""
+"""(function, arguments): another process of this machine calls the function to get u8[num_bytes]."""
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A bounded number of bytes of weights under their Hugging Face names.
+    """A part of the weights, of bounded size in bytes, under their Hugging Face names.
 
-    Two buffers alternate, so bucket n + 2 overwrites bucket n. When a consumer asks for bucket
-    n + 2, it must have finished with bucket n; at the end of the iteration, with all buckets.
+    Two buffers alternate, so bucket n + 2 overwrites bucket n. A consumer must have finished with
+    bucket n before it asks for bucket n + 2, and with all buckets when the iteration ends.
     """
 
     tensors: list[tuple[str, Tensor]]

@@ -1,12 +1,11 @@
 """Check an update between the backward pass and the optimizer step, before any weight changes.
 
 A guard looks for samples whose log-probs, losses or gradients are not finite. In the first update
-of a rollout, the policy still has the weights that computed `old_logprobs`, so the ratio should be
-1. The guard measures how far it is from 1. In the first update after a start, too large a difference
-ends the run (`guards.ratio_tolerance`).
-For algorithms with a narrow clip range (GSPO: 3e-4) the guard measures the share of the range that
-numerical noise takes. With `guards.min_ess` it measures the effective sample size of the importance
-weights.
+of a rollout, the policy still has the weights that computed `old_logprobs`, so every importance
+ratio should be 1, and the guard measures the deviation from 1. In the first update after a start,
+too large a deviation ends the run (`guards.ratio_tolerance`). For algorithms that clip sequence
+ratios (GSPO: a range of 3e-4), the guard also measures how much of the clip range numerical noise
+uses up. With `guards.min_ess`, it measures the effective sample size of the importance weights.
 
 N packed tokens of a micro-batch, B its sequences.
 """
@@ -55,13 +54,13 @@ class UpdateGuard:
     quantile: float = 1.0
     """`guards.ratio_quantile`: the quantile of the tokens' `|logp - old|` that `drift` returns."""
     judge: Callable[[dict[str, float]], None] | None = None
-    """Called by `check` with the metrics `guard/*` over all ranks; it may raise. None if the
-    first update after a start has already been taken."""
+    """A function that `check` calls with the metrics `guard/*` over all ranks, and that may raise an
+    error. None for every update but the policy's first one after a start."""
     what: str = "log-probs"
     """The name, in messages, of the tensor from which the loss is computed."""
     rows: Sequence[str] | None = None
-    """The names of the samples in messages, if they are not from a rollout; None for samples of
-    a rollout."""
+    """Names of the samples for error messages; None for samples of a rollout, which are named by
+    their numbers."""
     min_ess: float | None = None
     """`guards.min_ess`; None if the effective sample size is not measured."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class UpdateGuard:
         return watched
 
     def check(self) -> None:
-        """Judge what was observed. A collective.
+        """Check what `watch` observed and set `metrics` and `ess`. A collective.
 
         Raises, on every rank, NotFinite if a sample of any rank is not finite, LowEss if the effective
         sample size is below `min_ess`, and whatever `judge` raises.
@@ -205,7 +204,7 @@ def importance_weights(logprobs: Tensor, batch: MicroBatch) -> Statistics:
 
 
 def _effective_size(weights: list[Statistics]) -> float:
-    """Return the effective sample size over all ranks as a share of the loss tokens. A collective."""
+    """Compute the effective sample size over all ranks, as a share of the loss tokens. A collective."""
     moments = reduce_statistics(merge(weights))
     return effective_size(moments["w"], moments["w2"])
 
@@ -213,10 +212,10 @@ def _effective_size(weights: list[Statistics]) -> float:
 def check_first_update(
     metrics: dict[str, float], config: GuardConfig, dtype: torch.dtype, warn: Callable[[str], None]
 ) -> None:
-    """Judge, in the first update after a start, how much two passes with the same weights differ.
+    """Check, in the first update after a start, that two passes with the same weights agree.
 
-    metrics: the metrics of `drift` over all ranks. A high quantile of the differences is judged
-    instead of the largest difference, for the following reason. GPU kernels that add in no fixed
+    metrics: the metrics of `drift` over all ranks. A high quantile of the differences is compared
+    with the tolerance instead of the largest difference, because GPU kernels that add in no fixed
     order can change a single token a lot if two experts are nearly tied for it. A fault, such as
     dropout or routes that only one pass replays, changes many tokens.
 

@@ -66,10 +66,10 @@ class KlControl:
         return Penalties([self.coef * term for term in terms], self.coef * sums, counts > 0, mean)
 
     def end_step(self, measured: float, num_samples: int) -> dict[str, float]:
-        """Return the coefficient of this step as the metric `kl/coef`, and adapt it for the next step.
+        """Adapt the coefficient for the next step; return this step's coefficient as `kl/coef`.
 
-        `measured` is the mean KL per token of this step, from which the next coefficient follows. If
-        it is not finite, the coefficient does not change.
+        measured: the mean KL per loss token of this step. If it is not finite, the coefficient does
+        not change. num_samples: the number of trained samples of this step.
         """
         metrics = {"kl/coef": self.coef}
         if math.isfinite(measured):  # it is NaN if no token is in the loss

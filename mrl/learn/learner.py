@@ -51,7 +51,7 @@ collective."""
 
 
 class _Prepared(NamedTuple):
-    """Everything that the optimizer steps of a rollout need."""
+    """The results of the passes before the update, for the optimizer steps of a rollout."""
 
     batches: list[MicroBatch]
     """The micro-batches of all mini-batches, with old log-probs and advantages."""
@@ -59,7 +59,7 @@ class _Prepared(NamedTuple):
     before: PassOutput | None
     """The output of the policy's pass before the update; None if nothing needs that pass."""
     observer: Observer
-    """Observes the training pass, if that pass stands for the one before the update."""
+    """Observes the training pass, if no separate pass before the update is run."""
     metrics: dict[str, float]
 
 
@@ -176,7 +176,7 @@ class Learner:
         return advantages
 
     def _make_batches(self, step: int, data: StepData) -> list[TrainBatch]:
-        """Pack this rank's share of each mini-batch, with rewards and without advantages."""
+        """Pack this rank's share of each mini-batch. The micro-batches have rewards but no advantages."""
         recipe = self.recipe
         rewards = raw_rewards(data.rewards, recipe.algorithm)  # NaN becomes 0
         pairs = list(zip(data.trained_groups, rewards, strict=True))
@@ -297,8 +297,8 @@ class Learner:
     ) -> dict[str, float]:
         """Adapt the KL penalty's coefficient, and return the metrics that are known after the updates.
 
-        They are the coefficient, with a KL penalty, and the metrics of the routes, if routes are
-        replayed.
+        These are `kl/coef`, if there is a KL penalty, and metrics of the replayed routes, if the
+        engine's routes are replayed (R3).
         """
         found: dict[str, float] = {}
         if self.recipe.algorithm.kl_coef:

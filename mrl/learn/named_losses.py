@@ -20,17 +20,17 @@ from mrl.types import LossOutput, MicroBatch
 
 @dataclass(frozen=True)
 class NamedLoss:
-    """A loss function, with the names under which a request sends its inputs."""
+    """A loss function, the name of its per-token factors in a request, and its options."""
 
     loss: Callable[[Tensor, MicroBatch, AlgorithmConfig], LossOutput]
     factors: str
-    """The name of the tokens' factors in a request: `weights` or `advantages`."""
+    """The name of the per-token factors in a request: `weights` or `advantages`."""
     options: tuple[str, ...] = ()
     """The fields of AlgorithmConfig that a request may set."""
 
     @property
     def is_ratio(self) -> bool:
-        """Whether the loss needs the log-probs that the tokens were sampled with."""
+        """Whether the loss needs the tokens' log-probs from the time when they were sampled."""
         return self.factors == "advantages"
 
 

@@ -1,4 +1,4 @@
-"""Create the stores in which a run is saved: checkpoints in the run folder, snapshots on the nodes."""
+"""Create the stores of a run's checkpoints (in the run folder) and snapshots (on the nodes)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:
 
 
 class _Rows:
-    """The record that belongs to a snapshot: the rows of metrics.jsonl.
+    """Gives `Snapshots` access to the rows of metrics.jsonl that are kept.
 
-    A snapshot does not survive a power cut, so `settle` need not force any file to the disk.
+    `settle` does nothing: a snapshot does not survive a power cut, so no file must reach the disk.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -40,8 +40,8 @@ class Weighted:
     factors: Tensor
     """f32[T]: weights or advantages. The first token and tokens with factor 0 are not in the loss."""
     old_logprobs: Tensor | None = None
-    """f32[T]: the log-probs that the tokens were sampled with, for losses that need them; None
-    otherwise."""
+    """f32[T]: the tokens' log-probs from the time when they were sampled; None if the loss does not
+    need them."""
     weight: float = 1.0
     """The weight of the sequence in the loss."""
     routing: RoutingTrace | None = None
@@ -97,7 +97,7 @@ class SequenceTrainer:
     def _batch(self, sequences: Sequence[Weighted]) -> tuple[TrainBatch, Replay]:
         """Pack this rank's share of the sequences into micro-batches.
 
-        Returns the micro-batches, and which routes their pass must replay.
+        Returns the micro-batches, and whether their pass must replay the routes of the sequences.
         """
         samples, stale = without_stale_tokens(
             [_sample(number, each) for number, each in enumerate(sequences)]

@@ -79,7 +79,7 @@ class LowEssSteps:
     in_a_row: int = 0
     _num_skipped: int = field(default=0, init=False)
     _lowest: float = field(default=math.inf, init=False)
-    """The lowest effective sample size of a step since `begin`; inf before the first step."""
+    """The lowest effective sample size since `begin`, with skipped steps; inf before the first."""
 
     def begin(self) -> None:
         """Reset the metrics for another rollout; `in_a_row` keeps its value."""
@@ -88,8 +88,8 @@ class LowEssSteps:
     def metrics(self) -> dict[str, float]:
         """Return the metrics `guard/ess` (the lowest since `begin`) and `train/low_ess_steps`.
 
-        Returns {} without `guards.min_ess`. `guard/ess` is missing if no step was taken since
-        `begin`.
+        Returns {} without `guards.min_ess`. `guard/ess` is missing if no effective sample size was
+        measured since `begin`.
         """
         if self.config.min_ess is None:
             return {}

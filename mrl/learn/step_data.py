@@ -1,8 +1,8 @@
-"""Derive the data that a step trains on from its scored groups. All other code only reads this data.
+"""Derive the data that a step trains on from its scored groups.
 
-Rewards are shaped, samples that teach nothing are masked, turn rewards are credited, and stale rows
-of routes are found (`moe.provenance`). This needs data of all samples, which every rank has. So all
-ranks compute the same result without communication.
+This module shapes rewards, removes unusable samples from the loss, transforms turn rewards and finds
+stale route rows (`moe.provenance`). Every rank has the necessary data of all samples, so all ranks
+compute the same result without communication.
 
 G samples of a group, S samples of the step, T tokens of a sample.
 """
@@ -106,10 +106,10 @@ def shaped_rewards(group: SampleGroup, config: AlgorithmConfig, max_response_len
 
 
 def shaping_metrics(data: StepData, config: AlgorithmConfig) -> dict[str, float]:
-    """Return the metrics of reward shaping; {} without the options that shape rewards.
+    """Return the metrics of `overlong_buffer_len` and `overlong_filter`; {} without these options.
 
-    `reward/overlong_penalty` is the mean penalty of the scored samples, with `overlong_buffer_len`.
-    `reward/overlong_filtered` is the number of truncated answers, with `overlong_filter`.
+    `reward/overlong_penalty`: the mean amount, at least 0, by which the penalty lowers the reward of
+    a scored sample. `reward/overlong_filtered`: the number of truncated answers.
     """
     metrics: dict[str, float] = {}
     if config.overlong_buffer_len:
@@ -128,9 +128,9 @@ def without_loss(sample: Sample) -> Sample:
 
 
 def _mask_useless(group: SampleGroup, config: AlgorithmConfig) -> SampleGroup:
-    """Return the group with those samples masked that teach nothing.
+    """Return the group with all tokens of its unusable samples removed from the loss.
 
-    These are samples without a reward, truncated samples under `overlong_filter`, and under
+    Unusable are samples without a reward, truncated samples under `overlong_filter`, and under
     `dynamic_sampling` all samples of a zero-variance group for which no replacement was found.
     """
     assert group.rewards is not None

@@ -15,7 +15,8 @@ from mrl.types import SampleGroup
 from parallel.hf_config import HfModel
 
 PARTS = {"rollout": "tokens/rollout", "train": "tokens/train", "step": "tokens/train"}
-"""The parts of a step that get a rate, each with the metric that counts its tokens."""
+"""The parts of a step whose tokens per second are measured, each with the metric that counts its
+tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Throughput:
         """Return the metrics `throughput/*` of a step.
 
         row: the other metrics of the step. A part that did not run, such as the rollout if rollouts
-        are loaded, has no rate. `throughput/mfu` is missing if `peak_flops` is None.
+        are loaded, has no rate. `throughput/mfu` is missing if `peak_flops` is None or nothing was
+        trained.
         """
         found: dict[str, float] = {}
         for part, tokens in PARTS.items():

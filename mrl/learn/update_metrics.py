@@ -33,8 +33,8 @@ def policy_metrics(
 
     batches: all micro-batches of the step, or all from its first update on. before: the output of a
     pass over `batches` with the weights before the update; None if there was no such pass, because
-    no token is in the loss. steps: the policy's optimizer steps; empty if only the critic was
-    trained or if all steps were skipped.
+    no token is in the loss. steps: the policy's optimizer steps; if only the critic was trained or
+    all steps were skipped, this is empty, the losses are NaN, and `grad_norm` and `lr` are 0.
     """
     if before is None:
         return dict(_NO_UPDATE)

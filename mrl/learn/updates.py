@@ -39,16 +39,16 @@ class Updated(NamedTuple):
     metrics: dict[str, float]
     """The metrics `guard/*`, the number of empty mini-batches, and the numbers of skipped steps."""
     first_pass: PassOutput | None
-    """The output of the policy's first training pass whose step was taken; if all steps were
-    skipped, of the first pass. None without a pass. All of these passes have the weights from before
-    the update."""
+    """The output of the training pass of the policy's first step that was not skipped, or of the first
+    training pass if all steps were skipped; None without a pass. In both cases the pass used the
+    weights from before the update."""
     first_micro_batch: int
     """The index, in the rollout, of the first micro-batch of `first_pass`; 0 without a pass."""
 
 
 def with_own_old_logprobs(loss: LossFunction) -> LossFunction:
-    """Return `loss` for micro-batches that may lack `old_logprobs`: the log-probs of the pass itself,
-    without their gradient, take their place."""
+    """Return a function that calls `loss`. If a micro-batch has no `old_logprobs`, the log-probs of the
+    current pass, without gradient, take their place."""
 
     def filled(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
         if batch.old_logprobs is None:
@@ -118,10 +118,10 @@ class Updates:
     ) -> Updated:
         """Take one optimizer step per mini-batch and epoch.
 
-        flat: the micro-batches of all `batches` in order, with advantages; without `old_logprobs`
-        those of each forward pass take their place. observer: the observer of the policy's passes. A
-        mini-batch that has no loss token on any rank is left out, because Adam's momentum alone would
-        move the weights.
+        flat: the micro-batches of all `batches` in order, with advantages. If they have no
+        `old_logprobs`, the log-probs of each forward pass serve as old log-probs. observer: the
+        observer of the policy's passes. A mini-batch without a loss token on any rank is left out,
+        because Adam's momentum alone would change the weights.
 
         Raises NotFinite after too many steps in a row that were not finite, and RunFailed after too
         many steps in a row whose effective sample size was below `guards.min_ess`.
@@ -170,8 +170,8 @@ class Updates:
     ) -> Updated:
         """Take one optimizer step of the policy.
 
-        Returns `done` with the output of the step added. If the step was skipped, `done` at most gets
-        its `first_pass`.
+        Returns `done` with the output of the step added. A skipped step adds at most `first_pass` and
+        `first_micro_batch`.
         start: the index of the step's first micro-batch in the rollout.
         """
         algorithm, config = self.algorithm, self.kl.config
