@@ -51,7 +51,7 @@ by sample number. Samples without routes are left out."""
 
 
 TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
-"""A function of the same arguments as a `RouteSource`. It returns this rank's samples with their
+"""A function with the arguments of a `RouteSource` that returns this rank's samples with their
 tokens, by sample number."""
 
 
@@ -161,10 +161,10 @@ def _fetch_routes(
     source: RouteSource | None,
     stale: Sequence[Tensor | None],
 ) -> list[dict[int, TokenRoutes]]:
-    """Fetch the routes of all mini-batches in one exchange, without the stale rows.
+    """Fetch the routes of all mini-batches with one call of `source`.
 
-    A stale row becomes a native row, in which the trainer's router chooses the experts. Returns the
-    routes of each mini-batch, by the number of the sample in its mini-batch.
+    The trainer's router chooses the experts of stale rows, which lose their captured routes. Returns
+    the routes of each mini-batch, by the index of the sample in its mini-batch.
     """
     if source is None:
         return [{} for _ in parts]
@@ -186,7 +186,7 @@ def _fetch_tokens(
     dp_rank: int,
     source: TokenSource,
 ) -> list[list[Sample]]:
-    """Fetch the tokens of this rank's samples in one exchange.
+    """Fetch the tokens of this rank's samples with one call of `source`.
 
     Returns all samples of each mini-batch. The samples that other ranks train are unchanged.
     """
@@ -219,7 +219,7 @@ def _shares(
 
 
 def _first_ids(parts: Sequence[Sequence[Any]]) -> list[int]:
-    """Return, for each mini-batch, the index in the step of its first sample."""
+    """Return, for each mini-batch, the index of its first sample among all samples of the step."""
     sizes = [len(part) for part in parts]
     return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
 

@@ -176,7 +176,7 @@ class Learner:
         return advantages
 
     def _make_batches(self, step: int, data: StepData) -> list[TrainBatch]:
-        """Pack this rank's share of each mini-batch. The micro-batches have rewards but no advantages."""
+        """Pack this rank's share of each mini-batch, with rewards but without advantages."""
         recipe = self.recipe
         rewards = raw_rewards(data.rewards, recipe.algorithm)  # NaN becomes 0
         pairs = list(zip(data.trained_groups, rewards, strict=True))

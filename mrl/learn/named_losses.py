@@ -35,7 +35,7 @@ class NamedLoss:
 
 
 def importance_sampling(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Sum `-r_t A_t` over loss tokens, with `r_t = exp(logp - old)` and without a clip.
+    """Sum `-r_t A_t` over the loss tokens, where `r_t = exp(logp - old)` is not clipped.
 
     Raises ValueError without `old_logprobs`.
     """

@@ -179,7 +179,7 @@ def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted]) -> MicroBatc
 
 
 def _sequence_starts(batch: MicroBatch) -> list[tuple[int, int]]:
-    """Return (number of the sequence, index of its first token) of each sequence but the padding."""
+    """Return (sequence number, index of its first token) for each sequence except the padding."""
     assert batch.sample_ids is not None
     starts = batch.cu_seqlens.tolist()
     return [(n, s) for n, s in zip(batch.sample_ids.tolist(), starts, strict=False) if n >= 0]
