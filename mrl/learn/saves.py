@@ -40,7 +40,7 @@ def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:
 
 
 class _Rows:
-    """Gives `Snapshots` access to the rows of metrics.jsonl that are kept.
+    """The data that is copied into a snapshot of a step: the rows of metrics.jsonl before that step.
 
     `settle` does nothing: a snapshot does not survive a power cut, so no file must reach the disk.
     """
