@@ -101,16 +101,21 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise InputError(
             f"{target} cannot be made: {error.strerror}; give another folder"
         ) from None
+    is_done = False
     try:
+        if os.path.lexists(target):  # of a process that has ended since
+            raise InputError(f"{target} is not an empty folder; give a new one")
         _remove_contents(partial)  # of a process that was killed
         yield partial
         partial.rename(target)
+        is_done = True
     except (OSError, SafetensorError) as error:
         raise DiskFailed(
             f"{target} could not be written: {error}; no partial output remains"
         ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not is_done:  # afterwards, a folder of this name is another process's
+            shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 

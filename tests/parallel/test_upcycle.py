@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +220,44 @@ def test_two_commands_do_not_write_one_folder(tmp_path: Path) -> None:
     upcycle(source, tmp_path / "other", HALF)
     assert not killed.exists()
     assert not (tmp_path / "other" / "left").exists()
+
+
+def test_a_command_that_begins_as_another_ends_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, hidden, rename = tmp_path / "moe", tmp_path / ".moe.partial", Path.rename
+
+    def rename_as_another_begins(self: Path, to: Path) -> Path:
+        found = rename(self, to)
+        hidden.mkdir()
+        return found
+
+    monkeypatch.setattr(Path, "rename", rename_as_another_begins)
+    with new_folder(target) as partial:
+        (partial / "mine").touch()
+    assert hidden.exists()
+
+
+def test_a_folder_that_another_command_has_just_made_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, mkdir = tmp_path / "moe", Path.mkdir
+
+    def mkdir_as_another_ends(self: Path, *words: Any, **options: Any) -> None:
+        if self.name == ".moe.partial":
+            mkdir(target)
+            (target / "theirs").touch()
+        mkdir(self, *words, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_as_another_ends)
+    begun = []
+    with (
+        pytest.raises(InputError, match="moe is not an empty folder"),
+        new_folder(target) as partial,
+    ):
+        begun.append(partial)
+    assert not begun
+    assert [child.name for child in tmp_path.iterdir()] == ["moe"]
 
 
 def test_a_link_in_place_of_the_hidden_folder_is_not_followed(tmp_path: Path) -> None:
