@@ -51,7 +51,7 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
             own.append(f"Lines of metrics.jsonl that could not be read: {num_bad}.")
         evaluations = read_evaluations(folder, own)
         outcomes.append(figures(rows, evaluations))
-        recipes.append(flatten(recipe))
+        recipes.append(_flat(recipe, own))
         for row in with_evaluations(rows, evaluations):
             target = merged.setdefault(row["step"], {"step": row["step"]})
             for key, value in row.items():
@@ -83,6 +83,15 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
         "charts": charts,
         "notes": notes,
     }  # fmt: skip
+
+
+def _flat(recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the values of a recipe by dotted key; none, and a note, if it contains itself."""
+    try:
+        return flatten(recipe)
+    except RecursionError:
+        notes.append("config.yaml is nested too deeply.")
+        return {}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

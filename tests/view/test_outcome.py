@@ -172,6 +172,18 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert collect_comparison([first, same_name])["names"] == [str(first), str(same_name)]
 
 
+def test_odd_recipes_are_compared(tmp_path: Path) -> None:
+    texts = ("1: 2\nrollout: {3: 4, null: 5}\n", "rollout: &all\n  all: *all\n", "1: 6\n")
+    runs = [tmp_path / str(i) for i in range(len(texts))]
+    for run, text in zip(runs, texts, strict=True):
+        run.mkdir()
+        (run / "config.yaml").write_text(text)
+    data = collect_comparison(runs)
+    assert ("1", ["2", "\u2013", "6"]) in data["differences"]
+    assert ("rollout.3", ["4", "\u2013", "\u2013"]) in data["differences"]
+    assert data["notes"] == ["1: config.yaml is nested too deeply."]
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     with pytest.raises(InputError, match="given twice"):
