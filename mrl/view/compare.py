@@ -13,6 +13,7 @@ from mrl.view.collect import require_run
 from mrl.view.facts import read_config
 from mrl.view.outcome import figures, read_evaluations, with_evaluations
 from mrl.view.series import curves, notes_of, read_rows
+from mrl.view.service import is_service
 from mrl.view.units import units_of
 
 MAX_RUNS = 8
@@ -43,6 +44,10 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
     merged: dict[int, dict[str, Any]] = {}
     recipes, outcomes, keys = [], [], {}
     for number, (name, folder) in enumerate(zip(names, folders, strict=True)):
+        if is_service(folder):
+            raise InputError(
+                f"{folder} is the folder of a service; give the folders of its tenants' runs"
+            )
         require_run(folder)
         own: list[str] = []
         recipe, _ = read_config(folder / "config.yaml", own)

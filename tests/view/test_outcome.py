@@ -190,6 +190,10 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
         collect_comparison([run, tmp_path / "x" / ".." / "run"])
     with pytest.raises(InputError, match="is not a folder"):
         collect_comparison([run, tmp_path / "none"])
+    (tmp_path / "service/tenants").mkdir(parents=True)
+    (tmp_path / "service/service.yaml").touch()
+    with pytest.raises(InputError, match="is the folder of a service; give the folders of its"):
+        collect_comparison([run, tmp_path / "service"])
     with pytest.raises(InputError, match="9 runs: expected at most 8"):
         collect_comparison([run / str(i) for i in range(9)])
     with pytest.raises(SystemExit):
