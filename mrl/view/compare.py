@@ -65,7 +65,10 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
                     target[_series(key, number)] = value
         notes += [f"{name}: {note}" for note in own]
     drawn = curves([merged[step] for step in sorted(merged)])
-    notes += notes_of(drawn, "steps")
+    named = {
+        _series(key, number): f"{key} of {names[number]}" for key in keys for number in keys[key]
+    }
+    notes += notes_of(drawn | {"clipped": [named[series] for series in drawn["clipped"]]}, "steps")
     units = units_of(keys)
     order = [key for pattern in COMPARED for key in sorted(keys) if re.fullmatch(pattern, key)]
     charts = [
@@ -73,6 +76,7 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
             "title": key,
             "keys": [_series(key, number) for number in sorted(keys[key])],
             "labels": [names[number] for number in sorted(keys[key])],
+            "colours": sorted(keys[key]),
         }
         for key in order
     ]

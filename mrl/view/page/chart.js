@@ -6,8 +6,9 @@ const MAX_DOTS = 40;
 let chartNumber = 0;
 
 /**
- * Make a figure with curves. Fields of `spec`: title, keys, labels (one per key), label (function from a key
- * to its label), log (whether the axis is log at first), stacked (draw areas on top of each other), rest (keys
+ * Make a figure with curves. Fields of `spec`: title, keys, labels (one per key), colours (one number per
+ * key, if a colour has the same meaning in several charts, which then name curves by their labels), label (function
+ * from a key to its label), log (whether the axis is log at first), stacked (draw areas on top of each other), rest (keys
  * that are drawn as one curve, their sum), height (pixels), format (function from a value to a string), note, spread ({key, by}: a
  * band of the value of `key` plus and minus the value of `by`).
  */
@@ -20,8 +21,8 @@ function chart(spec) {
     "aria-label": `Log scale of ${spec.title}`, onclick: () => setLog(!state.log) }, "log");
   const plot = h("div", { class: "plot" });
   const values = parts.map(() => h("span", { class: "value" }));
-  const legend = h("ul", { class: "legend" }, parts.map(({ key, label }, i) =>
-    h("li", {}, h("span", { class: `swatch c${i % 8}`, "aria-hidden": "true" }),
+  const legend = h("ul", { class: "legend" }, parts.map(({ key, label, colour }, i) =>
+    h("li", {}, h("span", { class: `swatch c${colour}`, "aria-hidden": "true" }),
       h("span", { class: "key", title: key }, label), " ", values[i])), spec.note ? h("li", { class: "key" }, spec.note) : null);
   const figure = h("figure", { class: "chart", tabindex: "0", "aria-labelledby": title.id, "data-keys": parts.map((part) => part.key).join(" "),
     onkeydown: moveCursor }, h("figcaption", {}, title, at, spec.stacked ? null : button), plot, legend);
@@ -70,14 +71,17 @@ function chart(spec) {
   return figure;
 }
 
-/** Return the key, the label and the series of each curve of a chart. */
+/** Return the key, the label, the number of the colour and the series of each curve of a chart. */
 function partsOf(spec) {
   const keys = spec.keys.filter((key) => SERIES[key]);
-  const labels = spec.labels || (spec.label ? keys.map(spec.label) : shortLabels(keys));
-  const parts = keys.map((key, i) => ({ key, label: labels[i], series: SERIES[key] }));
+  const short = spec.label ? keys.map(spec.label) : shortLabels(keys);
+  const parts = keys.map((key, i) => {
+    const place = spec.keys.indexOf(key);
+    return { key, label: spec.labels ? spec.labels[place] : short[i], colour: spec.colours ? spec.colours[place] : i % 8, series: SERIES[key] };
+  });
   if (!spec.rest) return parts;
   const sum = stack(spec.rest.map((key) => curveOf(SERIES[key]))).pop();
-  return [...parts, { key: spec.rest.join(" "), label: `${spec.rest.length} others`, series: { v: sum.values, steps: sum.steps } }];
+  return [...parts, { key: spec.rest.join(" "), label: `${spec.rest.length} others`, colour: parts.length % 8, series: { v: sum.values, steps: sum.steps } }];
 }
 
 function curveOf(series) {
@@ -119,21 +123,27 @@ function drawPlot(spec, parts, log, width, show) {
   const element = svg("svg", { width, height, role: "img", "aria-label": describe(spec, parts, show) },
     axes(x, y, first, last, { width, height }, show, unitOf(parts)),
     band ? svg("path", { class: "band", d: area(band.low, band.high, x, y.at) }) : null,
-    spec.stacked ? lines.map((top, i) => svg("path", { class: `area c${i % 8}`, d: area(i ? lines[i - 1] : zero(top), top, x, y.at) })).reverse() : null,
-    spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${i % 8}`)),
+    spec.stacked ? lines.map((top, i) => svg("path", { class: `area c${parts[i].colour}`, d: area(i ? lines[i - 1] : zero(top), top, x, y.at) })).reverse() : null,
+    spec.stacked ? null : lines.map((curve, i) => drawLine(curve, x, y.at, log, `c${parts[i].colour}`)),
     notFinite.map((step) => svg("text", { class: "not-finite", x: x(step), y: EDGE.top + 8, "text-anchor": "middle" }, "\u00d7")),
     line);
-  const notes = [empty.length ? `No finite value at any ${STEP}: ${shortLabels(empty.map(({ key }) => key)).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} ${STEP}(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
+  const notes = [empty.length ? `No finite value at any ${STEP}: ${namesOf(spec, empty).join(", ")}.` : "", notFinite.length ? `\u00d7: not finite at ${notFinite.length} ${STEP}(s).` : "", hidden ? `${hidden} value(s) of 0 or less have no place on a log scale.` : ""];
   return { element, x, stepAt, line, note: notes.filter(Boolean).join(" ") };
 }
 
+/** Return the labels of curves if `spec` has colours, and otherwise their keys without the parts in common. */
+function namesOf(spec, parts) {
+  return spec.colours ? parts.map(({ label }) => label) : shortLabels(parts.map(({ key }) => key));
+}
+
 function describe(spec, parts, show) {
-  const said = parts.map(({ key, series }) => {
+  const said = parts.map(({ key, label, series }) => {
+    const name = spec.colours ? label : key;
     const finite = series.v.filter((v) => v !== null);
-    if (!finite.length) return `${key}: no finite value`;
+    if (!finite.length) return `${name}: no finite value`;
     let [low, high] = [Infinity, -Infinity];
     for (const v of finite) [low, high] = [Math.min(low, v), Math.max(high, v)];
-    return `${key}: ${show(low)} to ${show(high)}, last ${show(finite[finite.length - 1])}`;
+    return `${name}: ${show(low)} to ${show(high)}, last ${show(finite[finite.length - 1])}`;
   });
   return `${spec.title}. ${said.join("; ")}`;
 }
