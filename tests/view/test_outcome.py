@@ -184,6 +184,20 @@ def test_odd_recipes_are_compared(tmp_path: Path) -> None:
     assert data["notes"] == ["1: config.yaml is nested too deeply."]
 
 
+def test_steps_without_numbers_of_the_outcome_are_not_denied(tmp_path: Path) -> None:
+    run, other, page = (
+        write_run(tmp_path / "run"),
+        write_run(tmp_path / "other"),
+        tmp_path / "page.html",
+    )
+    for folder in (run, other):
+        (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    for words in ([run], [run, other]):
+        main(["view", *map(str, words), "--output", str(page)])
+        outcome = page.read_text().split('id="outcome"')[1].split("</section>")[0]
+        assert "No reward, evaluation or mismatch yet." in outcome
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     with pytest.raises(InputError, match="given twice"):

@@ -2,4 +2,4 @@
 
 document.getElementById("curves").append(DATA.charts.length
   ? h("div", { class: "grid" }, DATA.charts.map((spec) => chart({ ...spec, format: formatOf(spec.title) })))
-  : h("p", { class: "note" }, "No step is done yet."));
+  : h("p", { class: "note" }, "No run has a metric that is compared."));
