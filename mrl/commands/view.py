@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.run.console import escape
 from mrl.system.files import write_whole
 
 MAX_SAMPLES = 16
@@ -65,9 +66,10 @@ def run(args: argparse.Namespace) -> None:
     page = render(data, kind).encode("utf-8", errors="replace")
     write(target, page)
     for note in data["notes"]:
-        print(note)
+        print(escape(note))
+    shown = escape(str(target))
     print(
-        f"wrote {target}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
+        f"wrote {shown}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
     )
 
 

@@ -198,6 +198,18 @@ def test_steps_without_numbers_of_the_outcome_are_not_denied(tmp_path: Path) -> 
         assert "No reward, evaluation or mismatch yet." in outcome
 
 
+def test_notes_with_half_characters_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run\udcff"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "\\ud800": 1e200}\n')
+    main(["view", str(run)])
+    printed = capsys.readouterr().out
+    assert "drawn as 1e+100: \\ud800" in printed
+    assert "run\\udcff/view.html" in printed
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     with pytest.raises(InputError, match="given twice"):
