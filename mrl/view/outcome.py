@@ -18,6 +18,8 @@ Z = 1.96
 """Standard errors on each side of a 95% confidence interval."""
 MAX_TURN = 1500
 """The largest number of characters of a turn of a sample; the middle of a longer turn is left out."""
+MAX_TURNS = 20
+"""The largest number of turns of a sample; the middle of a longer conversation is left out."""
 NUM_SHOWN = 2
 """The largest number of best samples, and of worst samples."""
 
@@ -145,10 +147,7 @@ def _chosen(step: int, rows: Sequence[Row]) -> list[Row]:
             "name": name,
             "step": step,
             "reward": _shown(row["reward"]),
-            "turns": [
-                (role, _middle_out(text))
-                for role, text in rollout_rows.conversation(row["prompt"], row["completion"])
-            ],
+            "turns": _turns(rollout_rows.conversation(row["prompt"], row["completion"])),
         }
         for name, part in (("best", best), ("worst", worst))
         for row in part
@@ -162,6 +161,14 @@ def _different(rows: Iterable[Row]) -> list[Row]:
         if len(found) < NUM_SHOWN:
             found.setdefault(str(row["prompt"]), row)
     return list(found.values())
+
+
+def _turns(turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return a conversation for the page, without the middle of long texts and of many turns."""
+    half, num_left_out = MAX_TURNS // 2, len(turns) - MAX_TURNS
+    if num_left_out > 0:
+        turns = [*turns[:half], ("", f"[... {num_left_out} turns ...]"), *turns[-half:]]
+    return [(role, _middle_out(text)) for role, text in turns]
 
 
 def _middle_out(text: str) -> str:

@@ -210,6 +210,19 @@ def test_notes_with_half_characters_are_printed(
     assert "run\\udcff/view.html" in printed
 
 
+def test_the_middle_of_a_long_conversation_is_left_out(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": f"turn {i}"} for i in range(5000)]
+    (tmp_path / "rollouts").mkdir()
+    row = {"prompt": prompt, "completion": "end", "reward": 1.0}
+    (tmp_path / "rollouts/step_000000.jsonl").write_text(json.dumps(row) + "\n")
+    (sample,) = best_and_worst(tmp_path)
+    texts = [text for _, text in sample["turns"]]
+    assert len(texts) == 21
+    assert texts[0] == "turn 0"
+    assert texts[10] == "[... 4981 turns ...]"
+    assert texts[-2:] == ["turn 4999", "end"]
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     with pytest.raises(InputError, match="given twice"):
