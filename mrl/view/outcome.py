@@ -96,23 +96,24 @@ def _score_keys(evaluations: Sequence[Row]) -> list[str]:
 
 
 def _score(key: str, evaluations: Sequence[Row]) -> Figure:
-    scored = [row for row in evaluations if is_number(row.get(key))]
+    scored = [row for row in evaluations if _is_finite(row.get(key))]
     name = key.removeprefix("eval/").replace("/", ", ")
     if not scored:
         return Figure(name, "\u2013", "no finite score")
     first, last = scored[0], scored[-1]
-    detail = f"after {last['step']} steps"
-    if first is not last:
-        before = f"after {first['step']} steps" if first["step"] else "before the first step"
-        detail += f"; {_interval(first, key)} {before}"
-    if is_number(last.get(f"{key}_stderr")):
+    when = [
+        f"after {row['step']} steps" if row["step"] else "before the first step"
+        for row in (first, last)
+    ]
+    detail = when[1] if first is last else f"{when[1]}; {_interval(first, key)} {when[0]}"
+    if _is_finite(last.get(f"{key}_stderr")):
         name += ", 95% interval"
     return Figure(name, _interval(last, key), detail)
 
 
 def _interval(row: Row, key: str) -> str:
     error: Any = row.get(f"{key}_stderr")
-    spread = f" \u00b1 {Z * error:.3f}" if is_number(error) else ""
+    spread = f" \u00b1 {Z * error:.3f}" if _is_finite(error) else ""
     return f"{_shown(row[key])}{spread}"
 
 

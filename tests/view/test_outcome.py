@@ -223,6 +223,13 @@ def test_the_middle_of_a_long_conversation_is_left_out(tmp_path: Path) -> None:
     assert texts[-2:] == ["turn 4999", "end"]
 
 
+def test_an_error_that_is_not_finite_is_no_interval() -> None:
+    (figure,) = figures([], [{"step": 0, SCORE: 0.5, f"{SCORE}_stderr": math.nan}])
+    assert (figure.name, figure.value) == ("sums, avg@4", "0.5")
+    (figure,) = figures([], [{"step": 0, SCORE: 0.5}, {"step": 1, SCORE: math.inf}])
+    assert (figure.value, figure.detail) == ("0.5", "before the first step")
+
+
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
     with pytest.raises(InputError, match="given twice"):
