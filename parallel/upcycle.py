@@ -35,6 +35,8 @@ OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 SHARED_GATE = f"{SHARED_EXPERT}.gate_weight"
 INITIALIZER_RANGE = 0.02
 """The default of `initializer_range` in transformers."""
+LARGEST_STD = 100
+"""The largest standard deviation of the router's weights. With a larger one they could overflow."""
 LARGEST_SEED = 1 << 32
 SHARE = 0.5
 """The share of the MLP's output that the shared expert gives: sigmoid(0), as its gate is 0."""
@@ -178,10 +180,10 @@ def _initializer_range(dense: HfModel) -> float:
     std = dense.config.get("initializer_range")
     if std is None:
         return INITIALIZER_RANGE
-    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std < math.inf:
+    if isinstance(std, bool) or not isinstance(std, int | float) or not 0 < std <= LARGEST_STD:
         raise InputError(
-            f"{dense.path}/config.json: initializer_range is {std!r:.30}, expected a positive finite "
-            "number, because it is the standard deviation of the router's weights"
+            f"{dense.path}/config.json: initializer_range is {std!r:.30}, expected a positive number "
+            f"of at most {LARGEST_STD}, because it is the standard deviation of the router's weights"
         )
     return float(std)
 

@@ -165,6 +165,11 @@ def test_keys_that_the_dense_model_may_leave_out(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
+            {"initializer_range": 1e39},
+            "initializer_range is 1e.39, expected a positive number of at most",
+        ),
+        ({"initializer_range": 10**400}, "initializer_range is 1000.*, expected a positive"),
+        (
             {"num_hidden_layers": 3},
             "weight.s. that a llama model with this config.json does not have",
         ),
