@@ -57,7 +57,7 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
     divisible by that number, if engines do not line up with nodes (the engine's ranks must divide
     `local` or be a multiple of `local`), or if LOCAL_WORLD_SIZE is not a positive number.
     """
-    local = local or _local_ranks(world)
+    local = local or node_ranks(world)
     ranks = rollout.tensor_parallel_size
     _divide(RANKS, f"{world} rank(s)", world, ranks)
     if ranks > local and ranks % local:
@@ -70,9 +70,11 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
     return EngineLayout(world // ranks, ranks, min(ranks, local))
 
 
-def _local_ranks(world: int) -> int:
+def node_ranks(world: int) -> int:
+    """Return torchrun's LOCAL_WORLD_SIZE or, outside torchrun, `world`. Raises InputError if it is not
+    a positive number."""
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    if not (text.isdecimal() and int(text) > 0):
+    if not (text.isdecimal() and len(text) < 10 and int(text) > 0):
         raise InputError(
             f"LOCAL_WORLD_SIZE: got {text!r:.40}, expected the number of this node's ranks, which "
             "torchrun sets"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from mrl.config import Recipe
+from mrl.preflight.engine_layout import node_ranks
 from mrl.system.threads import SMALLEST_WIDTH, given_threads, shared_threads, usable_cores
 
 
@@ -32,7 +32,7 @@ def choose_threads(recipe: Recipe, width: int, world: int) -> CpuThreads:
         return CpuThreads(recipe.train.cpu_threads, "train.cpu_threads")
     if given := given_threads():
         return CpuThreads(given, "OMP_NUM_THREADS")
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    num_ranks = node_ranks(world)
     number = shared_threads(width, num_ranks)
     if width < SMALLEST_WIDTH:
         why = f"products of width {width} are too small for more"

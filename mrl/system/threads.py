@@ -46,7 +46,7 @@ def given_threads() -> int | None:
     if not text or MARK in os.environ:
         return None
     first = text.split(",")[0].strip()
-    if not (first.isdecimal() and 1 <= int(first) <= LARGEST):
+    if not (first.isdecimal() and len(first) < 10 and 1 <= int(first) <= LARGEST):
         raise InputError(
             f"OMP_NUM_THREADS: got {text!r:.40}, expected a number of threads from 1 to {LARGEST}"
         )

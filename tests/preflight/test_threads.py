@@ -90,3 +90,13 @@ def test_a_quota_limits_the_cores(
 def test_the_engine_gets_its_threads() -> None:
     assert server_environment((), 1, cpu_threads=3)["OMP_NUM_THREADS"] == "3"
     assert server_environment((), 1)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["two", "0", "9" * 5000])
+def test_an_environment_that_is_no_number_is_named(
+    four_cores, monkeypatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"{name}: got '{value[:9]}.*expected"):
+        choose_threads(load_recipe(TOY_RECIPE, ["train.cpu_threads=auto"]), 4096, 1)
