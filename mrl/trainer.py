@@ -321,7 +321,8 @@ class Trainer:
             self.stopped = stopped_at(request, self.step, is_saved=not recipe.debug.rollout_only)
 
     def _stops_before_training(self, step: int) -> bool:
-        """Return whether a signal stops the run before its first step, with `step` steps done."""
+        """Return whether a signal stops the run, of which `step` steps are done, before this process
+        trains its first one."""
         if step < self.plan.recipe.train.num_steps and (request := self._stop_request()):
             self.stopped = stopped_early(request, step)
         return bool(self.stopped)

@@ -240,8 +240,8 @@ class PipelineRunner:
 
     @contextmanager
     def replaying_gates(self, gates: bool) -> Iterator[None]:
-        """Inside the block, passes replay gate weights in addition to expert ids if `gates` is true,
-        and otherwise only expert ids."""
+        """Let the forward passes inside the block replay expert ids, and also gate weights if `gates`
+        is true."""
         before, self._gates = self._gates, gates
         try:
             yield

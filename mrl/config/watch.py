@@ -23,4 +23,5 @@ class WatchConfig(Branch):
     not listed, the limit is the largest of 60 s, five times its longest time without progress so
     far, and the time that the recipe's own limits allow for it."""
     first_limit_s: float = Field(default=1800.0, gt=0)
-    """The limit of a phase, in seconds, until every rank has completed it once."""
+    """The smallest time limit of a phase, in seconds, while some rank has not completed the phase once.
+    It does not apply to phases in `limits`."""

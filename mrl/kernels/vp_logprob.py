@@ -94,8 +94,8 @@ def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
 def tile_size(num_columns: int, num_ranks: int) -> int:
     """Return the number of columns of a tile, a divisor of V_loc = `num_columns`.
 
-    It is the first of V / 32, V / 16, ..., V that divides V_loc and is a multiple of TILE_UNIT, else
-    the first of these that divides V_loc, else the first integer of V_loc / 32, V_loc / 16, ..., V_loc.
+    It is the smallest of V / 32, V / 16, ..., V (V = V_loc * `num_ranks`) that divides V_loc and is a
+    multiple of TILE_UNIT, else the smallest that divides V_loc, else that of V_loc / 32, ..., V_loc.
     """
     size = num_columns * num_ranks
     for unit in (TILE_UNIT, 1):

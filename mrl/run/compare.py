@@ -162,9 +162,10 @@ def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Dive
 
 
 def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Divergence | None, Divergence | None]:
-    """Return the first step whose prompts differ, and the first earlier step whose samples differ.
+    """Find the first difference of the prompts, and the first difference of the samples.
 
-    Either result is None if there is no such step.
+    Either result is None if there is none. Samples are compared only in the steps before the first
+    whose prompts differ.
     """
     samples: Divergence | None = None
     for step in _common_steps(one, two):

@@ -21,9 +21,9 @@ class OomKills:
     """Numbers of processes that the OOM killer has killed; a number that is unknown is None."""
 
     cgroup: int | None
-    """Processes in this job's cgroup and below it."""
+    """The number of processes killed in this job's cgroup and in the cgroups below it."""
     host: int | None
-    """Processes on the whole machine."""
+    """The number of processes killed on the whole machine."""
     limit: str = ""
     """The memory limit of the cgroup in words; empty if the cgroup has no limit."""
 

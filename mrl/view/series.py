@@ -64,12 +64,13 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
     """Return the curves of all metrics in `rows`, as JSON-able data.
 
     `steps` are the steps of the rows. `series` has an entry for each metric key. An entry has the
-    values `v`, and the indices `at` of their steps in `steps`; `at` is left out if there is a value
-    at every step. `thinned` says whether any curve was thinned, and `clipped` has the keys with
-    values above LARGEST.
+    list `v` of values, and the list `at` of the indices of their steps in `steps`; `at` is left out
+    if every step has a value. `thinned` says whether any curve was thinned, and `clipped` has
+    the keys with values above LARGEST.
 
-    A curve has at most `max_points` values. The curves of one pattern in TOGETHER keep at most
-    `max_points` steps in all, and each of these curves has its values at all of these steps.
+    A curve has at most `max_points` values. Curves whose keys match the same pattern in TOGETHER are
+    thinned together: at most `max_points` steps are chosen for the pattern, and each of its curves
+    keeps the values that it has at those steps.
     """
     found: dict[str, Curve] = {}
     clipped: set[str] = set()

@@ -1,6 +1,7 @@
 """Detect that the engine's weights of one expert differ from the trainer's.
 
-The tokens of such an expert have a larger `|d|` than comparable tokens. Tokens are comparable if
+Here `d` is the trainer's log-prob of a token minus the engine's. The tokens of such an expert have a
+larger `|d|` than comparable tokens. Tokens are comparable if
 they have about the same log-prob, because `|d|` is smaller for likely tokens. Among comparable
 tokens, `|d|` is replaced by its rank, so that a few extreme tokens cannot decide the result, and
 the ranks are converted to normal scores. Experts that are often chosen together with the faulty

@@ -112,11 +112,12 @@ class Operations:
         self, session: str, body: Body, life: str | None = None, key: str | None = None
     ) -> str:
         """Put an operation into the queue, and return its id. If an operation with the same `key`
-        was posted before in this life, nothing is added, and the id of that operation is returned.
+        was posted before in the session's current life (see the module's docstring), nothing is
+        added, and the id of that operation is returned.
 
         Raises OtherLife if the session accepts no more operations, or if `life` is given and is not
-        the number of its present life. Raises TooMany if the queue is full, and InputError if the
-        operation with the same key has another body.
+        the number of the session's current life. Raises TooMany if the queue is full, and InputError
+        if the operation with the same key has another body.
         """
         with self._changing:
             mine, name = self._life(session), name_of(session)

@@ -82,8 +82,10 @@ class AdapterLayout:
         return [f"{layer}.experts.{number}.{rest}" for number in self._numbers[layer]]
 
     def _place_of(self, name: str) -> tuple[str, int | None]:
-        """Return the first name of SGLang's tensor that contains PEFT's matrix `name`, and the index of
-        the matrix in that tensor; the index is None if the tensor is not stacked."""
+        """Find the SGLang tensor that contains the matrix that PEFT calls `name`.
+
+        Returns the tensor's name, or the first one if it has a name for each expert, and the index of
+        the matrix in the tensor; the index is None if the tensor is not stacked."""
         wire = self.sent_names(name)[0]
         if not self._stacks or ".experts." not in wire:
             return wire, None
