@@ -2,7 +2,8 @@
 
 Within a step, prompts are compared first, then samples, then metrics, because different prompts cause
 different samples, and different samples cause different metrics. Times, memory, throughput and the
-`async/` metrics are left out, because they differ even between two starts of the same run.
+`async/` metrics are left out, and so are the guards' comparisons of two passes, because they differ even
+between two starts of the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from mrl.run.rollouts import load_groups
 from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
-MACHINE = ("time/", "memory/", "throughput/", "async/")
+MACHINE = (
+    *("time/", "memory/", "throughput/", "async/"),
+    *("guard/ratio_error", "guard/clip_budget"),  # only of a step with a pass before the update
+)
 """Prefixes of the metrics that differ between two starts of the same run."""
 NOT_ASKED = ("output_dir",)
 

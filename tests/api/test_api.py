@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 import mrl
+from mrl.run.compare import MACHINE
 from tests.loop.conftest import TOY_RECIPE, Toy, recorded, toy  # noqa: F401 (fixtures)
 from tests.ranks import run_ranks
 
-TIMES = ("time/", "memory/", "throughput/")
+TIMES = MACHINE
 
 
 def test_the_import_alone_needs_no_torch():

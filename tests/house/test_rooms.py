@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {"mrl.kernels", "moe"},
     "mrl.planner": {
         *("moe.route_rows", "mrl.kernels.vp_logprob", "parallel.architectures"),
+        "mrl.algorithms",
         *(
             "parallel.dims",
             "parallel.expected_tensors",
