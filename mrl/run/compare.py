@@ -2,8 +2,8 @@
 
 Within a step, prompts are compared first, then samples, then metrics, because different prompts cause
 different samples, and different samples cause different metrics. Times, memory, throughput and the
-`async/` metrics are left out, and so are the guards' comparisons of two passes, because they differ even
-between two starts of the same run.
+`async/` metrics are left out, and so are the guards' comparisons of two passes, because they differ
+even between two starts of the same run.
 """
 
 from __future__ import annotations
