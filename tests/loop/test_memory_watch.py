@@ -127,9 +127,9 @@ def test_an_engine_that_was_started_anew_starts_its_series_anew() -> None:
 
 def test_the_first_steps_of_a_run_with_longer_and_longer_answers_are_no_leak() -> None:
     """Resident bytes of a trainer of SmolLM2-135M, in MB, which stay as they are later."""
-    memory, told = watch()
+    memory, warnings = watch()
     read = [7470, 8454, 8454, 8454, 8453, 8453, 8466, 8631, 8454, 8638, 8735, 8785, *[8785] * 28]
     for value in read:
         memory.add("awake", {"trainer_rss": value * 1e6})
         memory.metrics()
-    assert told == []
+    assert warnings == []

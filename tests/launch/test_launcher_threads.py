@@ -1,0 +1,33 @@
+"""`python -m mrl.launch` leaves the number of CPU threads to train.cpu_threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os
+from pathlib import Path
+from mrl.system.threads import given_threads
+text = f"{os.environ['OMP_NUM_THREADS']} {given_threads()}"
+Path(os.environ["OUT"], os.environ["RANK"]).write_text(text)
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1 None"), ("3", "3 3")])
+def test_ranks_tell_the_launchers_one_thread_from_the_users(
+    given: str | None, expected: str, tmp_path: Path
+) -> None:
+    """torchrun itself sets OMP_NUM_THREADS to 1 for several ranks."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    names = ("OMP_NUM_THREADS", "MRL_ONE_THREAD")
+    environ = {key: value for key, value in os.environ.items() if key not in names}
+    environ |= {"OUT": str(tmp_path)} | ({"OMP_NUM_THREADS": given} if given else {})
+    words = ["--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run([sys.executable, "-m", "mrl.launch", *words], env=environ, check=True)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [expected] * 2
