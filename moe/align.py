@@ -1,11 +1,11 @@
-"""Align routing traces with the rows (tokens) that the routers of a rank process.
+"""Align routing traces with the rows (tokens) that are processed by a rank's routers.
 
 The traces of several samples are packed in the order of a micro-batch. Then only the layers and the
 sequence-parallel rows of this rank are kept.
 
-Dimensions: N packed tokens (in `local_routes` only those of this context-parallel rank), n rows of
-this rank (N / tp under sequence parallelism), T tokens of a sample, L MoE layers, K experts per
-token.
+Dimensions: N packed tokens, n rows of this rank (N / tp under sequence parallelism), T tokens of a
+sample, L MoE layers, K experts per token. In `local_routes`, N counts only the tokens of this
+context-parallel rank.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
 
 
 def take_bytes(values: Tensor, index: Any) -> Tensor:
-    """Return `values[index]`. The index must not address the last dimension, because the values are
-    indexed as bytes: CUDA cannot index uint16."""
+    """Return `values[index]`. The values are indexed as bytes, because CUDA cannot index uint16.
+    Therefore the index must not address the last dimension."""
     return values.view(torch.uint8)[index].view(values.dtype)
 
 
 def with_native_rows(routes: TokenRoutes, native: Tensor) -> TokenRoutes:
-    """Return a copy of `routes` in which the rows where `native`, bool[N], is true have no captured
-    route. In these rows the trainer's routers choose the experts."""
+    """Return a copy of `routes` in which some rows lose their captured route: those for which
+    `native`, bool[N], is true. In these rows the trainer's routers choose the experts."""
     return dataclasses.replace(routes, captured=routes.captured & ~native)
 
 
@@ -186,15 +186,15 @@ def places_of(layer_numbers: Sequence[int], wanted: Sequence[int]) -> list[int]:
 
 
 def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
-    """Return which of the `num_tokens` packed rows the routers of a tensor-parallel rank process
-    under sequence parallelism."""
+    """Return the slice of the `num_tokens` packed rows that is processed by the routers of
+    tensor-parallel rank `tp_rank` under sequence parallelism."""
     rows = num_tokens // tp_size
     return slice(tp_rank * rows, (tp_rank + 1) * rows)
 
 
 @dataclass(frozen=True)
 class RouterRows:
-    """Properties of the n rows (tokens) that each router of this rank processes in a micro-batch."""
+    """Properties of the n rows (tokens) of a micro-batch that each router of this rank processes."""
 
     counted: Tensor
     """bool[n]: whether the row counts in the expert loads and router losses. True up to and including
@@ -211,7 +211,7 @@ class RouterRows:
 
 def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
     """Return the `RouterRows` of one rank. `rows`, a slice or indices i64[n], selects the packed
-    tokens of `batch` that the routers of the rank process."""
+    tokens of `batch` that are processed by the routers of this rank."""
     lengths = batch.cu_seqlens.diff().long()
     so_far = batch.loss_mask.long().cumsum(0)
     by_the_end = so_far[batch.cu_seqlens[1:].long() - 1]

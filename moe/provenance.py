@@ -27,11 +27,12 @@ from torch import Tensor
 from mrl.types import Sample, VersionSpan
 
 NO_VERSION = -1
-"""The version of a token or row that no span covers."""
+"""Stands for an unknown weight version: no `VersionSpan` covers the token or row."""
 
 
 def stale_rows(sample: Sample) -> Tensor | None:
-    """Return bool[T-1], true for the stale rows of a sample's routes. Return None if no row is
+    """Return bool[T-1], true for the stale rows of a sample's routes. A row is stale if it was
+    computed with other weights than those that sampled the next loss token. Return None if no row is
     stale, or if the sample has no routes.
 
     Raises ValueError if the sample has routes and a loss token that no span of
@@ -60,7 +61,8 @@ def stale_rows(sample: Sample) -> Tensor | None:
 def without_stale_tokens(
     samples: Sequence[Sample],
 ) -> tuple[list[Sample], list[Tensor | None]]:
-    """Remove every token that a stale row predicts from the loss mask of its sample.
+    """Exclude tokens from the samples' loss masks: every token that a stale row (see `stale_rows`)
+    predicts.
 
     Returns the samples with the changed loss masks, and the result of `stale_rows` for each sample.
     Raises ValueError if a sample with routes has a loss token that no span of
@@ -96,8 +98,8 @@ def provenance_metrics(
 
 
 def _per_position(spans: Iterable[VersionSpan], size: int) -> Tensor:
-    """Return i64[size]: the version of the span that covers each position; NO_VERSION where no span
-    does."""
+    """Return i64[size]: for each position the version of the span that covers it, or NO_VERSION if
+    no span covers it."""
     versions = torch.full((size,), NO_VERSION, dtype=torch.int64)
     for span in spans:
         versions[span.start : span.end] = span.version

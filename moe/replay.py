@@ -204,8 +204,8 @@ class ReplayedChunk:
     def begin_forward(self, routes: Routes | None, with_grad: bool, watch: bool = False) -> None:
         """Set the route that each layer replays in the next forward pass.
 
-        In layers that `routes` does not have, the router chooses the experts; in all layers if
-        `routes` is None. For `with_grad` and `watch` see `LayerReplay.begin_forward`.
+        The router chooses the experts itself in layers that `routes` does not have, and in all
+        layers if `routes` is None. For `with_grad` and `watch` see `LayerReplay.begin_forward`.
         """
         for number, layer in self.layers.items():
             layer.begin_forward(None if routes is None else routes.get(number), with_grad, watch)
@@ -216,8 +216,8 @@ class ReplayedChunk:
             layer.end_forward()
 
     def check_drained(self) -> None:
-        """Raise RuntimeError if a route that was kept for recompute has not been used. In that case
-        the gradient is wrong."""
+        """Raise RuntimeError if a route that was kept for recompute has not been used. A leftover
+        route means that the gradient is wrong."""
         for number, layer in self.layers.items():
             if layer.num_pending:
                 raise RuntimeError(

@@ -1,5 +1,5 @@
-"""Types for the route of a layer, which is the chosen experts of each token, and for the routes that
-a pass over the model replays.
+"""Types for routes. The route of a layer says which experts were chosen for each token. A `Replay`
+says which routes a pass over the model replays.
 
 Dimensions: n rows (tokens) of this rank, K experts per token.
 """
@@ -60,7 +60,7 @@ class Replay:
         return cls("recorded", tuple(routes))
 
     def of_batches(self, share: slice) -> Replay:
-        """Return the replay of a part of the micro-batches; `share` is the slice that selects them."""
+        """Return the replay for a part of the micro-batches, which the slice `share` selects."""
         return Replay(self.kind, self.routes[share])
 
 

@@ -50,7 +50,8 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class MarginCounts:
-    """Sums and histograms of the router margins (`moe.replay.margins`) of L layers.
+    """Sums and histograms of the router margins of L layers. A row's margin is the lowest score of
+    the chosen experts minus the highest score of the other experts (`moe.replay.margins`).
 
     In the first dimension of each tensor, index 0 stands for the rows in which the router chose
     other experts than the captured route, and index 1 for the rows in which both chose the same
@@ -60,7 +61,7 @@ class MarginCounts:
     totals: Tensor
     """f64[2, L]: the sums of the margins over the rows."""
     nums: Tensor
-    """i64[2, L]: the numbers of rows whose margins `totals` sums up."""
+    """i64[2, L]: the number of rows that each entry of `totals` sums over."""
     histograms: Tensor
     """i64[2, L, NUM_BINS]: histograms of the margins (see `mrl.system.histogram`). Negative margins
     count as 0."""
@@ -105,8 +106,8 @@ class RoutingCounter:
     this rank chose other experts than the captured route."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """For each model chunk i64[L, E]: the number of `RouterRows.counted` tokens that went to each
-    expert. The key is the tuple of the chunk's layer numbers."""
+    """For each model chunk i64[L, E]: the number of counted tokens (`RouterRows.counted`) that went
+    to each expert. The key is the tuple of the chunk's layer numbers."""
 
     def add(
         self,
@@ -123,8 +124,8 @@ class RoutingCounter:
         routes: the captured routes to compare with the routers' own choices; None counts only the
         load of the experts.
         rows: the rows of the micro-batch that the routers of this rank processed.
-        replays: whether the pass replayed `routes`. If so, the rows that were in fact replayed are
-        counted too.
+        replays: whether the pass was meant to replay `routes`. If so, the rows in which the router
+        used the captured experts are counted too.
         """
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
@@ -187,8 +188,8 @@ class RoutingCounter:
         """Return the statistics `routing/*` of this rank, which the caller still has to reduce over
         the ranks. The result is empty if no micro-batch had routes.
 
-        A collective over `pp_group`, the pipeline stages, which hold different layers of the same
-        tokens.
+        A collective over `pp_group`, whose ranks are the pipeline stages. They have the same tokens
+        and different layers.
         """
         batches = sorted(self._token_differs)
         if not batches:
@@ -220,10 +221,11 @@ class RoutingCounter:
     ) -> Statistics:
         """Measure how evenly the pass loaded the experts. A collective over all ranks.
 
-        The load of an expert is the number of `RouterRows.counted` tokens that were sent to it,
-        by the router or by a replayed route. Loads are summed over all ranks before any ratio is
-        taken, and every rank returns the same statistics. Each MoE layer has three statistics,
-        whose keys end in `/layer_NN` (Megatron's 1-based layer number):
+        The load of an expert is the number of counted tokens that were sent to it, by the router or
+        by a replayed route. A token counts if it is not after the last loss token of its sample
+        (`RouterRows.counted`). Loads are summed over all ranks before any ratio is taken, and every
+        rank returns the same statistics. Each MoE layer has three statistics, whose keys end in
+        `/layer_NN` (Megatron's 1-based layer number):
 
         - `moe/load_max`: the highest load of an expert, divided by the mean load (1 to E).
         - `moe/load_entropy`: the entropy of the experts' shares of the load, divided by log E.

@@ -65,10 +65,10 @@ def decode_routes(
     row_versions, num_cached_rows, num_recomputed_rows: see `RoutingTrace`.
     with_weights: whether `numbers` contains gate weights.
 
-    Raises InputError if a layer number is not between 1 and `num_hidden_layers`, or if there is
-    none. Raises ValueError if `numbers` has the wrong length, if `num_cached_rows` is negative or
-    above T-1, if an expert id is out of range or occurs twice in a row of a layer, or if a gate
-    weight is negative or not finite.
+    Raises InputError if a layer number is not between 1 and `num_hidden_layers`, or if
+    `moe_layer_numbers` is empty. Raises ValueError if `numbers` has the wrong length, if
+    `num_cached_rows` is negative or above T-1, if an expert id is out of range or occurs twice in a
+    row of a layer, or if a gate weight is negative or not finite.
     """
     layers = np.asarray(moe_layer_numbers, dtype=np.int64) - 1
     if not len(layers) or layers.min() < 0 or layers.max() >= num_hidden_layers:
@@ -175,8 +175,8 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
     because the log-probs of the first piece were computed with these routes, even if the engine
     recomputed the piece later. The last token of the first piece has a row only in `new`.
 
-    `num_cached_rows` of the result is that of `old`, unless that of `new` exceeds R + 1; then it is
-    that of `new`. The same rule gives `num_recomputed_rows`. The result has gate weights if both
+    The result takes `num_cached_rows` from `new` if the number there exceeds R + 1, and otherwise
+    from `old`. `num_recomputed_rows` is chosen in the same way. The result has gate weights if both
     traces have them. Raises ValueError if `new` has fewer rows than `old` or is of another model.
     """
     num_kept, num_rows = len(old.expert_ids), len(new.expert_ids)
@@ -205,7 +205,8 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
 def _leading(old: int, new: int, num_kept: int) -> int:
     """Return the number of leading cached (or recomputed) rows of a joined trace.
 
-    old, new: these numbers in the two traces. num_kept: the number of rows of the old trace.
+    old, new: the number of such rows in each of the two traces. num_kept: the number of rows of the
+    old trace.
     """
     # A surplus of one row still belongs to the first piece: SGLang schedules ahead, so it has already
     # computed the row of the last token when it learns that this token is the last.

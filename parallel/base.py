@@ -66,8 +66,8 @@ class BaseSetup:
         return self.recompute or self.options.recomputes_routers
 
     def require_same(self, other: BaseSetup) -> None:
-        """Raise InputError if a policy with the setup `other` cannot share modules that have this
-        setup."""
+        """Raise InputError if modules with this setup cannot be shared by a policy with the setup
+        `other`."""
         here, there = self._keys(), other._keys()
         for key, expected in here.items():
             if there[key] != expected:
@@ -134,8 +134,8 @@ class GatherHooks:
     `overlap_param_gather`."""
 
     def __init__(self, chunks: list[Any]) -> None:
-        """Remember which chunks have such hooks. `chunks` are wrapped in DDP, which has already
-        enabled the hooks."""
+        """Remember which of `chunks` have such hooks. The chunks are wrapped in DDP, which has
+        already enabled the hooks."""
         self._chunks = [chunk for chunk in chunks if chunk.use_forward_hook]
 
     def attach(self) -> None:

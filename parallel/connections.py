@@ -31,8 +31,8 @@ DRIVER = Path("/dev/nvidiactl")
 def choose_connections(layout: ParallelConfig, ask_capabilities: Callable[[], str]) -> str | None:
     """Return the value that Megatron needs for a layout; None if CUDA's default may stay.
 
-    `ask_capabilities` returns the output of QUERY, one line such as "9.0" for each GPU, or an
-    empty string. It is called only if the layout has tensor or context parallelism.
+    `ask_capabilities` returns one line with the compute capability, such as "9.0", for each GPU, or
+    an empty string. It is called only if the layout has tensor or context parallelism.
     """
     if layout.tensor_model_parallel_size == layout.context_parallel_size == 1:
         return None
@@ -52,8 +52,8 @@ def set_connections(layout: ParallelConfig) -> None:
 
 
 def _ask() -> str:
-    """Return the output of QUERY; an empty string if the query fails. torch is not asked, because
-    this would start CUDA.
+    """Return the compute capability of each GPU, one per line, as nvidia-smi prints it; an empty
+    string if the query fails. torch is not asked, because this would start CUDA.
 
     Warns if the query fails on a machine with NVIDIA's driver.
     """

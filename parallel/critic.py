@@ -39,12 +39,12 @@ model, whose folder has no value head, the head is initialized randomly."""
 
 
 class ValueHead(torch.nn.Module):
-    """An output layer in Megatron's form, which maps the hidden states [s, 1, h] of s rows to
-    values f32[S, 1, 1].
+    """An output layer in Megatron's form, which gives one value per row: it maps this rank's hidden
+    states [s, 1, h] to the values f32[S, 1, 1] of all S rows.
 
-    Every rank holds the whole weight [1, h]. Without sequence parallelism s = S. With it a rank has
-    s = S / tp rows; the values of the tp ranks are gathered, and each of these ranks computes the
-    same loss from them.
+    Every rank holds the whole weight [1, h]. Without sequence parallelism a rank has all rows, so s
+    = S. With sequence parallelism it has s = S / tp rows; the values of the tp ranks are gathered,
+    and each of these ranks computes the same loss from them.
     """
 
     def __init__(self, config: TransformerConfig, std: float, seed: int) -> None:
@@ -68,9 +68,9 @@ def value_rows(given: HeadInput, into: PassOutput) -> HeadOutput:
     """Turn the model's output [1, n, 1] into values f32[N], and record them in `into`. This is the
     critic's head.
 
-    Value t belongs to the state before token t was chosen, so it comes from row t - 1. Row t itself
-    is the value of the state after token t (`into.values_after`). Both values are 0 for tokens
-    without loss.
+    Value t is that of the state before token t was chosen, so it comes from row t - 1 of the output.
+    Row t gives the value of the state after token t, which goes to `into.values_after`. Both values
+    are 0 for tokens without loss.
     """
     wanted = given.batch.loss_mask & (given.batch.position_ids > 0)
     rows = given.context.gather(given.states.flatten().float())

@@ -129,9 +129,9 @@ class ParallelDims:
         return self.dispatcher == "allgather" or self.pp > 1
 
     def check_model(self, sizes: ModelSizes) -> None:
-        """Raise InputError if a size of the model is not divisible by its parallel size, or if the
-        layout splits experts and the model has none. The message shows the arithmetic of every
-        such size."""
+        """Raise InputError if a size of the model is not divisible by the parallel size that splits
+        it, or if the layout splits experts and the model has none. The message shows the arithmetic
+        of every such size."""
         rules = [
             ("attention heads", sizes.num_attention_heads, "tensor", self.tp),
             ("query groups (key/value heads)", sizes.num_query_groups, "tensor", self.tp),

@@ -195,7 +195,8 @@ def _by_place(weights: WeightMap, unit: Unit, of_peers: list[int]) -> Iterator[t
 
 
 def _own_sums(weights: WeightMap, units: list[Unit]) -> Tensor:
-    """Return the digest sums i64[units] of this rank's shards, without waiting for the device.
+    """Return i64[units]: for each unit the digest sum of this rank's shard. Does not wait for the
+    device.
 
     If all tensor-parallel ranks hold a parameter completely, only the first of them counts it.
     Shards are cast about CHUNK elements at a time.
@@ -283,7 +284,8 @@ def _experts(weights: WeightMap, entry: Entry) -> list[int]:
 
 
 def _gather(weights: WeightMap, unit: Unit, views: list[Tensor]) -> None:
-    """Gather one unit into its HF tensors `views`."""
+    """Gather one unit from the peers, and write it into `views`, one view of the buffer for each of
+    the unit's HF tensors."""
     mesh, entry, local = weights.mesh, unit.entry, unit.shard()
     is_expert = entry.expert >= 0
     peers = _all_gather(local, mesh.ep) if is_expert else [local]

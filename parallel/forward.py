@@ -112,8 +112,8 @@ class PipelineRunner:
     ) -> None:
         """Prepare the chunks for passes.
 
-        `recompute` says whether the routers run a second time in the backward pass. With `gates`,
-        passes also replay the gate weights of routes that have them, and record gate weights for a
+        `recompute` says whether the routers run a second time in the backward pass. With `gates`, a
+        pass also replays the gate weights of routes that have them, and records gate weights for a
         later `Replay.recorded`. `overlaps_reduction` says whether hooks reduce the gradients while
         the backward pass runs.
         """
@@ -216,8 +216,8 @@ class PipelineRunner:
         )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:
-        """Return the engine's routes of this rank's rows and layers, by micro-batch and layer
-        number. The dict of a micro-batch without captured routes is empty.
+        """Return the routes that the engine captured, for this rank's rows and layers, by
+        micro-batch and layer number. The dict of a micro-batch without captured routes is empty.
 
         A pass that replays the result as `Replay.recorded(...)` computes the same as a pass with
         `Replay.rollout`.

@@ -27,7 +27,7 @@ COUNTS = frozenset(
 )
 """Keys of config.json whose value, if present, must be a positive integer."""
 MAY_BE_NULL = frozenset({"num_key_value_heads", "head_dim"})
-"""Keys of COUNTS that may be null, which then follow from other keys."""
+"""Keys of COUNTS that may be null. Their values then follow from other keys."""
 
 LARGEST_COUNT = 2**31 - 1
 LARGEST_COUNTS = {
@@ -108,7 +108,7 @@ def _at(config: HfConfig, place: tuple[str, ...]) -> Any:
 
 
 def _check_positive(config: HfConfig, theta: float, file: Path) -> None:
-    """Raise InputError if a number by which the forward pass divides is not positive and finite."""
+    """Raise InputError if `rms_norm_eps` or `theta` (RoPE theta) is not a positive finite number."""
     for key, number in (("rms_norm_eps", config.get("rms_norm_eps")), ("rope_theta", theta)):
         if number is not None and not 0 < float(number) < float("inf"):
             raise InputError(

@@ -10,7 +10,7 @@ from parallel.megatron_model import MegatronModel
 
 
 class KeptGradients:
-    """The sum of the gradients of several passes of one model, in host memory.
+    """Keeps, in host memory, the sum of the gradients that several passes of one model computed.
 
     The model's own buffers hold gradients only until the next pass, or until another policy is
     mounted. Gradients are added after their reduction over ranks. So the sum for a single pass

@@ -84,7 +84,7 @@ class Ledger:
         keeps_frozen: bool = False,
     ) -> None:
         """Register a kind and the function `tensors`, which returns its tensors. A storage that an
-        earlier kind has too stays with the earlier kind.
+        earlier kind also has stays with that kind.
 
         `disposable`: the contents are not needed between steps, so the kind may be freed.
         `on_host`: the tensors are always on the host and never move. `keeps_frozen`: host copies of

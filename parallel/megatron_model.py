@@ -45,7 +45,7 @@ class StepOutput:
     """The norm of the gradient of all parameters, before clipping."""
     lr: float
     stats: Statistics
-    """This rank's part of the statistics, among them the model's `loss_key`."""
+    """This rank's part of the statistics, among them the sum of the losses under `loss_key`."""
     output: PassOutput
     """The results of the step's forward pass, under the weights before the step."""
 

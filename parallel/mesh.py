@@ -111,7 +111,8 @@ def local_device() -> torch.device:
 _joined: list[tuple[dist.Store, int]] = []
 """torchrun's store and this rank, after the first `join_store`."""
 ARRIVED = "arrived"
-"""Prefix of the store's keys `arrived_<rank>`. A rank sets its key when it waits for the others."""
+"""The prefix of the keys `arrived_<rank>` in the store. A rank sets its key before it waits for the
+other ranks."""
 _num_joins = itertools.count(1)
 """Counts how often this process has joined the other ranks."""
 

@@ -158,8 +158,8 @@ def _state(adam: Any, inner: Tensor) -> dict[str, Tensor]:
 
 
 def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]:
-    """Return a function that makes the two copies of a main parameter equal after a load, which
-    changes only one of them.
+    """Return a function that makes the two copies of a main parameter, `main` and `inner`, equal
+    after a load. A load changes only one of them.
 
     With `is_weight` the load changes `main`, which is the weight itself; otherwise it changes
     `inner`.

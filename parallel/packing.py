@@ -39,8 +39,8 @@ class WeightedSample:
     sample_id: int = -1
     """The index of the sample in its step; -1 if it is in no step."""
     nll_weight: float | None = None
-    """The weight of the sample's log-likelihood, a term that is added to the policy loss; None
-    without that term. Either all samples have a weight or no sample has."""
+    """The weight of the sample's log-likelihood, a term that is added to the policy loss; None if
+    the loss has no such term. Either all samples have a weight or no sample has."""
     routes: TokenRoutes | None = None
     """The routes of all tokens except the last, T-1 rows, in this rank's layers; None if the routers
     choose the experts."""

@@ -1,4 +1,5 @@
-"""The results of a pass over micro-batches, and the observer that gets those of a training pass.
+"""The results of a pass over micro-batches, and the observer that gets the results of a training
+pass.
 
 Dimensions: n rows that the routers of this rank see, N packed tokens of a micro-batch, K experts
 per token.
@@ -67,8 +68,8 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class Observer:
-    """What a training pass records about the routers, and a function that gets its output early,
-    before the update."""
+    """What a training pass records about the routers (`observe`), and a function that gets the
+    output of the pass before the update (`record`)."""
 
     observe: Observe | None = None
     record: Callable[[PassOutput], None] = lambda output: None

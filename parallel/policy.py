@@ -104,7 +104,7 @@ class Policy(MegatronModel):
             raise
 
     def share_device(self, companion: MegatronModel) -> None:
-        """From now on move `companion`, a critic with the same ledger, together with this policy.
+        """Let later moves of this policy also move `companion`, a critic with the same ledger.
 
         The critic leaves the device before the engine wakes, and returns with the policy.
         """

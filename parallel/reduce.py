@@ -65,8 +65,8 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
 
 
 def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
-    """Return the quantiles over all ranks. The part of a rank is [(bin, count) pairs, (metric key,
-    quantile) pairs]."""
+    """Return the quantiles over all ranks, by metric key. Each of `parts` is from one rank: a list
+    of (histogram bin, count), and a list of (metric key, quantile to return under this key)."""
     total = [0] * NUM_BINS
     for counts, _ in parts:
         for place, count in counts:
@@ -75,8 +75,8 @@ def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
 
 
 def _plain(stats: Statistics) -> dict[str, tuple[Any, ...]]:
-    """Convert statistics to plain numbers. All scalars are read together, so the host waits for a
-    GPU only once."""
+    """Convert each statistic to a tuple of its type name and its plain numbers. All scalars are read
+    together, so the host waits for a GPU only once."""
     scalars = [tensor for value in stats.values() for tensor in _scalars(value)]
     numbers = iter(_read(scalars))
     plain: dict[str, tuple[Any, ...]] = {}

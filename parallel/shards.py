@@ -110,7 +110,9 @@ def _blocks(kind: Split, shape: Shape, rank: int, size: int) -> Iterator[tuple[i
 
 
 def _cut(shape: Shape, corner: Shape, base: int, low: int, high: int) -> Iterator[Box]:
-    """Yield the rectangles of elements [low, high) of a block that begins at element `base`."""
+    """Yield the rectangles that make up the elements [low, high) of a block of the shape `shape`.
+    The block begins at element `base` of the flattened shard, and at the indices `corner` of the
+    whole tensor."""
     if len(shape) == 1:
         yield Box(base + low, (high - low,), (corner[0] + low,))
         return

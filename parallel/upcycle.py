@@ -39,7 +39,8 @@ LARGEST_STD = 100
 """The largest standard deviation of the router's weights. With a larger one they could overflow."""
 LARGEST_SEED = 1 << 32
 SHARE = 0.5
-"""The share of the MLP's output that the shared expert gives: sigmoid(0), as its gate is 0."""
+"""The part of the MLP's output that the shared expert gives. It is sigmoid(0), because the weights
+of its gate are 0."""
 COPIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
     "hidden_act", "max_position_embeddings", "rms_norm_eps",
@@ -60,8 +61,9 @@ class Upcycling:
     granularity: int = 1
     """N: each expert has F / N of the MLP's width. Divides E, K and F."""
     noise: float = 0.0
-    """The standard deviation of the noise that is added to each expert's weights, relative to that
-    of the weight. With noise, the MoE no longer computes exactly the same function."""
+    """The standard deviation of the noise that is added to each expert's weights, as a fraction of
+    the standard deviation of the weight. With noise, the MoE no longer computes exactly the same
+    function."""
     like: str | None = None
     """The `model_type` of the MoE; None for the first one that fits the dense model."""
     seed: int = 0

@@ -32,7 +32,7 @@ class Compiled:
     otherwise: str
     """The consequence if the package does not work or is not installed."""
     is_optional: bool = True
-    """Whether the table leaves the package out if it is not installed."""
+    """Whether `version_rows` leaves the package out if it is not installed."""
 
 
 def version_rows(

@@ -33,7 +33,8 @@ the rule tables."""
 
 
 def canonical_name(name: str) -> str:
-    """Return a Megatron parameter's name as in the rule tables, whichever implementation it is from."""
+    """Return a Megatron parameter's name as in the rule tables. TransformerEngine's layers use other
+    names."""
     for engine_name, local_name in TRANSFORMER_ENGINE_NAMES:
         name = re.sub(engine_name, local_name, name)
     return name
@@ -133,7 +134,8 @@ class WeightMap:
         return self.model.sizes.num_attention_heads // self.num_groups
 
     def tp_place(self, entry: Entry) -> tuple[int, int]:
-        """Return (rank, size) in the group that splits a parameter; (0, 1) if it is not split.
+        """Return (this rank's index, number of ranks) in the group that splits a parameter; (0, 1)
+        if it is not split.
 
         The group is the expert-tensor-parallel group for experts, and otherwise the tensor-parallel
         group.

@@ -32,14 +32,15 @@ class Branched:
 
     parent: Path
     step: int
-    """The number of steps that the parent had done at the checkpoint. The new run continues there."""
+    """The number of steps done at the checkpoint. The new run's first step has this number."""
     changes: Sequence[Change]
 
 
 def branch(source: str, target: Path, overrides: list[str]) -> Branched:
-    """Make the run folder `target` from `source`, which is `RUN` or `RUN@STEP`, with `overrides`.
+    """Make a new run in the folder `target` from a checkpoint of another run.
 
-    The new run gets the checkpoint, and the metrics of the steps before that checkpoint. Raises
+    `source` is `RUN`, for the newest checkpoint, or `RUN@STEP`. `overrides` (`key=value`) change the
+    recipe. The new run gets the checkpoint, and the metrics of the steps before that checkpoint. Raises
     InputError if the checkpoint does not exist or is damaged, if `target` is not empty, if an
     override changes a key that cannot change in a run, or if the recipe has `train.num_epochs`.
     """
@@ -87,8 +88,7 @@ def _parse(source: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint(run: Path, step: int | None) -> Path:
-    """Return the folder of the run's checkpoint after `step` steps, or of its newest checkpoint if
-    `step` is None.
+    """Return the folder of the run's checkpoint after `step` steps; None means the newest checkpoint.
 
     Raises InputError if the checkpoint does not exist or is damaged.
     """

@@ -85,8 +85,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _names(args: argparse.Namespace) -> list[str]:
-    """Return the names of the faults to provoke: those after `--only`, or else all, in their usual
-    order. Raises InputError for an unknown name."""
+    """Return the names of the faults to provoke: those after `--only`, or all without `--only`.
+
+    They are in the order of FAULTS. Raises InputError for an unknown name.
+    """
     from mrl.drill import FAULTS
 
     wanted = args.only or list(FAULTS)
@@ -96,9 +98,11 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def _ranks(recipe: Recipe) -> int:
-    """Return the number of ranks to start: as many of this machine's GPUs as the layout can use or,
-    without GPUs, the fewest ranks that the layout allows. Raises InputError if there are too few
-    GPUs."""
+    """Return the number of ranks to start.
+
+    This is the number of this machine's GPUs that the layout can use or, without GPUs, the smallest
+    number of ranks that the layout allows. Raises InputError if there are too few GPUs.
+    """
     import torch
 
     from mrl.preflight.ranks import fewest_ranks
@@ -117,9 +121,11 @@ def _ranks(recipe: Recipe) -> int:
 
 
 def _list(recipe: Recipe | None, names: list[str]) -> None:
-    """Print a table of the faults `names` and of the faults in NOT_PROVOKED. The last column says
-    `yes`, or why the recipe does not allow the fault. Without a recipe it may say
-    `depends on the recipe`."""
+    """Print a table of the faults `names`, and of the faults that a drill never provokes.
+
+    The last column says `yes` if the fault is provoked, or else why not. Without a recipe it says
+    `depends on the recipe` for a fault that some recipes do not allow.
+    """
     from mrl.drill import FAULTS, NOT_PROVOKED, never
     from mrl.run import console
 
@@ -135,8 +141,10 @@ def _list(recipe: Recipe | None, names: list[str]) -> None:
 
 
 def _say(row: Row, *, as_json: bool) -> None:
-    """Print the result of one fault: as a JSON object with `as_json`, otherwise as a line. Without
-    `as_json`, nothing is printed for a fault that was not provoked."""
+    """Print the result of one fault, as a JSON object or as a line of text.
+
+    As text, nothing is printed for a fault that was not provoked.
+    """
     if as_json:
         print(json.dumps({**dataclasses.asdict(row), "passed": row.passed}), flush=True)
     elif row.verdict != "not provoked":

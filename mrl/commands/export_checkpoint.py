@@ -24,10 +24,10 @@ def export(
     *,
     merged: bool = False,
 ) -> None:
-    """Export the checkpoint folder `source`, or the newest undamaged checkpoint of the run folder
-    `source`, to `target`.
+    """Export a checkpoint to the folder `target`.
 
-    `base`, `architecture` and `merged` are passed to
+    `source` is a checkpoint folder, or a run folder, of which the newest undamaged checkpoint is
+    exported. `base`, `architecture` and `merged` are passed to
     `parallel.checkpoint.hf_export.export_checkpoint`. Raises InputError if `source` has no
     undamaged checkpoint, if `target` cannot be written, or if the shard size is below 1 MiB.
     """
@@ -53,9 +53,11 @@ def export(
 
 
 def _find(source: Path) -> Path:
-    """Return the checkpoint folder `source`, or the newest undamaged checkpoint of the run folder
-    `source`. Raises InputError if the checkpoint is damaged, or if the run has no undamaged
-    checkpoint."""
+    """Return the folder of the checkpoint to export.
+
+    It is `source` itself or, if `source` is a run folder, its newest undamaged checkpoint. Raises
+    InputError if the checkpoint `source` is damaged, or if the run has no undamaged checkpoint.
+    """
     if source.name.startswith("iter_") and source.is_dir():
         if reason := damage(source):
             raise InputError(f"checkpoint {source.name} is damaged: {reason}; export another one")
@@ -94,8 +96,10 @@ def _task(recipe: Recipe) -> dict[str, str]:
 
 
 def _notes(run: Path) -> dict[str, str]:
-    """Return the rows of the model card that come from the recipe, as {name: value}; empty if the
-    checkpoint is not in a run folder."""
+    """Return the rows of the model card that come from the recipe of `run`, as {name: value}.
+
+    The result is empty if `run` is not a run folder.
+    """
     config = RunFolder(run).config
     if not config.is_file():
         return {}

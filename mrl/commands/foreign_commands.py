@@ -28,16 +28,16 @@ COMMANDS = {
     "merge": "mrl export RUN_OR_CKPT DIR",
     "resume": "mrl train RUN",
 }
-"""Commands of other frameworks, each with the equivalent command of mrl or the reason why mrl has
+"""Commands of other frameworks. The value is the equivalent command of mrl, or says why there is
 none."""
 
 
 def hint_for(words: Sequence[str]) -> str:
-    """Return a hint that says what to type instead of `words`, a command line that mrl does not
-    accept; empty if mrl has no hint.
+    """Return a hint that says what to type instead of a command line that mrl does not accept.
 
-    The hint covers commands of other frameworks, options of launchers, configuration files, and
-    recipe keys that are given as options.
+    `words` are the words after `mrl`, or only those of them that are not recognized. The result is
+    empty if there is no hint. There are hints for commands of other frameworks, options of launchers,
+    configuration files, and recipe keys that are given as options.
     """
     if words and words[0] in COMMANDS:
         return f"; in mrl: {COMMANDS[words[0]]}"

@@ -1,5 +1,7 @@
-"""The tables of `mrl check --plan` that compare colocated and disaggregated placement: the time of
-a step, and whether trainer or engines wait for the other side."""
+"""The tables of `mrl check --plan` that compare colocated and disaggregated placement.
+
+They show the time of a step, and whether the trainer waits for the engines or the reverse.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class Known:
     colocated: StepTimes | str
     disaggregated: StepTimes | str
     spread: float
-    """In the disaggregated placement: the time to generate a step's batch, divided by the time that
-    engines would need if they were always full (see `mrl.planner.placement.expected_step_s`)."""
+    """In the disaggregated placement: how many times longer the generation of a step's batch takes than
+    it would if the engines were always full (see `mrl.planner.placement.expected_step_s`)."""
     colocated_spread: float = 1.0
 
 
@@ -57,9 +59,9 @@ def planned_tables(
     gpu: Hardware,
     mean_response_len: int | None,
 ) -> tuple[list[Table], str]:
-    """Return tables with the estimated times of a disaggregated recipe, and a line that says whether
-    the trainer or the engines wait.
+    """Return tables with the estimated times of a disaggregated recipe, and a line about waiting.
 
+    The line says whether the trainer or the engines wait for the other side (`which_side_waits`).
     `mean_response_len` is in tokens; if it is None, every response is assumed to have the longest
     length allowed. Raises InputError if the mean is below 1 or above that length.
     """
@@ -86,9 +88,9 @@ def planned_tables(
 
 
 def measured_tables(folders: Sequence[Path], config: AsyncConfig | None) -> tuple[list[Table], str]:
-    """Return tables with the times of measured runs, and a line that says whether the trainer or the
-    engines wait.
+    """Return tables with the times of measured runs, and a line about waiting.
 
+    The line says whether the trainer or the engines wait for the other side (`which_side_waits`).
     For a colocated recipe, `config` is None and the line is empty. Raises InputError if two
     runs have the same placement; at most one colocated and one disaggregated run are expected.
     """
@@ -128,9 +130,11 @@ def read_measured(folder: Path) -> MeasuredRun:
 
 
 def which_side_waits(known: Known, config: AsyncConfig) -> str:
-    """Return a line that says whether the trainer or the engines wait, and for how long, in a
-    disaggregated run with `config.max_staleness`. If the times are not known, the line gives the
-    reason."""
+    """Say in one line whether the trainer or the engines wait in a disaggregated run, and how long.
+
+    The staleness bound is `config.max_staleness`. If the times of the disaggregated placement are not
+    known, the line gives the reason.
+    """
     if isinstance(known.disaggregated, str):
         return f"which side waits is {known.disaggregated}"
     step = _expected(known.disaggregated, known.spread, config, config.max_staleness)
@@ -158,8 +162,10 @@ def _colocated(
     gpu: Hardware,
     mean_response_len: int,
 ) -> Expected | str:
-    """Return the estimated times of the recipe if it were colocated on all ranks, or the reason why
-    it cannot run colocated."""
+    """Estimate the recipe's times if all ranks were used for a colocated run.
+
+    If the recipe cannot run colocated, return the reason instead.
+    """
     world = dims.world + work.rollout_ranks
     colocated = dataclasses.replace(work, rollout_ranks=0, max_staleness=0, staged_versions=0)
     try:

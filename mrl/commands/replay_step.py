@@ -37,8 +37,7 @@ ENGINE = ("rollout/", "eval/", "routing/wire_bytes_per_token")
 
 @dataclass(frozen=True)
 class Source:
-    """The starting point of a replay: a run, the step to replay, and the checkpoint or initial
-    weights from which training starts."""
+    """The run and the step to replay, and the checkpoint or initial weights from which to train."""
 
     run: RunFolder
     step: int
@@ -121,9 +120,10 @@ def _ranges(steps: list[int]) -> str:
 def replay_recipe(source: Source, output: Path) -> Recipe:
     """Return the run's recipe, changed to train from its saved rollouts and to write to `output`.
 
-    Token records are written only if the algorithm computes log-probs before the update. With other
-    algorithms, a record would need an additional pass, on which the replay would measure the mismatch
-    metrics, whereas the run may have measured them on the pass of the first update.
+    Token records (tokens/step_*.safetensors) are written only if the algorithm computes log-probs in a
+    separate pass before the update. With other algorithms, a record would need such a pass. The replay
+    would then compute the mismatch metrics from it, but the run may have computed them from the
+    forward pass of the first update.
     """
     run = source.run
     recipe = as_colocated(load_run(run.root, config=run.history.config_at(source.step)))
@@ -178,7 +178,7 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 
 def _check_tokens(source: Source, vocab_size: int) -> None:
-    """Raise InputError if saved rollouts hold a token id outside the model's vocabulary."""
+    """Raise InputError if the rollouts to train on hold a token id outside the model's vocabulary."""
     for step in range(source.start, source.step + 1):
         file = saved_step(source.run.rollouts, step)
         for sample in (sample for group in load_groups(file) for sample in group.samples):
@@ -191,10 +191,10 @@ def _check_tokens(source: Source, vocab_size: int) -> None:
 
 
 def _load(trainer: Trainer, source: Source) -> None:
-    """Restore the state of the run before step `source.start`.
+    """Restore the state that the run had before step `source.start`.
 
-    The state consists of models, optimizers, random states, and the data that one step keeps for
-    the next.
+    The state is loaded from the checkpoint. Without a checkpoint, the weights stay at their initial
+    values, and the recipe's SFT, if any, is repeated.
     """
     from mrl.learn.sft import run_sft
     from parallel.checkpoint.checkpoints import Checkpoints

@@ -110,11 +110,11 @@ def run_test(args: argparse.Namespace) -> None:
 
 
 def _encoder(model: Path | None) -> Callable[[str], list[int]]:
-    """Return a function that tokenizes a completion and appends the end-of-sequence token, as in a
-    finished sample.
+    """Return a function that turns a completion into the token ids of a finished sample.
 
-    If `model` is None, the tokens are UTF-8 bytes and the end token is 0. Raises InputError if the
-    folder `model` has no tokenizer.
+    The end-of-sequence token is appended, if the tokenizer of the folder `model` has one. If `model`
+    is None, the tokens are UTF-8 bytes and the end token is 0. Raises InputError if the folder has no
+    tokenizer.
     """
     if model is None:
         return lambda text: [*text.encode(), 0]

@@ -139,8 +139,7 @@ def this_machine(world: int) -> Hardware:
 
 
 def accepted(found: Verdict) -> str:
-    """Return the text of the verdict. Raises InputError with this text if the layout does not run
-    or does not fit."""
+    """Return the verdict's text. Raises InputError with this text if the layout cannot run or fit."""
     if not found.runs:
         raise InputError(f"memory plan: {found.text}")
     return found.text
@@ -180,8 +179,11 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
 
 
 def exact_pinned() -> int | None:
-    """Return the value of `Workload.exact_pinned`, in bytes, that torch's environment variables set;
-    None if they set none."""
+    """Return the size in bytes above which torch allocates pinned buffers without rounding them up.
+
+    It is read from torch's environment variables (`pinned_max_round_threshold_mb`). If they do not
+    set it, the result is None, and torch rounds all pinned buffers up to a power of two.
+    """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if found := PINNED_LIMIT.search(os.environ.get(name, "")):
             return int(found[1]) << 20

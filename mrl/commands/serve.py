@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
 def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int:
     """Serve tenants on this rank, which is one of `world` ranks.
 
-    Returns the signal that stopped the service, a key of `mrl.system.stop.WHO`; 0 if the service
-    ended by itself.
+    Returns what stopped the service: a key of `mrl.system.stop.WHO`, such as TERMINATION for SIGTERM,
+    or 0 if the service ended by itself. With `until_done`, it ends when no tenant has work left.
     """
     from parallel import prepare
     from parallel.connections import set_connections
@@ -107,8 +107,10 @@ def _serve(
     *,
     until_done: bool,
 ) -> int:
-    """Connect the trainer ranks, build the service and run it under the watchdog. Returns the
-    signal that stopped the service, like `serve`."""
+    """Connect the trainer ranks, build the service and run it under the watchdog.
+
+    `registry` is None on all ranks except rank 0. The result is that of `serve`.
+    """
     from mrl.jobs.out_of_memory import memory_advice_of_service
     from mrl.run import console
     from mrl.service.build import build_service

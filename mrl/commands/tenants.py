@@ -220,8 +220,10 @@ def _client(args: argparse.Namespace) -> Any:
 
 
 def _read(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Return the keys of a recipe, with overrides applied, as JSON values. Raises InputError if a
-    value has no JSON form."""
+    """Return a recipe file as a dict of JSON values, with the overrides applied.
+
+    Raises InputError if a value has no JSON form.
+    """
     from mrl.config.load import read_tree
 
     try:
@@ -238,8 +240,10 @@ def _name_of(path: Path) -> str:
 
 
 def _steps(tenant: dict[str, Any], of: str) -> str:
-    """Return the steps done and the total as one string, joined by `of`. A client's session has no
-    total; for it, return `N by a client`."""
+    """Return a text with the steps that a tenant has done and the total, separated by `of`.
+
+    If a client trains the tenant step by step, there is no total, and the text is `N by a client`.
+    """
     if tenant["loop"] == "client":
         return f"{tenant['steps_done']} by a client"
     return f"{tenant['steps_done']}{of}{tenant['num_steps'] or '?'}"

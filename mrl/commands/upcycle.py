@@ -1,4 +1,4 @@
-"""`mrl upcycle SRC DIR` writes a dense model as a mixture of experts that computes the same."""
+"""`mrl upcycle SRC DIR` turns a dense model into a mixture of experts with the same outputs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 1e-5
-"""The largest difference in a log-prob that rounding can explain: transformers computes norms and
-routers in fp32 even if the model is in fp64."""
+"""The largest difference between two log-probs that rounding can explain. transformers computes norms
+and routers in fp32 even if the model is in fp64."""
 
 
 def add_to(commands: Any) -> None:

@@ -102,7 +102,7 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_samples(args: argparse.Namespace, why: str) -> None:
-    """Raise InputError if an option that selects samples is given."""
+    """Raise InputError if an option that selects samples is given. The message ends with `why`."""
     for name in ("steps", "max_samples"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} selects samples, and {why}")
@@ -123,8 +123,10 @@ def read_steps(text: str) -> range:
 
 
 def write(target: Path, page: bytes) -> None:
-    """Write the page atomically, because a browser may have it open. Raises InputError if the file
-    cannot be written."""
+    """Write an HTML page to the file `target` atomically, because a browser may have the file open.
+
+    Raises InputError if the file cannot be written.
+    """
     try:
         write_whole(target, page)
     except OSError as error:

@@ -54,8 +54,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show_numbers(found: Explanation) -> None:
-    """Print the metrics of the step: first all spikes, then the other metrics. Per-layer metrics that
-    are not spikes are left out."""
+    """Print the metrics of the step. Spikes, values far above those of other steps, come first.
+
+    Metrics of single layers are printed only if they are spikes.
+    """
     if not found.numbers:
         print(f"step {found.step} has no numbers in metrics.jsonl: it failed, or is not done yet")
     numbers = sorted(found.numbers, key=lambda number: not number.is_spike)

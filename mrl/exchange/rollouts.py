@@ -1,11 +1,12 @@
 """Brings rollouts from the ranks that generated them to the ranks that train on them.
 
 Each rank gets the tokens of the samples that it trains on, and their routes in its own layers. All
-ranks know the outlines of all samples (`mrl.run.rollouts.outline`) and compute the same assignment
-of samples to ranks, so no rank has to ask another rank. `mrl.exchange.transport` moves the bytes.
-Routes are sent as rows of bytes (`moe.route_rows`). A token takes 8 bytes: its id and its log-prob.
-If the sample has a sampling mask, a token also takes 4 bytes for the number of kept tokens, and 4
-bytes for the id of each kept token.
+ranks know the outlines of all samples, which have the shapes of tokens and routes but not the
+contents (`mrl.run.rollouts.outline`). From these, all ranks compute the same assignment of samples
+to ranks without asking each other. `mrl.exchange.transport` moves the bytes. Routes are sent as rows
+of bytes (`moe.route_rows`). A token is sent as 8 bytes: its id and its log-prob. If the sample has a
+sampling mask, a token also takes 4 bytes for the number of kept tokens, and 4 bytes for the id of
+each kept token.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from mrl.types import RoutingTrace, Sample, SampleGroup, TokenRoutes
 from parallel.mesh import Mesh
 
 Traces = Mapping[int, RoutingTrace]
-"""Traces by the index of the sample in the step's list. Traces of samples on other ranks have
-shapes but no expert ids."""
+"""Routing traces by the index of the sample in the step's list of samples. If only other ranks hold
+a sample's routes, its trace has shapes but no expert ids."""
 BYTES_PER_NUMBER = 4
-"""Size of a token id or count (i32) and of a log-prob (f32)."""
+"""The size in bytes of a token id or a count (i32), and of a log-prob (f32)."""
 
 
 class TokenPayload:
-    """A `mrl.exchange.transfers.Payload` of tokens. A sample is sent as all of its token ids, then
-    all of its log-probs, then its sampling mask if it has one."""
+    """Encodes the tokens of samples for transfers between ranks (a
+    `mrl.exchange.transfers.Payload`). A sample is sent as all of its token ids, then all of its
+    log-probs, then its sampling mask if it has one."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -79,19 +81,21 @@ class TokenPayload:
 
 
 class RoutePayload:
-    """A `mrl.exchange.transfers.Payload` of the routes of samples in some layers."""
+    """Encodes the routes of samples in some layers for transfers between ranks (a
+    `mrl.exchange.transfers.Payload`)."""
 
     def __init__(self, traces: Traces) -> None:
         self.traces = traces
         self._widths: dict[tuple[int, ...], int] = {}
-        """The number of bytes in a row, by layers; the same for all traces."""
+        """A cache: the number of bytes of a row by the layers that it covers. It is the same for all
+        traces."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
         return self.traces[sample].num_rows * self._row_bytes(layers)
 
     def _row_bytes(self, layers: tuple[int, ...]) -> int:
-        """Return the number of bytes of a row. Raises ValueError if the routes lack one of the
-        layers."""
+        """Return the number of bytes of a row (one token in all of `layers`). Raises ValueError if
+        the routes lack one of the layers."""
         if layers not in self._widths:
             first = next(iter(self.traces.values()))
             num_experts, topk = first.num_experts, first.expert_ids.shape[2]
@@ -137,9 +141,10 @@ class RolloutExchange:
     ) -> dict[int, TokenRoutes]:
         """Return the routes of the samples on which this rank trains, by sample index.
 
-        The routes are those in this rank's layers. The method is a
-        `mrl.learn.batching.RouteSource`. `shares` has, for each data-parallel rank, the indices of
-        the samples on which it trains. Raises ValueError if the routes lack one of the layers.
+        The routes cover only this rank's layers, and samples without routes are left out. `shares`
+        has, for each data-parallel rank, the indices of the samples on which it trains. Raises
+        ValueError if the routes lack one of the layers. The method can be used as a
+        `mrl.learn.batching.RouteSource`.
         """
         traces = _traces(samples)
         of_dp = [tuple(sorted(i for i in share if i in traces)) for share in shares]
@@ -158,8 +163,9 @@ class RolloutExchange:
     def deliver_tokens(
         self, samples: Sequence[Sample], shares: Sequence[Collection[int]]
     ) -> dict[int, Sample]:
-        """Return the samples on which this rank trains, with their tokens, by index. `shares` is as
-        in `deliver`. The method is a `mrl.learn.batching.TokenSource`."""
+        """Return the samples on which this rank trains, with their tokens, by index. `shares` has,
+        for each data-parallel rank, the indices of the samples on which it trains. The method can be
+        used as a `mrl.learn.batching.TokenSource`."""
         of_dp = [tuple(sorted(share)) for share in shares]
         needed = {
             rank: Selection(of_dp[dp_rank], (TOKENS,))
@@ -168,12 +174,12 @@ class RolloutExchange:
         return self._tokens(samples, needed)
 
     def collect(self, groups: Sequence[SampleGroup], reader: int = 0) -> list[SampleGroup]:
-        """Return the groups, with all of their tokens and routes on the rank `reader`."""
+        """Return the groups. On the rank `reader` they have all of their tokens and routes."""
         return self.move(groups, [reader] * len(groups))
 
     def move(self, groups: Sequence[SampleGroup], readers: Sequence[int]) -> list[SampleGroup]:
-        """Return the groups, with all tokens and routes of group i on the rank `readers[i]`. Ranks
-        that held tokens or routes before keep them."""
+        """Return the groups. Group i has all of its tokens and routes on the rank `readers[i]`.
+        Ranks that held tokens or routes before keep them."""
         samples = [sample for group in groups for sample in group.samples]
         traces = _traces(samples)
         to = [r for group, r in zip(groups, readers, strict=True) for _ in group.samples]
@@ -224,8 +230,8 @@ def bytes_per_token(
 
     @cache
     def size_of(selection: Selection) -> tuple[int, int]:
-        """Return (bytes, rows) of a selection. Cached, because all ranks with the same
-        data-parallel rank and pipeline stage have the same selection."""
+        """Return (number of bytes, number of rows) of the routes in a selection. Cached, because all
+        ranks with the same data-parallel rank and pipeline stage have the same selection."""
         rows = sum(traces[i].num_rows for i in selection.samples)
         return sum(payload.num_bytes(i, selection.layers) for i in selection.samples), rows
 
@@ -242,8 +248,8 @@ def bytes_per_token(
 
 
 def _local_routes(traces: Traces, selection: Selection) -> dict[int, TokenRoutes]:
-    """Return the routes that need no transfer: those of samples that this rank holds, and the empty
-    routes of all samples if no layer is selected."""
+    """Return the routes that this rank gets without a transfer: those of the selected samples that
+    it holds. If no layer is selected, all selected samples get empty routes."""
     here = [i for i in selection.samples if not traces[i].expert_ids.is_meta]
     routes = dict(
         zip(here, routes_of_traces([traces[i] for i in here], selection.layers), strict=True)

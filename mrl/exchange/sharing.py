@@ -20,7 +20,7 @@ from mrl.errors import InputError, RunFailed
 def share_bytes(data: bytes) -> list[bytes]:
     """Return the bytes of every rank, in rank order, on all ranks.
 
-    A collective. Each rank with any bytes broadcasts them.
+    A collective. Each rank that has any bytes broadcasts them.
     """
     sizes = _sizes(len(data))
     rank = dist.get_rank()

@@ -31,7 +31,8 @@ class Selection:
     samples: tuple[int, ...]
     """Ascending indices into the step's list of samples."""
     layers: tuple[int, ...]
-    """Megatron's numbers of MoE layers, or only TOKENS. Empty if the rank needs nothing."""
+    """Megatron's 1-based numbers of MoE layers, or only TOKENS for tokens and log-probs. Empty if
+    the rank needs nothing."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class Payload(Protocol):
     part."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
-        """Return the number of bytes that these layers of the sample with index `sample` take."""
+        """Return the size in bytes of the given layers of the sample with index `sample`."""
         ...
 
     def pack(self, selection: Selection) -> Tensor:
-        """Return u8[bytes] of the selection's samples, one after the other. This rank must hold
-        them."""
+        """Return the bytes of the selection, u8[bytes], one sample after the other. This rank must
+        hold the samples."""
         ...
 
 
@@ -86,17 +87,18 @@ def compute_transfers(
 
     A sample that the reader holds is not transferred. Any other sample comes from the memory of the
     lowest rank on the reader's node that holds it. If no rank of the node holds it, one of the
-    node's readers gets it in a message from the lowest rank of all that holds it, and shares it
-    with the others.
+    node's readers gets it in a message from the lowest of all ranks that hold it, and shares it with
+    the other readers on the node.
 
     Args:
         rank: the rank whose transfers are returned.
-        needed: for each rank, what it needs.
+        needed: the samples and layers that each rank needs, by rank. Ranks that need nothing may be
+        missing.
         held: for each rank, the indices of the samples that it holds.
         nodes: for each rank, a number that is the same for all ranks that read each other's memory.
 
     Raises:
-        RuntimeError: no rank holds a sample that another rank needs.
+        RuntimeError: no rank holds a sample that some rank needs.
     """
     local = [frozenset(indices) for indices in held]
     holders: dict[int, int] = {}

@@ -94,7 +94,8 @@ class Transport:
     def _lay_out(
         self, transfers: Transfers, payload: Payload, got: Sequence[tuple[Selection, Tensor]]
     ) -> None:
-        """Write this rank's pages: parts of samples that it holds, or has received in messages
+        """Write this rank's pages into its shared memory, for other ranks of the node to read. A
+        page is a part of a sample that this rank holds, or that it has received in a message
         (`got`)."""
         offsets = _offsets(transfers.pages.get(self._rank, ()), payload)
         for selection, wire in got:
@@ -152,7 +153,8 @@ def nodes_of(readable: Sequence[Collection[int]]) -> list[int]:
 
 
 def _offsets(pages: Sequence[Page], payload: Payload) -> dict[Page, int]:
-    """Return the offset of each page in the memory of a rank."""
+    """Return the offset in bytes of each page in a rank's shared memory. `pages` are all pages of
+    this memory, in memory order."""
     sizes = [payload.num_bytes(i, layers) for layers, i in pages]
     return dict(zip(pages, accumulate(sizes, initial=0), strict=False))
 

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from mrl.trainer import Trainer
 
 _NAMES = {"parameters": "weights", "critic_parameters": "critic_weights"}
-"""The report's names for kinds of memory, by their names in the policy's memory ledger, where the
-two differ."""
+"""Renames some of the kinds of memory that `policy.ledger.where()` returns, for the report."""
 
 
 def bytes_held(trainer: Trainer) -> str:
     """Return a text that lists what uses this rank's memory.
 
-    The list has an entry for each kind of memory in the policy's memory ledger, one for the rest of
-    the peak, one for the routes of the step, and one for the engine.
+    The list has an entry for each kind of memory that the policy accounts for (such as weights), one
+    for the rest of the peak memory, one for the routes (expert ids and gate weights) of the step's
+    samples, and one for the engine.
     """
     where, device = trainer.policy.ledger.where(), trainer.mesh.device
     parts = []

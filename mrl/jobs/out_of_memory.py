@@ -16,8 +16,8 @@ from mrl.system.disk import chain
 from mrl.system.memory_error import Where, noted_bytes, out_of_memory
 
 TOO_LITTLE_CACHE = "increase --mem-fraction-static"
-"""Part of the message with which SGLang fails if the weights fill the memory that it may use, so that
-no space is left for a KV cache. In that case SGLang needs more memory, not less."""
+"""Part of SGLang's error message if the weights fill the memory that SGLang may use, so that no space
+is left for a KV cache. In that case SGLang needs a larger share of the memory, not a smaller one."""
 OF_ENGINE = re.compile(r"out of memory|OutOfMemoryError|" + TOO_LITTLE_CACHE)
 
 
@@ -87,8 +87,7 @@ def _of_trainer(
 
 
 class Key(NamedTuple):
-    """A recipe key with a new value that needs less memory. The key may change when a run
-    continues."""
+    """A recipe key with a new value that needs less memory. A restart of a run may change the key."""
 
     override: str
     """The key with its new value, as `KEY=VALUE`."""
@@ -102,7 +101,7 @@ class Key(NamedTuple):
 
 
 def two_keys(phase: str, where: Where, recipe: Recipe) -> tuple[Key, Key]:
-    """Return the two keys with which the memory of a phase can be reduced most.
+    """Return the two keys that best reduce the memory of a phase of a step, such as `rollout`.
 
     `where` tells whether memory ran out on the device or on the host.
     """

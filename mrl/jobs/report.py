@@ -42,7 +42,8 @@ _NO_PEER = re.compile(
 )
 _OF_COLLECTIVE = re.compile(r"gloo|nccl|TCPStore|c10d|ProcessGroup", re.IGNORECASE)
 Advice = Callable[[Exception], str | None]
-"""A function that returns one line of advice if its error means that memory ran out, else None."""
+"""A function that is called with an error. If the error means that memory ran out, the function
+returns one line of advice, otherwise None."""
 _LOG = re.compile(r"(?:its log is|see) (\S.*?\.log)\b")
 
 
@@ -50,11 +51,11 @@ _LOG = re.compile(r"(?:its log is|see) (\S.*?\.log)\b")
 def reporting(
     folder: Path, command: str, advice: Advice, step: Callable[[], int | None]
 ) -> Iterator[None]:
-    """If the block raises an error, write RUN/failure.json.
+    """If the `with` block raises an error, write RUN/failure.json and raise the error again.
 
-    An error that `classified` knows is raised as a RunFailed instead; other errors are raised
-    unchanged. InputError and KeyboardInterrupt are not recorded, because they are not failures of a
-    run. An error that a nested `reporting` has recorded is not recorded again.
+    If `classified` knows the cause of the error, a RunFailed is raised in its place. InputError and
+    KeyboardInterrupt are not recorded, because they are not failures of a run. An error that a nested
+    `reporting` has recorded is not recorded again.
 
     `command` is the command that continues the run. `step()` returns the number of steps done, or
     None before the trainer exists.
@@ -84,8 +85,7 @@ _ATTRIBUTE = "__mrl_failure__"
 
 
 def note_run_folder(folder: Path, command: str) -> None:
-    """Write the path of the run folder, and the command that continues the run, to two files that
-    `mrl.launch` reads.
+    """Tell `mrl.launch`, through two files, the run folder and the command that continues the run.
 
     Does nothing if `mrl.launch` did not start this rank.
     """

@@ -36,7 +36,7 @@ def train(
 
     `world` is the number of ranks. `allowed` are the keys that may change when a run is continued
     (`--allow`). Returns the reason why the run stopped before its last step, or an empty string if
-    all steps are done.
+    all steps are done. On a rollout rank of a disaggregated run, the result is always empty.
     """
     with importing():
         from mrl.preflight import check
@@ -85,9 +85,10 @@ def train(
 
 
 def roll_out(job: Job, watch: WatchConfig, roles: Roles, rank: int) -> None:
-    """Lead an engine, or lend this rank's device to an engine, until the trainers are done.
+    """Run this rollout rank until the trainer ranks are done.
 
-    Exits the process if the supervisor returns an error code.
+    The first rank of each engine starts and supervises the engine's server; the other ranks only let
+    the server use their GPUs. Exits the process if the supervision ends with an error code.
     """
     from mrl.engine_pool.remote.supervisor import supervise
     from mrl.watch.start import watched_engine_rank

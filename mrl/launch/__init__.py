@@ -1,8 +1,8 @@
 """`python -m mrl.launch` starts the ranks of a run as torchrun does, and reports how they ended.
 
 The arguments are those of torchrun. If a rank fails, torchrun prints its own traceback and exits
-with code 1. mrl.launch instead prints one block of text (mrl/run/failure.py) and exits with the
-code of that rank. mrl.launch also forwards signals to the ranks. With `--max-restarts N` on one
+with code 1. mrl.launch instead prints one block of text (mrl/run/failure.py) and exits with that
+rank's exit code. mrl.launch also forwards signals to the ranks. With `--max-restarts N` on one
 node, the ranks are started again, at most N times, after a failure that another start may survive.
 """
 
@@ -44,10 +44,10 @@ from mrl.system.rendezvous import check_rendezvous
 from mrl.system.scratch import Scratch, sweep
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that the ranks handle by saving a checkpoint, if they can, and exiting."""
+"""Signals that are forwarded to the ranks, which then save a checkpoint, if they can, and exit."""
 ENDS_AT_ONCE = "SIGINT,SIGQUIT"
-"""Signals at which torch ends the ranks. By default, torch would also end the ranks at the
-FORWARDED signals."""
+"""Value of torchrun's option --signals-to-handle: the signals after which torch ends the ranks. By
+default, torch would also end the ranks after some of the FORWARDED signals."""
 C10D_PORT = 29400
 """The port that torch's c10d rendezvous uses by default."""
 RETURN_S = 20.0
@@ -145,7 +145,8 @@ def _has_watchdog(args: Any) -> bool:
 def _exit_without_others(scratch: Scratch) -> None:
     """Exit this process if torch does not return after the watchdog has killed the ranks.
 
-    In this case torch waits for the store on the first node, which may be unreachable.
+    torch then waits for the rendezvous store on the first node, which may be unreachable. Run this
+    function in a thread, if there are several nodes.
     """
     ended = scratch.path / ENDED_FILE
     while not ended.exists():
@@ -162,7 +163,7 @@ def _exit_without_others(scratch: Scratch) -> None:
 
 
 def _check_flags(args: Any) -> None:
-    """Raise InputError for a flag whose value torch would refuse with a traceback."""
+    """Raise InputError if a flag has a value that torch would refuse with a traceback."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
@@ -253,10 +254,11 @@ def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Fa
 
 
 def _first(error: Any) -> tuple[int, Any]:
-    """Return the rank that made torch end the other ranks, and the failure of that rank.
+    """Return the number of the rank that failed first, and torch's record of its failure.
 
-    torch ends the other ranks with SIGTERM, and may report one of them as the first to fail. A rank
-    that has exited after saving a checkpoint takes precedence.
+    After a failure, torch ends all other ranks with SIGTERM, and may report one of these as the first
+    to fail, so ranks killed by SIGTERM are passed over. If a rank has exited because it saved a
+    checkpoint and stopped, that rank is returned instead.
     """
     saved = [(n, f) for n, f in error.failures.items() if f.exitcode == ExitCode.SAVED]
     own = [(n, f) for n, f in error.failures.items() if f.exitcode != -signal.SIGTERM]

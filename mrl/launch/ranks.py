@@ -1,8 +1,8 @@
-"""The launcher's watchdog, for the times at which the run's own watchdog does not check the ranks.
+"""The launcher's watchdog, which checks the ranks while the run's own watchdog does not.
 
-These are the time before the run's watchdog has started, and the time after the first rank has
-ended. The launcher's watchdog is needed because torch waits for its ranks without a limit, even if
-they are stopped (SIGSTOP) or hang while they import modules.
+It checks before the run's watchdog has started, and after the first rank has ended. It is needed
+because torch waits for its ranks without a limit, even if they are stopped (SIGSTOP) or hang while
+they import modules.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ IDLE_S = 600.0
 """The seconds that a starting rank may make no progress before it is killed. The limit no longer
 applies once the rank has reached the other ranks."""
 CPU_S, BYTES = 1.0, 1 << 16
-"""A starting rank makes progress when it has used this many CPU seconds, or read this many bytes,
-since its last progress. A thread that only polls does not reach these numbers within IDLE_S."""
+"""A starting rank counts as idle until it has used CPU_S more seconds of CPU time, or read BYTES more
+bytes. A thread that only polls does not reach these numbers within IDLE_S."""
 
 
 class _Work(NamedTuple):
@@ -46,7 +46,7 @@ class LauncherWatchdog:
         """Set up a watchdog without starting it.
 
         `folder` is the launcher's folder. `has_watchdog` tells whether the ranks run a command that
-        starts the run's watchdog. With other commands, a rank may be idle for any time.
+        starts the run's watchdog. If it is false, a rank may be idle for any time.
         """
         self._folder, self._has_watchdog = folder, has_watchdog
         self._known: set[int] = set()
@@ -109,8 +109,8 @@ class LauncherWatchdog:
     def _end_last(self, pid: int) -> None:
         """Kill a rank that has been suspended (SIGSTOP) for too long after another rank has ended.
 
-        That other rank must have ended normally, because if a rank fails, torch itself kills all
-        ranks.
+        The other rank has ended normally: after a failure, torch itself would have killed all ranks.
+        The kill is therefore not reported as a failure.
         """
         text = f"mrl: process {pid} has been stopped (SIGSTOP) for {STOPPED_S:g} s"
         print(f"{text}, and other ranks have ended: killing it", file=sys.stderr, flush=True)
@@ -154,7 +154,8 @@ def rank_of(pid: int) -> int | None:
 def _work_of(pid: int) -> _Work:
     """Return the CPU time of a process and the number of bytes that it has read.
 
-    Pages of mapped files count if they were read from the disk.
+    The bytes are those of its read calls plus those fetched from the disk, for example for mapped
+    files. A read call that goes to the disk is therefore counted twice.
     """
     stat, num_bytes = stat_of(pid), 0
     with suppress(OSError, ValueError):

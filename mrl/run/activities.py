@@ -1,4 +1,4 @@
-"""The activities of an engine in a disaggregated run, and the idle shares of engines and trainer.
+"""The activities of an engine in a disaggregated run, and how much engines and trainer are idle.
 
 An engine is in exactly one activity at a time, so the seconds of its activities add up to the
 wall-clock time. Metrics and timeline.jsonl use the names of the activities.
@@ -37,10 +37,11 @@ def seconds_key(activity: str) -> str:
 
 
 def idle_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the idle shares (0 to 1) of engines and trainer in a step, by metric name.
+    """Return the shares of a step's time (0 to 1) in which engines and trainer were idle.
 
-    The share of the engines is NaN if no activity of an engine was recorded. The result is empty if
-    `metrics` has no WAIT, as in a colocated run, where engines and trainer take turns.
+    The keys are names of metrics. The share of the engines is NaN if no activity of an engine was
+    recorded. The result is empty if `metrics` has no WAIT, as in a colocated run, where engines and
+    trainer take turns.
     """
     if WAIT not in metrics:
         return {}

@@ -1,9 +1,9 @@
 """Comparison of two runs: recipe, versions, data order, samples, metrics, and where they diverge.
 
 Within a step, prompts are compared first, then samples, then metrics, because different prompts cause
-different samples, and different samples cause different metrics. Times, memory, throughput and the
-`async/` metrics are left out, and so are the guards' comparisons of two passes, because they differ
-even between two starts of the same run.
+different samples, and different samples cause different metrics. Metrics that differ even between two
+starts of the same run are left out: times, memory, throughput, `async/*`, `guard/ratio_error*` and
+`guard/clip_budget*`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Divergence:
 class Comparison:
     """The result that `mrl diff` prints.
 
-    If every list is empty and every divergence None, the runs are the same in the steps that both have.
+    If all lists are empty and `prompts`, `samples` and `metrics` are None, the runs do not differ in
+    the steps that both have.
     """
 
     steps_a: int
@@ -73,11 +74,11 @@ class Comparison:
     config: list[Pair]
     versions: list[Pair]
     prompts: Divergence | None
-    """The first step with different prompt ids. The key of each pair names a sample by its index in
-    the step."""
+    """The first step with different prompt ids. The key of each of its pairs is `sample N`, where N is
+    the sample's index in the step."""
     samples: Divergence | None
-    """The first step in which a sample differs although the prompts are the same. Its one pair is the
-    first difference."""
+    """The first step in which a sample differs although the prompts are the same. It has one pair: the
+    first text, token or log-prob that differs."""
     metrics: Divergence | None
 
     @property
@@ -166,10 +167,10 @@ def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Dive
 
 
 def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Divergence | None, Divergence | None]:
-    """Find the first difference of the prompts, and the first difference of the samples.
+    """Return the first step whose prompts differ, and the first step whose samples differ.
 
-    Either result is None if there is none. Samples are compared only in the steps before the first
-    whose prompts differ.
+    Each is None if there is no such step. Steps are compared in order up to the first whose prompts
+    differ; the samples are compared only in the steps before that one.
     """
     samples: Divergence | None = None
     for step in _common_steps(one, two):
@@ -196,9 +197,9 @@ def _common_steps(one: RunFolder, two: RunFolder) -> list[int]:
 def _samples(
     one: RunFolder, two: RunFolder, step: int, a: list[dict], b: list[dict]
 ) -> Divergence | None:
-    """Return the first sample of a step whose tokens or log-probs differ; None if no sample differs.
+    """Compare the samples of a step, and return the first difference; None if all are the same.
 
-    If one of the runs did not save tokens, only the texts of the samples are compared.
+    Tokens and log-probs are compared if both runs have saved them; otherwise texts are compared.
     """
     files = [saved_step(folder.rollouts, step) for folder in (one, two)]
     if all(file.is_file() for file in files):
@@ -219,7 +220,7 @@ def _samples(
 def _tokens(number: int, a: Sample, b: Sample) -> Pair | None:
     """Return the first token that differs or, if all are equal, the first log-prob that differs.
 
-    The result is None if the samples are the same.
+    The result is None if the samples are the same. `number` is the index of both samples in the step.
     """
     for what, mine, theirs in (
         ("token", a.token_ids, b.token_ids),

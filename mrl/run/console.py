@@ -43,8 +43,8 @@ STEP_WIDTH, DONE_WIDTH = 5, 10
 """Widths in characters of the columns `step` and `done` (see `step_line`)."""
 WIDE = 132
 WAITS_WIDTH = 62
-"""Width in characters of the idle shares at the end of a disaggregated run's step line. A narrow
-terminal shows the idle shares on a line of their own."""
+"""Width in characters of the text of `who_waits` at the end of a disaggregated run's step line. A
+narrow terminal shows this text on a line of its own."""
 PLOT_HEIGHT = 8
 MAX_TURNS = 4
 """The largest number of turns of a sample that are printed."""
@@ -118,7 +118,7 @@ def step_line(
 
 
 def who_waits(metrics: Mapping[str, float]) -> str:
-    """Describe a step of a disaggregated run: idle shares of engines and trainer, and queue length."""
+    """Describe a disaggregated step: how idle engines and trainer were, and the queue's length."""
 
     def percent(role: str) -> str:
         share = metrics.get(f"async/{role}_idle_share")

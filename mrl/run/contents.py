@@ -23,9 +23,10 @@ NUM_PIECES, PIECE_BYTES = 64, 64 << 10
 
 
 def contents_of(recipe: Recipe) -> dict[str, str]:
-    """Return a digest for each recipe key that names files whose contents are compared.
+    """Return, by recipe key, a digest of the files that the key's value names.
 
-    These are the keys with `Rule.by_contents`, except those whose value is null.
+    The result has the keys for which a restart compares the files' contents with those of the run
+    (`Rule.by_contents`), except keys whose value is null.
     """
     flat = flatten(recipe.model_dump())
     return {

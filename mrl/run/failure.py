@@ -39,13 +39,14 @@ ENDED_FILE = "ended"
 """File in the launcher's folder to which the watchdog writes the exit code when it has killed the
 ranks."""
 OVER_FILE = "over"
-"""File in the launcher's folder that exists if a rank was killed after the run was done."""
+"""File in the launcher's folder that is created when a rank is killed because it does not exit after
+the end of the run. The launcher then does not report the kill as a failure."""
 TAIL_LINES = 15
 TAIL_BYTES = 16384
 MAX_RANKS = 16
 """Largest number of ranks that the printed report lists if a rank hung."""
 _LEAST_SPECIFIC = (ExitCode.UNFORESEEN, ExitCode.FAILED, ExitCode.LOST_RANK)
-"""Exit codes that tell little about the cause, the least specific first. All other codes tell more."""
+"""The exit codes that say least about the cause of a failure, the least informative one first."""
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,10 @@ class RunFolder:
         return has_rows or any(self.checkpoints.glob("iter_*"))
 
     def claim(self) -> None:
-        """Lock the folder of an existing run before anything in it is read.
+        """Lock the folder if a run has used it before. Call this before reading anything in it.
 
-        No other run can then change what this start has read. A new folder is not locked here, but
-        by `open`. Raises InputError while another run is writing to the folder.
+        No other process can then change what has been read. A new folder is locked only by `open`.
+        Raises InputError while another run is writing to the folder.
         """
         if (self.root / ".lock").exists():
             with suppress(PermissionError):  # `check` reports a folder that cannot be written
@@ -152,9 +152,9 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Prepare the folder for a run that repeats all steps from `step` on.
 
-        The metrics of these steps are removed. Their files are moved to `dropped_0/` (or the next free
-        number) in the same folder; otherwise `debug.load_rollouts` would find steps of two different
-        histories in one folder.
+        The rows of these steps are removed from metrics.jsonl and timeline.jsonl. Files of these steps
+        are moved to the folder `dropped_0/` (or the next free number) next to them. Otherwise,
+        `debug.load_rollouts` could read a mix of old steps and repeated steps.
         """
         for folder in (self.rollouts, self.tokens, self.diagnosis):
             _set_aside(folder, step)
@@ -195,16 +195,16 @@ class RunFolder:
         add_line(self.metrics, metrics)
 
     def write_rollouts(self, step: int, lines: Iterable[bytes]) -> None:
-        """Write the readable record of a step: the `rollout_lines` of its groups, in order."""
+        """Write rollouts/step_*.jsonl of a step. `lines` are the `rollout_lines` of its groups."""
         write_whole(self.rollout_file(step), lines)
 
     def write_evaluation(
         self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
     ) -> None:
-        """Write an evaluation of the weights of version `version`.
+        """Write the two files of an evaluation of the weights of version `version`.
 
-        The lines of its samples (`as_lines`) are written first. The file with its metrics is written
-        last, so its existence shows that the evaluation is complete.
+        The samples (`lines`, see `as_lines`) are written first and the metrics last, so if the file
+        with the metrics exists, the evaluation is complete.
         """
         self.evals.mkdir(exist_ok=True)  # not its parents: the run folder may have been moved
         file = self.evaluation_file(version)
@@ -219,9 +219,9 @@ class RunFolder:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def evaluation_file(self, version: int) -> Path:
-        """Return the path of an evaluation's metrics.
+        """Return the path of the metrics of the evaluation of weights `version`.
 
-        The file exists only if the evaluation is complete.
+        The file exists only if that evaluation is complete.
         """
         return self.evals / f"step_{version:06d}.json"
 
@@ -263,8 +263,8 @@ def _set_aside(folder: Path, step: int) -> None:
 def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:
     """Return a group as lines of `rollouts/step_*.jsonl`, one per sample.
 
-    `weight_version` is the version of the weights that sampled the sample's last tokens. `staleness` is
-    the step's version minus the oldest version that sampled any of the sample's tokens.
+    Weights have the version N after N steps. `weight_version` is the version that sampled the sample's
+    last token. `staleness` is `step` minus the oldest version that sampled a token of the sample.
     """
     rewards = [] if group.rewards is None else group.rewards.tolist()
     advantages = [] if group.advantages is None else group.advantages.tolist()
@@ -291,7 +291,7 @@ def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> 
 
 
 def parts_of_sample(group: SampleGroup, index: int) -> dict[str, dict[str, float]]:
-    """Return the field `reward_parts` of one sample's line; empty if the reward has no parts."""
+    """Return a dict with the field `reward_parts` of a sample; empty if the reward has no parts."""
     if group.reward_parts is None:
         return {}
     return {"reward_parts": {name: float(v[index]) for name, v in group.reward_parts.items()}}

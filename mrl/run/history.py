@@ -166,8 +166,8 @@ class History:
     def has_other_data(self, step: int) -> bool:
         """Return whether the data that the run reads has changed since `step`.
 
-        If so, the checkpoint of `step` holds a position in data that is no longer read. Data that was
-        changed and then changed back counts as unchanged.
+        If so, the data position in the checkpoint of `step` no longer applies. Data that was changed
+        and then changed back counts as unchanged.
         """
         before: dict[str, tuple[Any, str | None]] = {}
         now: dict[str, Any] = {}

@@ -146,7 +146,7 @@ def _step(line: bytes) -> int | None:
 
 
 def _of_steps(steps: list[int]) -> str:
-    """Return words for a message about `steps`: ` of step 3 is`, or `s of steps 2 to 5, 9 are`."""
+    """Return the words after `row` in a message: ` of step 3 is`, or `s of steps 2 to 5, 9 are`."""
     if len(steps) == 1:
         return f" of step {steps[0]} is"
     runs: list[list[int]] = []

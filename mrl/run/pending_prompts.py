@@ -5,8 +5,9 @@ resumed with another placement, staleness bound or batch size. Before a collecto
 from the data, it continues the pending prompts whose samples it can use, and generates the samples
 of all other pending prompts again.
 
-If engines run freely, prompts are numbered, and a lease gives one engine the right to generate the
-samples of one prompt. The ledger keeps the leases (`mrl.scheduling`).
+In a run with a staleness bound, engines may run freely: ahead of the trainer, without a fixed
+schedule. The run then numbers the prompts, and its ledger (`mrl.scheduling`) records which engine
+generates the samples of which prompt; each such assignment is called a lease.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class PendingPrompt:
     group: SampleGroup
     """The prompt and its samples. The group has rewards once all samples are complete and scored."""
     seed: int | None = None
-    """The seed of the samples; None if the step or lease that starts the prompt determines the seed."""
+    """The seed of the samples; None if it is chosen only when the generation of the samples starts."""
     item: int | None = None
-    """The prompt's number in the ledger; None if the run's engines do not run freely."""
+    """The number that the ledger gave the prompt; None if the engines have a fixed schedule."""
     num_failed: int = 0
     """Number of samples of the group that could not be scored; 0 before the group is scored."""
 
@@ -56,7 +57,7 @@ class PendingPrompt:
     def fits(self, config: RolloutConfig) -> bool:
         """Return whether the samples can be used with `config`.
 
-        They may have been generated with another config. The number of samples must be
+        The samples may have been generated with another config. Their number must be
         `samples_per_prompt`. An incomplete sample must be shorter than `max_response_len`. A sample
         with tokens must have a sampling mask if and only if `config` asks for sampling masks.
         """
@@ -72,7 +73,7 @@ class PendingPrompt:
 def pending_state(waiting: Sequence[PendingPrompt]) -> dict[str, Any]:
     """Return the prompts, with tokens and expert ids, as a JSON-serializable dict.
 
-    Most of its bytes are expert ids.
+    Most bytes of the dict are expert ids.
     """
     return {
         "groups": _encode([one.group for one in waiting]),
@@ -97,23 +98,29 @@ def read_pending(state: Mapping[str, Any]) -> list[PendingPrompt]:
 
 
 def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the groups of an old checkpoint that engines with a fixed schedule had generated ahead."""
+    """Yield the pending prompts of an old checkpoint of a run whose engines had a fixed schedule.
+
+    They are complete batches, which the engines had generated ahead of the trainer.
+    """
     for _, batch in sorted(state.get("ahead", {}).items(), key=lambda pair: int(pair[0])):
         for place, group in enumerate(_decode(batch["groups"])):
             yield PendingPrompt(group, num_failed=0 if place else int(batch["num_failed"]))
 
 
 def _backlog(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the prompts of an old checkpoint that over-sampling had left for a later step."""
+    """Yield the pending prompts of an old checkpoint of a run with over-sampling.
+
+    Over-sampling had begun more prompts than a step needs, and left these for a later step.
+    """
     if backlog := state.get("backlog"):
         for group, seed in zip(_decode(backlog["groups"]), backlog["seeds"], strict=True):
             yield PendingPrompt(group, seed)
 
 
 def _leases(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
-    """Yield the prompts of an old checkpoint of a run whose engines ran freely.
+    """Yield the pending prompts of an old checkpoint of a run whose engines ran freely.
 
-    The scored groups come first, and then all other prompts.
+    Prompts with scored samples come first, and then all other prompts.
     """
     if not (leases := state.get("leases")):
         return
@@ -130,8 +137,8 @@ def _leases(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
 def in_order(scored: Iterable[PendingPrompt]) -> list[PendingPrompt]:
     """Return scored groups in the order in which to train on them.
 
-    The group whose oldest token was sampled by the oldest weights comes first. Groups of equal age
-    are ordered by their number in the ledger.
+    Groups are ordered by the oldest version of the weights that sampled one of their tokens, oldest
+    first. Groups with the same oldest version are ordered by their number in the ledger.
     """
     return sorted(scored, key=lambda one: (min(one.versions, default=0), one.item or 0))
 
@@ -139,11 +146,11 @@ def in_order(scored: Iterable[PendingPrompt]) -> list[PendingPrompt]:
 def whole_batches(
     waiting: Sequence[PendingPrompt], step: int, config: RolloutConfig, max_staleness: int
 ) -> tuple[list[list[PendingPrompt]], list[PendingPrompt]]:
-    """Return the complete batches of `step` and the following steps, and the prompts that are in none.
+    """Split pending prompts into batches for `step` and the following steps, and all other prompts.
 
-    Each batch has `prompts_per_step` scored groups that fit `config`. The oldest token of a batch
-    was sampled by weights that are at most `max_staleness` versions older than the batch's step.
-    The list of batches ends before the first step for which there are too few such groups.
+    Each batch has `prompts_per_step` scored groups that fit `config`. All tokens of the batch for
+    step S were sampled by weights of version S - `max_staleness` or newer. The list of batches ends
+    before the first step for which there are too few such groups.
     """
     ready = [one for one in waiting if one.is_scored and one.fits(config)]
     batches: list[list[PendingPrompt]] = []

@@ -82,8 +82,8 @@ def encode_groups(
     `with_routes=False` leaves out the routes, which are the expert ids and gate weights of tokens.
     `with_tokens=False` leaves out the tokens, log-probs and sampling masks of the samples. In
     decoded groups, tensors that were left out are on the meta device. Without routes and tokens,
-    the bytes hold the `outline` of each group, which every rank gets. Without tokens, a loss mask
-    is encoded only if it differs from the mask of all tokens that the policy sampled.
+    decoding gives the `outline` of each group. Without tokens, a loss mask is encoded only if it
+    differs from the mask that is true for exactly the tokens that the policy sampled.
 
     Raises ValueError if the routes of samples differ in shape, or if routes that are to be encoded
     are on another rank.
@@ -209,7 +209,7 @@ def _group_record(group: SampleGroup, *, has_masks: bool) -> dict[str, Any]:
 
 
 def _parts_record(group: SampleGroup) -> dict[str, Any]:
-    """Return the header's field `reward_parts` for a group; empty if the rewards have no parts."""
+    """Return a dict with only the field `reward_parts`; empty if the group's rewards have no parts."""
     if group.reward_parts is None:
         return {}
     return {"reward_parts": {k: finite_or_null(v.tolist()) for k, v in group.reward_parts.items()}}

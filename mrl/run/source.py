@@ -17,10 +17,10 @@ config.yaml is a recipe without a run."""
 def read_source(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Return the recipe in a YAML file or a run folder, with `overrides` applied.
 
-    If `path` is a run folder, the `output_dir` of the recipe is that folder. If a run folder was
-    copied or moved, the `output_dir` in its config.yaml still names the old folder. Raises
-    InputError if `path` is such a config.yaml, because the run in the old folder would be trained
-    instead. This is not checked if `overrides` sets `output_dir`.
+    If `path` is a run folder, the `output_dir` of the recipe is that folder. Raises InputError if
+    `path` is the config.yaml of a run folder that was copied or moved: its `output_dir` still names
+    the old folder, so the run there would be trained instead. This is not checked if `overrides`
+    sets `output_dir`.
     """
     overrides = overrides or []
     if path.is_dir():

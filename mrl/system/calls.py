@@ -1,4 +1,4 @@
-"""Checks whether a user's function can be called with the columns of a row."""
+"""Checks whether a user's function accepts certain arguments, such as the columns of a data set."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def why_not(
     """Return Python's reason for refusing a call of `function`; empty if Python accepts the call.
 
     The call has `num_positional` positional arguments and the keyword arguments `names`. Missing
-    arguments are not reported, and a function without a signature is accepted. The `self` of a
-    method or a callable object counts as a positional argument; `is_unbound` means that `function`
-    is an unbound method.
+    arguments are not reported, and a function without a signature is accepted. `num_positional` leaves
+    out `self`, which is counted in addition if `function` is a bound method or a callable object, or
+    if `is_unbound` says that it is an unbound method.
     """
     num_positional += is_unbound
     if inspect.ismethod(function):
@@ -48,8 +48,9 @@ def unaccepted_column(
 ) -> str | None:
     """Return the first column that `function` does not accept as a keyword argument, or None.
 
-    The call also has `num_positional` positional arguments and the keyword arguments `given`.
-    `is_unbound` is described in `why_not`.
+    In addition to the columns, the function is called with `num_positional` positional arguments and
+    the keyword arguments `given`. `num_positional` leaves out `self`; `is_unbound` says whether
+    `function` is an unbound method.
     """
     if not why_not(function, num_positional, {*columns, *given}, is_unbound=is_unbound):
         return None

@@ -24,10 +24,11 @@ NO_INODES = "the disk has no inodes left"
 
 
 def refusal(error: BaseException, place: Path) -> str:
-    """Return one line about a failed write, with path and free bytes; empty for every other error.
+    """Return one line that says why a write failed, with the path and the free bytes.
 
-    If neither `error` nor its causes name a file, the line names the standard stream that cannot be
-    written to, or else the folder `place`.
+    The result is empty if neither `error` nor one of its causes is about a full or read-only disk,
+    a quota or the maximum file size (`DISK_ERRORS`). If the error names no file, the line names the
+    standard stream that cannot be written to, or else the folder `place`.
     """
     for each in chain(error):
         if (number := disk_errno(each)) is not None:
@@ -45,7 +46,7 @@ def refusal(error: BaseException, place: Path) -> str:
 def vanished(error: BaseException, folder: Path) -> str:
     """Return one line if `error` shows that a run folder, or a folder in it, no longer exists.
 
-    `folder` is the run folder. The result is empty for every other error.
+    `folder` is the run folder. The result is empty if `error` has another cause.
     """
     for each in chain(error):
         if not isinstance(each, (FileNotFoundError, NotADirectoryError)) or each.filename is None:
@@ -81,13 +82,17 @@ def describe(error: Exception, place: Path) -> str:
 
 
 def is_refusal(text: str) -> bool:
-    """Return whether `text`, received from another rank, is a message of `refusal` or `vanished`."""
+    """Return whether a rank's message `text` contains a text that `refusal` or `vanished` returns."""
     return any(words in text for words in (*DISK_ERRORS.values(), NO_INODES, GONE))
 
 
 @contextmanager
 def refusing(place: Path) -> Iterator[None]:
-    """Raise DiskFailed for a disk error in the `with` block, and InputError for any other OSError."""
+    """Turn an OSError of the `with` block into DiskFailed or InputError.
+
+    DiskFailed is raised if the disk is the cause (`refusal`), and InputError for any other OSError.
+    `place` is the folder that the block writes to.
+    """
     try:
         yield
     except OSError as error:

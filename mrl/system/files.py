@@ -24,7 +24,8 @@ def replaced(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
     If the block raises an exception, `file` is unchanged and no partial output remains. With `durable`,
     the content and then the new name are synced to disk before the block is left, so that they survive
-    a crash of the machine. Raises OSError if the file cannot be written; a disk error names `file`.
+    a crash of the machine. Raises OSError if the file cannot be written. If the disk is the cause, for
+    example because it is full, the error names `file`.
     """
     partial = file.with_name(f".{file.name}.partial")
     try:
@@ -45,7 +46,7 @@ def lock_folder(folder: Path, user: str) -> IO[str]:
     """Lock a folder until this process and its forks have closed the returned lock file or ended.
 
     Raises InputError if another process has locked the folder, and OSError if the lock file cannot
-    be written. `user` names the other process in the message, such as `job`.
+    be written. `user` is the word for that other process in the error message, such as `job`.
     """
     lock = (folder / ".lock").open("w")
     try:
@@ -72,9 +73,10 @@ def write_whole(
 
 
 def disk_errno(error: BaseException) -> int | None:
-    """Return the errno if `error` is a disk error or quotes the text of one; otherwise None.
+    """Return the errno of a disk error (full, over quota, read-only, file too large); otherwise None.
 
-    Libraries in other languages keep the system's error text but not its number.
+    An error of any type also counts if its message contains the system's text of a disk error,
+    because libraries in other languages keep the text but not the number.
     """
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return error.errno
@@ -84,9 +86,9 @@ def disk_errno(error: BaseException) -> int | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise a disk error in the `with` block as an OSError that names `path`.
+    """Turn a disk error of the `with` block into an OSError that names `path`.
 
-    Other errors are passed on unchanged.
+    Disk errors are those that `disk_errno` recognises. Other errors are passed on unchanged.
     """
     try:
         yield

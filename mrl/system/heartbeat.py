@@ -18,11 +18,11 @@ from typing import NamedTuple
 PHASES = (
     *("start", "load", "sync", "rollout", "score", "logprobs", "train", "save", "evaluate", "log"),
 )
-"""Phases of a rank. `start` is everything before the first step that is not another phase, and `log` is
-everything between the phases of a step: metrics, trackers, callbacks.
+"""Phases of a rank. `log` is what a rank does in a step outside the other phases: metrics, trackers,
+callbacks. `start` is what it does outside the other phases before the first step.
 
-A name may have a suffix after a colon, as in `load:checkpoint`, for a different kind of work, whose
-times the watchdog learns separately. Limits in a recipe apply to the name before the colon.
+A name may have a suffix after a colon, as in `load:checkpoint`. The watchdog then learns separately
+how long this kind of work takes. Time limits in a recipe apply to the name before the colon.
 """
 SUPERVISE = "supervise"
 """The only phase of a rollout rank once it supervises an engine."""
@@ -40,8 +40,8 @@ _WRITER = struct.Struct("=q")
 _WRITER_AT = 256
 SIZE = mmap.PAGESIZE
 _STRIDE = 1000
-"""Increase of a rank's position after each step of a tenant. It is larger than the number of phases
-in such a step."""
+"""The amount that a step of one tenant of a service adds to a rank's position (`Pulse.position`),
+however many phases the step had. It is larger than the number of phases in such a step."""
 
 
 class Pulse(NamedTuple):
@@ -123,7 +123,7 @@ def open_page() -> str:
 
 
 def leave() -> None:
-    """Record that this rank has finished the run, so that its exit is not a fault."""
+    """Record that this rank has finished the run, so that the monitor does not report its exit."""
     for page in _pages:
         page.go_to(LEFT)
 
@@ -185,9 +185,9 @@ def note_collective(name: bytes, group: bytes) -> None:
 
 
 def note_collective_end(*, is_queued: bool = False) -> None:
-    """Record that this rank's wait for the last collective has ended.
+    """Record that this rank no longer waits for the last collective.
 
-    `is_queued`: the collective is still queued on a GPU.
+    `is_queued` is true if the rank goes on while the collective is still queued on a GPU.
     """
     for page in _pages:
         _END.pack_into(page.memory, _END_AT, _QUEUED if is_queued else _OVER)
@@ -216,9 +216,9 @@ def phase(name: str) -> Iterator[None]:
 def working_for(tenant: str, step: int) -> Iterator[None]:
     """Mark that this rank works on step `step` of one tenant of a service during the `with` block.
 
-    After the block all ranks have the same position, even if some of them went through fewer phases
-    because of an exception. An exception that leaves the block gets the attributes `tenant` and
-    `step`, for the report of the failure.
+    After the block all ranks have the same position (`Pulse.position`), even if an exception made
+    some of them go through fewer phases. An exception that leaves the block gets the attributes
+    `tenant` and `step`, for the report of the failure.
     """
     before = [(page, page.step, page.position) for page in _pages]
     for page in _pages:
@@ -256,8 +256,8 @@ def supervise() -> None:
 def beat() -> None:
     """Record progress of this rank, such as a micro-batch, a finished sample or a bucket of weights.
 
-    In the phases `load` and `save`, bytes that the rank's main thread reads or writes count as
-    progress without this call.
+    In the phases `load` and `save`, this call is not needed, because there the bytes that the rank's
+    main thread reads or writes count as progress.
     """
     for page in _pages:
         page.beats += 1

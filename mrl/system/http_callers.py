@@ -19,8 +19,8 @@ def is_of_this_machine(host: str | None, origin: str | None) -> bool:
     """Return whether the headers Host and Origin show that no web page made the request.
 
     If a web page makes a request to another host, the browser sends the page's origin. In a DNS
-    rebinding attack, the page's own host name resolves to this machine; then the header Host has
-    that name and not a loopback name.
+    rebinding attack, the page's own host name resolves to this machine, but then the header Host
+    holds that name instead of a loopback name or address.
     """
     with suppress(ValueError):
         name = urlsplit(f"//{'localhost' if host is None else host}").hostname or ""
@@ -37,8 +37,8 @@ def has_token(authorization: str | None, token: str) -> bool:
 def drain(connection: socket.socket) -> None:
     """Read the rest of a refused request for a short time.
 
-    If a connection is closed while bytes are unread, the system resets the connection. The reset
-    could reach the client before it has read the answer.
+    If a connection is closed while bytes are unread, the system resets the connection, and the client
+    may see the reset before it has read the answer.
     """
     end, left = time.monotonic() + LINGER_S, MAX_UNWANTED_BYTES
     with suppress(OSError):

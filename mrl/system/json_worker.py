@@ -28,7 +28,7 @@ from mrl.system.worker_user import WorkerUser
 START_TIMEOUT_S = 120.0
 """Time limit in seconds for importing the user's module."""
 LOOK_S = 0.5
-"""Seconds between two checks of whether a worker that has not answered still runs."""
+"""Seconds between two checks that the worker process still runs, while its answer is awaited."""
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a worker that was killed. The codes above 128 come from worker_guard.py."""
 MARK = "MRL_WORKER"
@@ -107,10 +107,10 @@ class JsonWorker:
     def call(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Return the answer to a request. The process is started first if it is not running.
 
-        Raises WorkerLost if the worker does not answer within `timeout_s`, answers with something
-        invalid, or ends. Raises WorkerNotStarted if the worker cannot be started again. That is not an
-        InputError, because the user's code was loaded successfully before. The caller counts failures
-        and decides whether the run continues.
+        Raises WorkerLost if `close` has been called, or if the worker does not answer within
+        `timeout_s`, answers with something invalid, or ends. Raises WorkerNotStarted if the worker
+        cannot be started again; this is not an InputError, because the user's code could be loaded
+        before. The caller counts failures and decides whether the run continues.
         """
         with self._lock:
             if self._closed:
@@ -220,7 +220,7 @@ class JsonWorker:
         return process.returncode
 
     def _has_ended(self) -> bool:
-        """Return whether the worker has exited. It is not reaped, so that its PID is not reused."""
+        """Return whether the worker has exited, without reaping it, so that its PID is not reused."""
         assert self._process
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, look) is not None

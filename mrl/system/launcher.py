@@ -1,4 +1,7 @@
-"""Notifies `mrl.launch` by creating files in its folder. Without that launcher nothing is done."""
+"""Functions with which a rank notifies its launcher, `mrl.launch`: they create files in its folder.
+
+They do nothing if `mrl.launch` did not start the rank.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCH_FOLDER = "MRL_LAUNCH_FOLDER"
-"""Environment variable with the launcher's folder. If it is set, failures of the ranks are printed by
-the launcher, not by the ranks."""
+"""Environment variable with the path of the launcher's folder. If it is set, the ranks print no
+reports of failures, because the launcher prints them."""
 WATCHED_FILE = "watched"
 """File in the launcher's folder. It is created when the watchdog begins to watch the launcher's
 ranks, or if the recipe turns the watchdog off."""

@@ -1,4 +1,4 @@
-"""Opens another process's bucket of weights by mapping the bucket's file into memory."""
+"""Maps files that another process has filled with weights, so that the weights need not be copied."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def map_registered_file(path: str, num_bytes: int) -> Tensor:
     """Return the first `num_bytes` bytes of a file as u8[num_bytes], in memory registered with CUDA.
 
     Do not write to the tensor, because the mapping is shared with the process that writes the file.
-    It is not copy-on-write, because pinning would copy the pages of such a mapping. Registering
-    takes as long as a copy, so the mapping is kept until the file at `path` is removed or replaced.
-    SGLang's unpickler calls this function, like `map_file`.
+    A copy-on-write mapping is not used, because pinning would copy its pages. Registering takes as
+    long as a copy, so the mapping is kept until the file at `path` is removed or replaced. Like
+    `map_file`, this function is called by SGLang's unpickler in the engine.
     """
     file = os.stat(path)
     number = (file.st_dev, file.st_ino)
@@ -52,7 +52,7 @@ class _Mapping:
 
 
 _mappings: dict[str, _Mapping] = {}
-"""Mappings by path. A mapping keeps its file in existence, so no other file gets its inode number."""
+"""Mappings by path. While a file is mapped, it exists, so no other file gets its inode number."""
 
 
 def _number(path: str) -> tuple[int, int] | None:

@@ -29,9 +29,9 @@ WINDOW = 32
 """Number of the most recent cycles whose readings are used."""
 MIN_CYCLES = 8
 WARN_CYCLES = 24
-"""The smallest number of readings of a series that is warned of. In the first 20 steps, the largest
-micro-batch yet, and with it the memory that the allocator keeps, may grow step by step: with
-SmolLM2-135M by up to 35 MiB a step."""
+"""A series with fewer readings causes no warning. In the first 20 steps, the largest micro-batch so
+far, and with it the memory that the allocator keeps, may grow step by step: with SmolLM2-135M by up
+to 35 MiB a step."""
 WARM_UP_CYCLES = 2
 """Number of initial cycles whose readings are ignored. In these cycles caches fill, kernels are
 compiled and Adam allocates its moments."""
@@ -154,8 +154,8 @@ class MemoryWatch:
     def read(self, phase: str, engine_pid: int | None = None) -> None:
         """Record the memory that is in use now, as readings of `phase`.
 
-        `engine_pid` is the PID of the engine's server, or None on a rank that leads no engine. When it
-        changes, a new series begins for the engine.
+        `engine_pid` is the PID of the engine's server process, or None on a rank that has not started
+        one. When it changes, a new series begins for the engine.
         """
         if engine_pid != self._engine_pid:
             self._engine_pid = engine_pid
@@ -178,7 +178,11 @@ class MemoryWatch:
         self.add(phase, readings)
 
     def add(self, phase: str, readings: Mapping[str, float]) -> None:
-        """Add one reading in bytes for each kind of memory, for one cycle of `phase`."""
+        """Add the readings that were made in `phase` of one step.
+
+        `readings` holds bytes by kind of memory. The first WARM_UP_CYCLES readings of a kind in a phase
+        are ignored.
+        """
         for kind, value in readings.items():
             key = (phase, kind)
             self._counts[key] = self._counts.get(key, 0) + 1
@@ -186,7 +190,7 @@ class MemoryWatch:
                 self._series.setdefault(key, deque(maxlen=WINDOW)).append(value)
 
     def leaks(self) -> list[Leak]:
-        """Return all series that grow, with the largest slope first.
+        """Return all series of readings that grow, the one with the largest slope first.
 
         Series whose slope is below `bound_bytes` are included.
         """

@@ -30,7 +30,7 @@ from mrl.system.worker_user import check_open
 
 _ROOT = Path(__file__).parents[2]
 _TEXT = "__mrl_digest__"
-"""Attribute, on a module loaded from a file, with the digest of the source that was run."""
+"""Name of an attribute of modules loaded from a file. It holds the digest of the source that ran."""
 
 
 @dataclass(frozen=True)

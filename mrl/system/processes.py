@@ -14,14 +14,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when the thread that started it, in process `parent`, ends."""
+    """Ask Linux to kill this process when the thread that started it ends.
+
+    `parent` is the PID of that thread's process. If it has already ended, this process exits.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
 
 
 def outlive_parent() -> None:
-    """Undo `die_with_parent`. From now on, this process must end by itself."""
+    """Undo `die_with_parent`: Linux no longer kills this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
 
 
@@ -38,8 +41,8 @@ def die_with_torchrun() -> None:
 def children_without_usr1() -> Iterator[None]:
     """Block SIGUSR1 in processes that this thread starts in the `with` block, and in their descendants.
 
-    With proctrack/linuxproc, SLURM sends SIGUSR1 to all processes of a task. The ranks then save
-    and exit. To save, ranks need their engines and workers, which the signal would kill.
+    If SLURM uses proctrack/linuxproc, it sends SIGUSR1 to all processes of a task. The ranks then
+    save and exit. To save, they need their engines and workers, which the signal would kill.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:

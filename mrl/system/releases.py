@@ -21,7 +21,7 @@ and the docs recommend that release. Preflight refuses other releases."""
 NEEDS_PYTHON: dict[tuple[str, str], tuple[int, int]] = {("megatron-core", "0.19.2"): (3, 12)}
 """The minimum Python version of a supported release, if it is newer than mrl's own minimum."""
 ADAPTERS_SINCE = "0.5.20"
-"""The first SGLang in which mrl's adapters work."""
+"""The first SGLang release that can serve mrl's LoRA adapters."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Name:
 
 
 def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a name that has one path since `release` and does not exist in earlier releases."""
+    """Return a Name that has the same path in all releases since `release`, and none before it."""
     return Name({release: path}, arguments, attributes)
 
 

@@ -1,8 +1,8 @@
-"""Folders for temporary files, which the next start removes if their owner was killed.
+"""Folders for temporary files. If the process that owns a folder was killed, `sweep` removes it later.
 
-A lock shows whether an owner still runs. The system releases the lock when the last process that
-has the lock file's descriptor exits or is killed. Unlike a PID, a lock also works across
-containers.
+Each folder has a lock file, whose lock shows whether an owner still runs. The system releases the
+lock when the last process that has the lock file's descriptor exits or is killed. Unlike a PID, a
+lock also works across containers.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ def _remember(number: int, frame: Any) -> None:
 
 
 def stopped_early(who: int, step: int) -> str:
-    """Return the message of a run that stopped before the first step of this start.
+    """Return the message of a run that stopped before this process trained a step.
 
     `step` is the number of steps that were done in earlier starts. `who` is the source of the
-    request.
+    request to stop, such as SIGNAL.
     """
     return (
         f"{WHO[who]}: stopped before the first step of this start, nothing is lost; start again to "
@@ -72,7 +72,8 @@ def stopped_early(who: int, step: int) -> str:
 def stopped_at(who: int, step: int, *, is_saved: bool) -> str:
     """Return the message of a run that stopped with `step` steps done.
 
-    `who` is the source of the request. `is_saved` says whether a checkpoint was saved.
+    `who` is the source of the request to stop, such as SIGNAL. `is_saved` says whether a checkpoint
+    was saved.
     """
     if not is_saved:
         return (
@@ -190,14 +191,14 @@ class StopRequest:
 
 
 _owner: list[int] = []
-"""PIDs of the processes that called `handling_signals`. The last PID is that of the current run's
-process."""
+"""PIDs of the processes that entered `handling_signals`. A fork of the run inherits the list, and
+sees from the last PID that it is not the run's process."""
 
 
 def _leave_signals() -> None:
-    """Disable the wake-up pipe in a fork of the run.
+    """Disable, in a fork of the run, the pipe to which Python writes the numbers of signals.
 
-    Otherwise, a signal to the fork would wake the thread that watches for signals to the run.
+    Otherwise, the thread with which the run notices its own signals would also notice the fork's.
     """
     if _owner:
         signal.set_wakeup_fd(-1)

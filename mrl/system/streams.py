@@ -31,9 +31,9 @@ def open_missing() -> None:
 def unwritable_stream(*, has_failed: bool = True) -> str:
     """Return the name of a standard stream that cannot be written to; empty if there is none.
 
-    Each stream is flushed, which fails again if a text that could not be written is still in the
-    stream's buffer. A long text bypasses the buffer, so if a write `has_failed`, the function also
-    checks whether the device or file of the stream is full.
+    Each stream is flushed. The flush fails if a text that could not be written is still in the
+    stream's buffer. A long text bypasses the buffer, so if `has_failed` says that a write has failed,
+    the function also checks whether the device or file of the stream is full.
     """
     for name, words in _NAMES.items():
         stream: TextIO = getattr(sys, name)

@@ -39,8 +39,8 @@ def compute_with_one_thread() -> bool:
 def given_threads() -> int | None:
     """Return OMP_NUM_THREADS if the user has set it; None otherwise.
 
-    Of a list, which gives the threads of nested parallel regions, only the first number matters.
-    Raises InputError if the value is not a number from 1 to LARGEST.
+    The value may be a list, with a number for each level of nested parallel regions; then only the
+    first number is used. Raises InputError if that number is not from 1 to LARGEST.
     """
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     if not text or MARK in os.environ:

@@ -16,8 +16,8 @@ from functools import partial
 from mrl.system.releases import Name, NameTable, since
 
 always = partial(since, "2.11")
-"""Returns a name that has the same path in all releases of torch that mrl was tested with, 2.11 to
-2.14."""
+"""A function that returns a Name with the same path in all releases of torch that mrl was tested
+with, 2.11 to 2.14."""
 _C10D, _DCP = "torch.distributed.distributed_c10d", "torch.distributed.checkpoint"
 
 NAMES: dict[str, Name] = {

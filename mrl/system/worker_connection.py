@@ -1,4 +1,4 @@
-"""The worker's side of its pipes: it receives requests and sends one reply to each.
+"""Receives requests in a worker process, which runs user code, and sends one reply to each request.
 
 Every reply carries the number of its request, so that no other line can be mistaken for a reply. The
 user's code may fork, and the child may return from the call as if it were the worker. This module ends
@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 from mrl.system.processes import die_with_parent
 
 FORK_RETURNED_CODE = 1
-"""Exit code of a process that the user's code forked and that returned from the call."""
+"""Exit code of a child that the user's code forked, and that returned from the user's function as
+if it were the worker."""
 NUMBER, FORK_RETURNED = "number", "stray"
 """Keys of messages. NUMBER is the number of a request, which the answer repeats. FORK_RETURNED is
 true in an answer if a process that the user's code forked has returned from the call and was
@@ -28,7 +29,7 @@ ended."""
 
 
 class WorkerConnection:
-    """Yields requests, and sends the reply to the latest one."""
+    """Yields the requests to this worker, and sends the reply to the latest request."""
 
     def __init__(self, what: str, parent: int) -> None:
         """Take over the worker's standard input and output. A worker does this before anything else.
@@ -46,7 +47,7 @@ class WorkerConnection:
         self._has_warned = False
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Yield each request until the other side closes the connection."""
+        """Yield each request until the process that sends them closes its pipe."""
         for line in self._requests:
             request = json.loads(line)
             self._number = request.pop(NUMBER)

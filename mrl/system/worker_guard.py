@@ -55,9 +55,9 @@ def main() -> None:
 
 
 def _leave_namespaces() -> bool:
-    """Make the next child of this process the first process of new namespaces.
+    """Let the next child of this process be the first process of new namespaces.
 
-    Return whether Linux allows that. If it does not, a warning is printed.
+    Return whether Linux allows new namespaces. If it does not, print a warning.
     """
     if ctypes.CDLL(None, use_errno=True).unshare(NAMESPACES) == 0:
         return True
@@ -150,7 +150,7 @@ def _become(entry: pwd.struct_passwd) -> None:
 
 
 def _code(status: int) -> int:
-    """Return the shell's exit code for a wait status."""
+    """Return the exit code that a shell would give for a wait status: 128 + N after signal N."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 

@@ -1,4 +1,7 @@
-"""The user that a tenant's workers run as, if a service that runs as root sets another user."""
+"""The user that owns a service's worker processes, which run the code of its tenants.
+
+Only a service that runs as root can choose a user other than its own.
+"""
 
 from __future__ import annotations
 

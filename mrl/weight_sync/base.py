@@ -26,7 +26,8 @@ class WeightSender(Protocol):
         names: Sequence[str],
         canaries: Canaries,
     ) -> list[str]:
-        """Send a version and its canaries to the workers `names`; return the names that failed.
+        """Send a version of the weights to the workers `names`, with the canaries that verify it
+        (see `mrl.weight_sync.load`). Return the names of the workers that failed.
 
         A warning is printed for each worker that failed. Iterating over `buckets` is a collective
         of trainer ranks, so the iterator is drained even if all workers fail. When bucket n + 2 is
@@ -35,7 +36,8 @@ class WeightSender(Protocol):
         ...
 
     def keep(self, names: Collection[str]) -> None:
-        """Release what is held for workers that are not in `names`, because they are gone."""
+        """Release what the sender holds for all workers that are not in `names`. Those workers are
+        gone."""
         ...
 
     def close(self) -> None:
@@ -47,8 +49,8 @@ class WeightReceiver(Protocol):
     """A worker's side of a transport: it receives versions of the weights."""
 
     def receive(self, staging: Staging, version: int) -> None:
-        """Receive a version into `staging`. Raises RuntimeError if the trainer is gone or sends
-        another version; `staging` then holds no complete version."""
+        """Receive a version of the weights into `staging`. Raises RuntimeError if the trainer is
+        gone or sends another version; `staging` then holds no complete version."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Handles with which an engine on the trainer's devices opens the trainer's buckets.
+"""Handles with which an engine on the trainer's devices opens the trainer's buckets of weights.
 
 Rank r of the trainer's engine group and rank r of the engine share a device, or on CPUs a node. A
 rank of an engine can read only the memory of its own device: a handle to another GPU's memory
@@ -35,7 +35,7 @@ class EngineGroup:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in the group."""
         return 1 if self._group is None else self._group.size()
 
     @classmethod
@@ -80,14 +80,15 @@ class GatheredBuckets:
     ) -> None:
         """`buckets` is always drained, because ranks outside the group may take part in the export.
 
-        Without `has_handles`, the engine reads only the leader's buckets, and ranks do not synchronise.
+        Without `has_handles`, the engine reads only the leader's buckets, and the ranks do not
+        synchronise before each bucket.
         """
         self._buckets = buckets
         self._exchange = exchange
         self._is_wanted = True
         """Whether this rank still wants buckets with handles. Only the leader's value counts."""
         self._has_handles = has_handles
-        """Whether further buckets get handles. The value is the same on every rank."""
+        """Whether the next buckets get handles. The value is the same on every rank."""
         self._is_over = False
 
     def __iter__(self) -> Iterator[WeightBucket]:
@@ -111,7 +112,7 @@ class GatheredBuckets:
             raise
 
     def finish(self) -> None:
-        """Drain the export.
+        """Iterate over the rest of the export, so that every rank has exhausted it.
 
         The leader calls this when its engine has loaded the buckets that the leader took. When this
         returns, no other process has a bucket open. Raises RuntimeError as `__next__` does.

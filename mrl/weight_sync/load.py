@@ -25,20 +25,23 @@ from parallel.implementation import choose_dtype
 MAX_TOKENS = 64
 TOLERANCE_FLOAT32 = 1e-3
 TOLERANCE_HALF = 0.1
-"""Higher, because in half precision a few tokens are routed to other experts. A wrong model differs
-by more than 1."""
+"""The default tolerance unless trainer and engine both run in fp32. It is higher than
+TOLERANCE_FLOAT32, because in half precision a few tokens are routed to other experts. A wrong model
+differs by more than 1."""
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """Token sequences i64[T], and the log-probs f32[T] that the trainer computes for them."""
+    """Prompts that test whether an engine computes the trainer's model: token sequences i64[T], and
+    the log-probs f32[T] that the trainer computes for them."""
 
     sequences: list[Tensor]
     logprobs: list[Tensor]
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
-    """Return the default tolerance for the canaries, given the dtypes of trainer and engine."""
+    """Return the default for the largest mean difference of log-probs on the canaries, given the
+    dtypes of trainer and engine."""
     exact = all(dtype == torch.float32 for dtype in dtypes)
     return TOLERANCE_FLOAT32 if exact else TOLERANCE_HALF
 
@@ -56,7 +59,8 @@ def check_canaries(
     expected: Sequence[Tensor],
     tolerance: float,
 ) -> float:
-    """Return the mean |engine - trainer| of the log-probs over all canary tokens.
+    """Return the mean absolute difference between the engine's and the trainer's log-probs. The mean
+    is over all tokens of the canary `sequences` except each sequence's first token.
 
     Raises RunFailed if the mean is above `tolerance` or not a number. Raises NotFinite if the
     trainer's log-probs `expected` are not finite, because then the weights are at fault and not the
@@ -98,8 +102,8 @@ class LoadMetrics(Protocol):
 
 
 class WeightLoader:
-    """Loads versions of the weights into endpoints, on trainer ranks and in workers on rollout
-    ranks."""
+    """Loads versions of the weights into engines, through their endpoints. It is used on trainer
+    ranks and in the workers of rollout ranks."""
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, metrics: LoadMetrics) -> None:
         dtypes = choose_dtype(model.dtype), choose_dtype(config.engine_dtype(model))
@@ -109,8 +113,8 @@ class WeightLoader:
     def update(
         self, endpoint: PolicyEndpoint, buckets: Iterable[WeightBucket], version: int
     ) -> None:
-        """Load the buckets of a version, and compare digests. Raises as `PolicyEndpoint.update_weights`
-        does."""
+        """Load the buckets of a version of the weights, and verify their digests. Raises ValueError
+        or RuntimeError as `PolicyEndpoint.update_weights` does."""
         report = endpoint.update_weights(buckets, version)
         self._metrics.verify_s += report.digest_s
         self._metrics.sync_bytes = report.num_bytes

@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl.system.rendezvous import address_towards
 
 TRAINER, WORKER = 0, 1
-"""Ranks in a group of two."""
+"""The ranks of the two sides in a `PairGroup`."""
 WAIT_TIMEOUT = timedelta(days=1)
 """How long a worker waits for the trainer's next message, which may depend on a collective that another
 worker delays. If the trainer dies, the worker learns this from its connection to the trainer's
@@ -54,12 +54,13 @@ class PairGroup:
         timeout_s: float,
         device: torch.device,
     ) -> None:
-        """Make the group. The worker waits WAIT_TIMEOUT until the trainer begins; then each side waits
-        up to `timeout_s` for the other side.
+        """Make the group. The worker waits up to WAIT_TIMEOUT for the trainer to begin. From then on
+        each side waits up to `timeout_s` for the other side.
 
         The network is the one that leads to `host`, the host of the store. `device` is this side's
-        device. If the other side has a device of the same type, buckets are sent from and received on
-        these devices, otherwise on the CPU. Raises RuntimeError if the other side does not come.
+        device. If the other side has a device of the same type, buckets are sent from and received
+        on these devices, otherwise on the CPU. Raises RuntimeError if the other side does not join
+        in time.
         """
         self._other, self._timeout = 1 - rank, timedelta(seconds=timeout_s)
         self._is_aborted = False
@@ -107,7 +108,8 @@ class PairGroup:
             self._wait((self._nccl or self._gloo).send([tensor], self._other, 0), self._timeout)
 
     def receive(self, tensor: Tensor) -> None:
-        """Fill a tensor on the CPU. Raises RuntimeError if the other side is gone."""
+        """Receive into `tensor`, which must be on the CPU. Raises RuntimeError if the other side is
+        gone."""
         if not tensor.numel():
             return
         received = tensor if self._nccl is None else torch.empty_like(tensor, device=self.device)

@@ -27,13 +27,14 @@ from mrl.weight_sync.staging import Staging, header_of
 
 Job = Callable[[PairGroup], None]
 GRACE_S = 2.0
-"""Extra seconds to wait beyond a transfer's own time limit, so that the transfer can fail by itself
-with a reason."""
+"""Extra seconds to wait beyond a transfer's own time limit. If the transfer reaches its limit, it
+then fails first, with its own error message."""
 BEAT_S = 1.0
 
 
 class _Sending:
-    """Sends one version to one worker in a thread of its own, which ends at the first failure."""
+    """Sends one version of the weights to one worker, in a thread of its own. The thread ends at the
+    first failure."""
 
     def __init__(self, name: str, join: Callable[[], PairGroup], timeout_s: float) -> None:
         """`join` returns the process group of the trainer rank and the worker. It may wait for the
@@ -87,11 +88,11 @@ class _Sending:
 
 
 class PairSender:
-    """`mrl.weight_sync.base.WeightSender` over a process group for each worker."""
+    """A `mrl.weight_sync.base.WeightSender` that uses one process group for each worker."""
 
     def __init__(self, address: tuple[str, int], timeout_s: float, device: torch.device) -> None:
-        """`address` is the address of the store in which trainer rank and worker meet. `device` is the
-        device that holds the buckets."""
+        """`address` is (host, port) of the store through which the trainer rank and a worker find
+        each other. `device` is the device that holds the buckets."""
         self._address, self._timeout_s, self._device = address, timeout_s, device
         self._groups: dict[str, PairGroup] = {}
 
@@ -102,10 +103,12 @@ class PairSender:
         names: Sequence[str],
         canaries: Canaries,
     ) -> list[str]:
-        """See `WeightSender.send`. A bucket is sent while the next one is built.
+        """Send a version of the weights to the workers `names`, as `WeightSender.send` describes. A
+        bucket is sent while the next one is built.
 
-        Returns when the workers have the version in host memory, before engines load it. A worker that
-        receives nothing delays the send once, by `timeout_s`.
+        Returns the names of the workers that failed, when all others have the version in host
+        memory. The engines load it later. A worker that receives nothing delays the send once, by
+        `timeout_s`.
         """
         sendings = [_Sending(name, self._join(name), self._timeout_s) for name in names]
         try:
@@ -151,7 +154,7 @@ class PairSender:
 
 
 class PairReceiver:
-    """`mrl.weight_sync.base.WeightReceiver` over a process group with a trainer rank."""
+    """A `mrl.weight_sync.base.WeightReceiver` that uses a process group with one trainer rank."""
 
     def __init__(
         self, address: tuple[str, int], name: str, timeout_s: float, device: torch.device

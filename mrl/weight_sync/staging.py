@@ -21,7 +21,8 @@ from mrl.weight_sync.load import Canaries
 
 
 class Staging:
-    """Memory for one version of the weights at a time. Only one thread at a time may use it."""
+    """Host memory that holds one version of the weights at a time. Only one thread at a time may use
+    a `Staging`."""
 
     def __init__(self, num_ranks: int = 1, device: torch.device | None = None) -> None:
         """`num_ranks` is the number of ranks of the engine, each of which maps the memory. `device`
@@ -54,8 +55,8 @@ class Staging:
         self.version = self._arriving
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Yield the buckets as `PolicyEndpoint.update_weights` takes them. Raises RuntimeError unless a
-        version is complete."""
+        """Yield the buckets in the form that `PolicyEndpoint.update_weights` takes. Raises
+        RuntimeError unless a version is complete."""
         if self.version is None:
             raise RuntimeError(f"weights of version {self._arriving} have not arrived completely")
         for number, header in enumerate(self._headers, start=1):
@@ -76,7 +77,7 @@ class Staging:
 
 
 def header_of(bucket: WeightBucket) -> dict[str, Any]:
-    """Return the description of a bucket that is sent before its bytes, as a JSON object."""
+    """Return a bucket's description as a JSON object. It is sent before the bytes of the bucket."""
     return {
         "tensors": [
             [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]

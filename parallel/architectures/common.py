@@ -180,8 +180,8 @@ def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
 def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
     """Return the 1-based numbers of Qwen's MoE layers.
 
-    A layer is dense if `mlp_only_layers` lists it or `decoder_sparse_step` skips it. All layers are
-    dense if there are no experts.
+    A layer is dense if `mlp_only_layers` lists its 0-based index, or if its 1-based number is not a
+    multiple of `decoder_sparse_step`. All layers are dense if there are no experts.
     """
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)

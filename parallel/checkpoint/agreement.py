@@ -1,4 +1,5 @@
-"""Share one rank's findings in a checkpoint folder, or the outcome of its work there, with all ranks.
+"""Let all ranks agree on what one rank has found in a checkpoint folder, or on whether its work in
+that folder has succeeded.
 
 The ranks return together or raise together. Every function except `failed` is a collective.
 """
@@ -15,8 +16,8 @@ from parallel.mesh import Mesh, gather_objects
 
 
 def first_reason(reason: str | None) -> str | None:
-    """Return on every rank the first reason in rank order that is not None; None if every rank
-    passes None."""
+    """Return the `reason` of the lowest rank that passes one; None if every rank passes None. All
+    ranks get the same result."""
     return next((each for each in gather_objects(reason) if each is not None), None)
 
 

@@ -181,7 +181,8 @@ def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
 def model_card(
     name: str, base: str, content: dict[str, Any], notes: dict[str, str], *, merged: bool = False
 ) -> str:
-    """Return the text of README.md, with the front matter that model hubs read."""
+    """Return the text of README.md for an exported folder, with the front matter that model hubs
+    read."""
     adapter = saved_adapter(content["model"])
     library, what, tags, of_adapter = "transformers", base, TAGS, {}
     if adapter is not None:

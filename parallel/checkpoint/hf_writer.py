@@ -22,7 +22,7 @@ COPIED = (
     "tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "generation_config.json", "preprocessor_config.json", "LICENSE*",
 )  # fmt: skip
-"""Files that are copied from one model folder to another. Code files are not copied."""
+"""Patterns of the files that are copied from one model folder to another. Code files are not copied."""
 
 
 def write_safetensors(
@@ -73,7 +73,8 @@ def write_safetensors(
 
 
 def _temporary(number: int) -> str:
-    """Return the temporary name of file `number`, which it has until the file count is known."""
+    """Return the temporary name of output file `number`. The final name contains the number of
+    files, which is known only at the end."""
     return f"model-{number:05d}.safetensors.partial"
 
 
@@ -122,9 +123,10 @@ def new_folder(target: Path) -> Iterator[Path]:
 def _lock_folder(folder: Path) -> int:
     """Open and lock a folder, and return the file descriptor; closing it releases the lock.
 
-    Raises BlockingIOError if another process holds the lock, or has just renamed the folder, and
-    another OSError for a symbolic link, because files would be deleted where it leads. Without support
-    for locks, as on some network file systems, the folder is not locked.
+    Raises BlockingIOError if another process holds the lock or has just renamed the folder. Raises
+    another OSError for a symbolic link, because files would be deleted in the folder to which it
+    points. On a file system that has no locks, as some network file systems, the folder is not
+    locked.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

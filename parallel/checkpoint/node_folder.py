@@ -83,7 +83,8 @@ class NodeFolder:
         return sum(f.stat().st_size for f in self.root.rglob("*") if f.is_file())
 
     def clear(self, keep: str = "") -> None:
-        """Remove every snapshot except the folder called `keep`, and all incomplete snapshots."""
+        """Remove the snapshots in this folder, incomplete ones too, except the one in the subfolder
+        called `keep`."""
         for folder in (*self.root.glob("iter_*"), *self.root.glob(".iter_*")):
             if folder.name != keep:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -26,8 +26,8 @@ class Record(Protocol):
     """The run's own files. A checkpoint keeps a copy of some of them."""
 
     def kept(self, step: int) -> Mapping[str, bytes]:
-        """Return the files that the checkpoint of `step` keeps copies of, as contents by file
-        name."""
+        """Return the contents, by file name, of the files that the checkpoint of `step` keeps copies
+        of."""
         ...
 
     def settle(self, step: int) -> None:
@@ -109,7 +109,8 @@ class PendingSave:
 
 
 def start_folder(partial: Path, common: dict[str, Any], num_bytes: int) -> None:
-    """Make the folder of a save, with the file `common.pt`, which belongs to no single rank.
+    """Make the folder of a save, and write `common`, the state that belongs to no single rank, into
+    its file `common.pt`.
 
     Remains of interrupted saves are removed first. Raises DiskFailed if fewer than `num_bytes`
     bytes are free.

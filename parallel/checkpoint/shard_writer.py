@@ -212,7 +212,8 @@ def _write(
     report, and never raised.
 
     After an error the written file is removed, so that other files can use its space. The error is
-    also put into `refusal`, memory that takes no space on the disk.
+    also put into `refusal`, memory that the rank shares with its writing process, in case the disk
+    is full. `parent` is the process id of the trainer.
     """
     try:
         if os.getpid() != parent:
@@ -235,8 +236,8 @@ def _write(
 
 
 def _settle_in_child(parent: int) -> None:
-    """Prepare the writing process. It exits when the trainer dies, because the next trainer writes
-    to the same files."""
+    """Prepare the writing process. From then on it ends when the trainer (process id `parent`) dies,
+    because the next trainer writes to the same files."""
     torch.set_num_threads(1)  # a fork does not have the parent's OpenMP threads
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

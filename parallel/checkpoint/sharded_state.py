@@ -97,7 +97,8 @@ def _copies(weights: WeightMap, entry: Entry) -> tuple[int, int]:
 
 
 def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
-    """Return a function that gives the key under which a tensor is read.
+    """Return a function that gives the key in the checkpoint under which a tensor is read. The keys
+    of the model begin with `prefix`.
 
     The model's dtype may have changed since the save. If a bf16 checkpoint is loaded into an fp32
     model, the weights are read from the fp32 main parameters. If an fp32 checkpoint is loaded into

@@ -19,12 +19,12 @@ from parallel.checkpoint.manifest import FileRecord
 
 
 def share(rank: int) -> str:
-    """Return the file name of a rank's share."""
+    """Return the name of the share of a rank, the large file that the rank writes into a snapshot."""
     return f"__{rank}_0.distcp"
 
 
 def is_share(name: str) -> bool:
-    """Return whether a file is the share of a rank."""
+    """Return whether a file name is that of a rank's share."""
     return name.endswith(".distcp")
 
 

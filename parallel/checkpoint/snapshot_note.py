@@ -30,7 +30,7 @@ class Note:
     """The step of the newest checkpoint when the snapshot was taken; None if there was no
     checkpoint."""
     nodes: list[dict[str, str]]
-    """`host` and `folder` of each node."""
+    """For each node a dict with its `host` and the `folder` that holds its files."""
 
 
 def write_note(checkpoints: Path, note: Note) -> None:
@@ -54,8 +54,8 @@ def read_note(checkpoints: Path) -> Note | None:
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:
-    """Return the step that LATEST names, or else the step of the newest folder; None if there is no
-    checkpoint."""
+    """Return the step that the file LATEST names. If it names none, return the step of the newest
+    checkpoint folder, or None if there is no such folder."""
     latest = manifest.latest_step(checkpoints)
     return latest if latest is not None else max(manifest.steps(checkpoints), default=None)
 

@@ -203,7 +203,7 @@ class Snapshots(Checkpoints):
 
     @property
     def _own(self) -> list[int]:
-        """The ranks of this node."""
+        """The ranks of the node on which this process runs."""
         return next(ranks for ranks in self.nodes if self.mesh.rank in ranks)
 
     def _check_room(self, policy: MegatronModel, critic: MegatronModel | None) -> None:
@@ -316,7 +316,8 @@ class Snapshots(Checkpoints):
         return None
 
     def _needed_bytes(self, writer: ShardWriter, shards: list[ShardedTensor]) -> int:
-        """Return 0: `open` has checked the space, and a node holds only a part of a snapshot."""
+        """Return 0, which turns off the check of the free space in a save: `open` has already
+        checked the space that each node needs for its part of a snapshot."""
         return 0
 
     def _fetch_files(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:

@@ -114,7 +114,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
-    """Make the parameters of one micro-batch, on `device`, from `cu_seqlens` i32[B+1] on the CPU."""
+    """Make one micro-batch's parameters on `device`. `cu_seqlens` i32[B+1] is on the CPU."""
     by_size: dict[tuple[int, int], list[Block]] = {}
     for block in context.blocks:
         size = (block.num_tokens - 1).bit_length()
@@ -138,7 +138,7 @@ def packed_sequences(
 
 
 def _columns(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first local token, length and offset of each block, i64[b, 1] each."""
+    """Return `local_start`, `num_tokens` and `offset` of each block, as three tensors i64[b, 1]."""
     rows = [(block.local_start, block.num_tokens, block.offset) for block in blocks]
     start, length, offset = torch.tensor(rows).unsqueeze(2).unbind(1)
     return start, length, offset

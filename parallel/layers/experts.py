@@ -57,7 +57,7 @@ class _Experts(torch.nn.ModuleList):
 class GroupedExperts(SequentialMLP):
     """SwiGLU experts without biases that are computed together.
 
-    The constructor raises InputError if the configuration asks for other experts.
+    The constructor raises InputError if the configuration asks for experts of another kind.
     """
 
     add_update: Callable[[Tensor, Tensor, Tensor, list[Any]], Tensor] | None = None

@@ -60,7 +60,8 @@ class InvariantAttention(PackedAttention):
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend with query [n, h, d], key [n, g, d] and value [n, g, e]. Return [n, h, e]."""
+        """Compute attention from query [n, h, d], key [n, g, d] and value [n, g, e]. Return [n, h,
+        e]."""
         bounds = packed.cu_seqlens_q
         assert bounds is not None
         first = bounds[:-1].repeat_interleave(bounds.diff())

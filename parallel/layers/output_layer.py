@@ -71,7 +71,7 @@ class Projection:
     weight: Tensor
     """[V_loc, h]: the layer's own weight, or the embedding's weight if the two are tied."""
     overlaps: bool
-    """Whether gradients are reduced during the backward pass, by hooks that need to see a gradient."""
+    """Whether hooks reduce gradients during the backward pass. These hooks need to see a gradient."""
 
     @staticmethod
     def of(model: GPTModel, overlaps: bool) -> Projection | None:

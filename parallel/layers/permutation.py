@@ -108,5 +108,6 @@ def reorder_with(
 
 
 def _one_copy_each(order: Tensor, back: Tensor) -> ExpertOrder:
-    """Return the ExpertOrder in which m tokens have one copy each, for a table with one column."""
+    """Return the ExpertOrder with which the kernels reorder m rows: as if each row were a token with
+    one copy."""
     return ExpertOrder(order, order, back.unsqueeze(1), torch.ones_like(order).long())

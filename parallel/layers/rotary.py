@@ -22,9 +22,9 @@ class Rotation:
     """The cosines and sines of the angles by which each token's pairs are rotated."""
 
     cos: Tensor
-    """f32[n, 1, r]."""
+    """f32[n, 1, r]: the cosines."""
     sin: Tensor
-    """f32[n, 1, r]."""
+    """f32[n, 1, r]: the sines."""
 
     @classmethod
     def at(cls, angles: Tensor, positions: Tensor, scale: float = 1.0) -> Rotation:

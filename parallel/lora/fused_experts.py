@@ -71,7 +71,8 @@ class FusedExperts:
 def find_fused(
     model: HfModel, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], config: PeftConfig
 ) -> dict[str, tuple[FusedExperts, Matrix, int, int]]:
-    """Find the experts' matrices that the file holds as parts of fused matrices.
+    """Find the experts' matrices A and B that a PEFT file holds only as parts of larger, fused
+    matrices.
 
     Return a dict from the name of each matrix to (fused parameter, "A" or "B", index of the
     expert, index of its weight in the parameter). `shapes` are the shapes of the matrices in the

@@ -65,9 +65,9 @@ class Update(torch.nn.Module):
     ) -> None:
         """Make an update without matrices.
 
-        `split` is the split of the layer's rule. `sizes` are the numbers of rows that the layer's
-        Hugging Face weights have on this rank. `num_groups` is the number of query groups on this
-        rank. `scale` is the factor of `B A`.
+        `split` says how ranks split the layer's weight. `sizes` are the numbers of rows that the
+        layer's Hugging Face weights have on this rank. `num_groups` is the number of query groups on
+        this rank. `scale` is the factor of `B A`.
         """
         super().__init__()
         self.split, self.sizes, self.num_groups = split, list(sizes), num_groups
@@ -76,7 +76,8 @@ class Update(torch.nn.Module):
         self._shared: list[tuple[LowRank | None]] = [(None,)] * len(self.sizes)
 
     def add(self, number: int, name: str, part: LowRank, shared: LowRank | None) -> None:
-        """Add the matrices of the layer's weight with index `number` as the submodule `name`.
+        """Add the matrices A and B of one weight, as the submodule `name`. `number` is the index of
+        the weight among the Hugging Face weights that the layer joins.
 
         `shared` holds the matrices that the experts of the MoE layer share, and is a submodule of
         that layer.

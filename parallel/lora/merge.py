@@ -53,8 +53,9 @@ def merged_tensors(
 
 
 def _places(base: HfTensors, model: HfModel) -> Iterator[tuple[int, int, str, Rule, str]]:
-    """Yield (layer, expert, name, rule, name in the rule) for every tensor of the model. `layer` is
-    -1 for a tensor outside the layers, and `expert` is -1 for a tensor that is not an expert's."""
+    """Yield (layer, expert, HF name, rule, HF name with placeholders as in the rule) for every
+    tensor of the base. `layer` is -1 for a tensor outside the layers, and `expert` is -1 for a
+    tensor that is not an expert's."""
     table = model.architecture.rules(model.config)
     patterns = [(name_pattern(hf), rule, hf) for rule in table for hf in rule.hf]
     for name in base.names:

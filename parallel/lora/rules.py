@@ -152,7 +152,8 @@ def adapter_shapes(model: HfModel, adapter: Adapter) -> dict[str, tuple[int, int
 
 
 def names_in_files(model: HfModel, adapter: Adapter) -> dict[str, list[str]]:
-    """Return the names that each matrix of `adapter_shapes` has in a file.
+    """Return a dict from the name of each matrix of `adapter_shapes` to the names that it has in a
+    file.
 
     A matrix that experts share has one name for each expert, and any other matrix has one name.
     """
@@ -163,8 +164,9 @@ def names_in_files(model: HfModel, adapter: Adapter) -> dict[str, list[str]]:
 
 
 def _matrices(model: HfModel, adapter: Adapter) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Yield (name, name in a file, shape) for each matrix. A matrix that experts share is yielded
-    once for each expert, with that expert's name in a file."""
+    """Yield (PEFT's name, name in a file, shape) for each matrix A and B of the adapter. A matrix
+    that experts share is yielded once for each expert, because a file has it under one name per
+    expert."""
     matrices: tuple[Literal["A", "B"], ...] = ("A", "B")
     for rule, hf, place, shape in rule_shapes(model):
         if hf not in adapted(rule, adapter):

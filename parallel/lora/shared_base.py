@@ -63,7 +63,8 @@ class SharedBase(Base):
         self.ledger.own(KIND, self._tensors, keeps_frozen=True)
         self._random = pack_random_state(mesh.device)
         self._random_of: dict[Any, Tensor] = {}
-        """The random states of each policy from when it was last unmounted. Holds all open policies."""
+        """The random states that each policy had when it was last unmounted. Every open policy has
+        an entry."""
 
     @property
     def names(self) -> list[str]:
@@ -82,7 +83,7 @@ class SharedBase(Base):
         its adapter, hooks and replays itself.
 
         The random states of `model` depend only on `seed`, not on earlier policies. Raises
-        ValueError if its name is empty, or if another policy has the same name.
+        ValueError if the model's name is empty, or if another policy has the same name.
         """
         if not model.name or model.name in self.names:
             raise ValueError(

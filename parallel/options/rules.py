@@ -251,7 +251,8 @@ def _check_model(given: Mapping[str, Any], around: Surroundings) -> None:
 
 
 def _check_activations(given: Mapping[str, Any], around: Surroundings) -> None:
-    """Raise InputError if options that keep activations in 8 bits or on the host are impossible."""
+    """Raise InputError for an option that keeps activations in 8 bits or on the host, if the layers
+    do not support it."""
     fuses = given.get("bias_activation_fusion", torch.cuda.is_available())
     if given.get("activation_func_fp8_input_store") and not fuses:
         raise InputError(

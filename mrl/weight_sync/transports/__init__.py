@@ -49,15 +49,16 @@ def local_buckets(
     name: str, buckets: Iterator[WeightBucket], group: EngineGroup, *, sends_adapter: bool
 ) -> GatheredBuckets:
     """Return the buckets of an export for an engine on the devices of `group`. If the buckets
-    contain an adapter, the engine reads them from the memory of its leader, without handles from
-    other ranks."""
+    contain an adapter, the engine reads them only from the memory of the group's rank 0, and other
+    ranks make no handles."""
     # An engine of one rank makes the handles itself.
     has_handles = group.size > 1 and not sends_adapter and opens_handles(name)
     return GatheredBuckets(buckets, group.exchange, has_handles=has_handles)
 
 
 def push_of(name: str) -> MakePush:
-    """Return the class or function that makes the `WeightPush` of a transport."""
+    """Return the class or function with which a transport makes its `WeightPush`, the object that
+    transfers buckets to an SGLang server."""
     return getattr(_load(name), "Push", TensorPush)
 
 
@@ -69,14 +70,14 @@ def opens_handles(name: str) -> bool:
 def make_sender(
     name: str, address: tuple[str, int], timeout_s: float, device: torch.device
 ) -> WeightSender:
-    """Return a trainer rank's side of a transport."""
+    """Return the sending side of the transport `name`, for a trainer rank."""
     return _load(name).Sender(address, timeout_s, device)
 
 
 def make_receiver(
     name: str, address: tuple[str, int], worker: str, timeout_s: float, device: torch.device
 ) -> WeightReceiver:
-    """Return the side of a transport for the worker with the name `worker`."""
+    """Return the receiving side of the transport `name`, for the worker called `worker`."""
     return _load(name).Receiver(address, worker, timeout_s, device)
 
 

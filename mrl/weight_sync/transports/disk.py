@@ -1,5 +1,5 @@
-"""`rollout.weight_sync=disk`: the leader of an engine writes the buckets into files, and SGLang
-reads them.
+"""`rollout.weight_sync=disk`: buckets are written to files, and SGLang reads them. The first of the
+trainer's ranks that an engine spans writes its files.
 
 This transport is only for engines on the trainer's devices.
 """
