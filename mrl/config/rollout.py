@@ -28,6 +28,13 @@ class SharedRolloutConfig(Branch):
     dtype: Dtype = "auto"
     """The dtype of the engine's weights and computation; `auto` takes the trainer's dtype
     (`model.dtype`). If the two dtypes differ, weights are cast before they are sent to the engine."""
+    quantization: Literal["none", "fp8_block", "fp8_block_ue8m0", "int8"] = "none"
+    """Format in which the engine holds the matrices of attention, MLPs and experts, and computes with
+    them. `fp8_block`: e4m3 in blocks of 128 x 128 with one float32 scale each, the format of
+    DeepSeek-V3's checkpoints, and layer inputs in groups of 128. `fp8_block_ue8m0`: the same, with
+    scales that are powers of two. `int8`: one scale for each output channel, and one for each token
+    of a layer's input. Weights are quantised before every sync; the trainer keeps its own precision.
+    See docs/quantization.md."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that one engine spans. If that is more than the ranks of a node, the engine
     must span complete nodes. It may exceed the number of key/value heads, which SGLang then

@@ -14,9 +14,11 @@ from mrl.engine_pool.metrics import EngineMetrics
 from mrl.engines.base import PolicyEndpoint
 from mrl.errors import RunFailed
 from mrl.exchange.sharing import sum_over_ranks
+from mrl.system.shared_memory import SharedMemory
 from mrl.types import Prompt
 from mrl.weight_sync.engine_group import EngineGroup
 from mrl.weight_sync.load import Canaries, WeightLoader, canary_sequences
+from mrl.weight_sync.quantize import quantized_buckets
 from mrl.weight_sync.transports import local_buckets
 from parallel.implementation import choose_dtype
 from parallel.policy import Policy
@@ -52,6 +54,8 @@ class EnginePart:
         """Measurements of this policy's weight syncs."""
         self._config, self._group, self._sends_adapter = config, group, sends_adapter
         self._dtype = choose_dtype(config.engine_dtype(model))
+        self._quantized = SharedMemory()
+        """The buckets with quantised weights, on CPUs."""
         self._loader = WeightLoader(config, model, self.metrics)
         self._canary_sequences = canary_sequences(prompts, config.canary_prompts)
         self._canaries: Canaries | None = None
@@ -83,7 +87,11 @@ class EnginePart:
         bucket_bytes = self._config.weight_bucket_bytes(policy.export_bytes(self._dtype))
         buckets = local_buckets(
             self._config.weight_sync,
-            policy.export(version, bucket_bytes, self._dtype),
+            quantized_buckets(
+                policy.export(version, bucket_bytes, self._dtype),
+                self._config.quantization,
+                self._quantized,
+            ),
             self._group,
             sends_adapter=self._sends_adapter,
         )

@@ -22,6 +22,8 @@ foreach_copy_ = TORCH.take("_foreach_copy_")
 MODULUS = 2**64
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The code of each dtype in `WeightType` of csrc/weight_digest.h."""
+QUANTIZED = (torch.float8_e4m3fn, torch.int8)
+"""Dtypes of quantised weights. Their values are exact in bfloat16, whose digest they get."""
 CHUNK = 1 << 24
 """The number of elements that `digest_in_torch` processes at a time, with 12 bytes of memory each."""
 LAYER = re.compile(r"^(?P<layer>.*?\.?layers\.\d+)\.(?:.*\.experts\.(?P<expert>\d+)\.)?")
@@ -64,11 +66,11 @@ def weight_sums(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 def _rows(weights: Tensor, num_groups: int) -> Tensor:
     """Return `weights` as [num_groups, N], in memory order."""
+    if weights.dtype in QUANTIZED:
+        weights = weights.to(torch.bfloat16)
     if weights.dtype not in TYPES:
-        raise ValueError(
-            f"weights: got {weights.dtype}, expected float32, bfloat16 or float16: the digest of "
-            "quantised weights says nothing about those that were sent"
-        )
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in (*TYPES, *QUANTIZED))
+        raise ValueError(f"weights: got {weights.dtype}, expected one of {known}")
     if num_groups < 1 or weights.numel() % num_groups:
         raise ValueError(
             f"num_groups: got {num_groups}, expected a divisor of {weights.numel()} elements"

@@ -28,9 +28,11 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.scheduling.staleness import count_by_staleness
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
+from mrl.system.shared_memory import SharedMemory
 from mrl.types import SampleGroup, Statistics
 from mrl.weight_sync.base import WeightSender
 from mrl.weight_sync.load import Canaries, canary_sequences
+from mrl.weight_sync.quantize import quantized_buckets
 from mrl.weight_sync.transports import make_sender, transfer_device
 from parallel.implementation import choose_dtype
 from parallel.mesh import Mesh
@@ -89,6 +91,8 @@ class RemotePool:
         self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
         self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
         self._sender: WeightSender | None = None
+        self._quantized = SharedMemory()
+        """The buckets with quantised weights, on CPUs."""
         self._policy: Policy | None = None
 
     @property
@@ -205,7 +209,11 @@ class RemotePool:
         bucket_bytes = self._plan.recipe.rollout.weight_bucket_bytes(
             policy.export_bytes(self._dtype)
         )
-        buckets = policy.export(version, bucket_bytes, self._dtype)
+        buckets = quantized_buckets(
+            policy.export(version, bucket_bytes, self._dtype),
+            self._plan.recipe.rollout.quantization,
+            self._quantized,
+        )
         failed = self._sender.send(buckets, version, own, Canaries(self._canaries, expected))
         everywhere: list[Any] = [None] * world
         dist.all_gather_object(everywhere, failed)

@@ -27,6 +27,7 @@ OWNED = {
     "max_running_requests": "rollout.max_running_requests",
     "mem_fraction_static": "rollout.mem_fraction_static",
     "enable_return_routed_experts": "moe.routing_replay",
+    "quantization": "rollout.quantization",
     "random_seed": "seed",
     "enable_lora": "lora.rollout",
     "max_lora_rank": "lora.rank",

@@ -7,6 +7,7 @@ from typing import Any
 
 from mrl.config.adapter import AdapterLimits
 from mrl.engines.base import EngineConfig, EngineLost
+from mrl.engines.quantization import SCHEMES
 from mrl.engines.sglang.connection import ServerConnection
 from mrl.engines.sglang.device_memory import DeviceMemory
 from mrl.engines.sglang.http import CallTimeouts
@@ -25,7 +26,9 @@ class ServerCore:
         """Raises InputError as `SGLangServer` does."""
         self.config = rollout = config.rollout
         self.launch = launch = read_launch(config, adapters=adapters)
-        self.manifest = Manifest(Path(config.model.path), launch.hf_config)
+        self.manifest = Manifest(
+            Path(config.model.path), launch.hf_config, SCHEMES.get(config.rollout.quantization)
+        )
         self.cache_len = launch.context_len
         """The most tokens that one request can have in the KV cache; `context_len` before the first
         start."""

@@ -10,12 +10,14 @@ special cases here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.kernels.digest import add_digests, digest_place
 
 ACTION = "mrl_digest"
+QUANTIZED = "quantized:"
+"""What precedes the name of a module that computes with quantised weights."""
 UNKNOWN = "?"
 """What a report has in place of the piece if the parameter's module does not know which it holds."""
 SHOWN = 3
@@ -31,11 +33,7 @@ def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, i
     digests are all equal, and as different pieces otherwise. Raises RuntimeError if a rank is missing,
     or replicas differ.
     """
-    lines: dict[str, dict[int, str]] = {}
-    for rank in answer.get("ranks") or []:
-        for key, text in rank["checksums"].items():
-            number, name = key.split(" ", 1)
-            lines.setdefault(name, {})[int(number)] = text
+    lines = {name: texts for name, texts in _lines(answer).items() if not name.startswith(QUANTIZED)}
     parts: list[tuple[str, int]] = []
     dtypes: set[str] = set()
     for name, by_rank in lines.items():
@@ -52,6 +50,33 @@ def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, i
             "mrl_weight_digest to be loaded"
         )
     return add_digests(parts), dtypes
+
+
+def quantized_modules(answer: Mapping[str, Any]) -> set[str]:
+    """Return the names of the modules that compute with quantised weights, from the same answer."""
+    return {name.removeprefix(QUANTIZED) for name in _lines(answer) if name.startswith(QUANTIZED)}
+
+
+def check_quantized(expected: Collection[str], found: Collection[str]) -> None:
+    """Raise RuntimeError unless the engine computes exactly the `expected` modules with quantised
+    weights."""
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or extra:
+        raise RuntimeError(
+            f"update_weights: the engine has {len(found)} modules with quantised weights, expected "
+            f"{len(expected)}: not quantised there: {listed(missing) or 'none'}; quantised there "
+            f"alone: {listed(extra) or 'none'}; {ADVICE}"
+        )
+
+
+def _lines(answer: Mapping[str, Any]) -> dict[str, dict[int, str]]:
+    """Return the lines of the answer by name and rank."""
+    lines: dict[str, dict[int, str]] = {}
+    for rank in answer.get("ranks") or []:
+        for key, text in rank["checksums"].items():
+            number, name = key.split(" ", 1)
+            lines.setdefault(name, {})[int(number)] = text
+    return lines
 
 
 def _of_all_ranks(name: str, texts: Sequence[str]) -> Iterator[tuple[str, int]]:

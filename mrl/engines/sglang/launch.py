@@ -91,6 +91,7 @@ def read_launch(
         batch_invariant=rollout.true_on_policy or rollout.batch_invariant,
         return_routing_weights=weights,
         serves_adapter=adapters is not None,
+        quantization=rollout.quantization,
         cpu_threads=config.cpu_threads,
     )
     return Launch(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mrl.engines.quantization import Scheme, engine_modules, is_quantized
 from mrl.errors import InputError
 from mrl.kernels.digest import digest_place
 from mrl.types import WeightBucket
@@ -93,10 +94,22 @@ class Arrivals:
 class Manifest(Arrivals):
     """The names and shapes of a checkpoint's weights, and a record of the weights that arrived."""
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: Any, scheme: Scheme | None = None) -> None:
         """Read the headers of the safetensors files in `folder`. Raises InputError if there is no
-        file, or a file is damaged. `config` is the Hugging Face config."""
+        file, or a file is damaged. `config` is the Hugging Face config. With a `scheme`, matrices
+        arrive quantised, each with its scales."""
         shapes = _shapes_in(folder)
+        # The trainer dequantises a checkpoint whose weights are stored in fp8 blocks.
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("_scale_inv")}
+        self.quantized_modules: set[str] = set()
+        """The engine's modules that compute with quantised weights."""
+        if scheme is not None:
+            self.quantized_modules = engine_modules(shapes)
+            shapes |= {
+                name + scheme.suffix: scheme.scale_shape(*shape)
+                for name, shape in shapes.items()
+                if is_quantized(name, len(shape))
+            }
         # Layers after the last one are for multi-token prediction, which is neither trained nor loaded.
         optional = {
             name

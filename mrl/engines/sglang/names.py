@@ -187,6 +187,9 @@ NAMES: dict[str, Name] = {
         "0.5.20", f"{_NATIVE}._run_sdpa_forward_decode", "self", *_CACHE, *_ATTENTION
     ),
     # plugins/on_policy
+    "FlattenedTensorBucket.reconstruct_tensors": always(
+        f"{_SRT}.weight_sync.tensor_bucket.FlattenedTensorBucket.reconstruct_tensors", "self"
+    ),
     "UnquantizedLinearMethod.apply": always(
         f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply",
         "self", "layer", "x", "bias",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from mrl.config.adapter import AdapterLimits
 from mrl.engines.base import EngineConfig
+from mrl.engines.quantization import BLOCK
 from mrl.engines.sglang.adapter.manifest import sglang_modules
 from mrl.engines.sglang.arguments import check_server_args
 from mrl.engines.sglang.requests import RESERVED_TOKENS
@@ -20,6 +22,7 @@ ON_POLICY_PLUGIN = PLUGINS / "on_policy"
 ROUTING_WEIGHTS_PLUGIN = PLUGINS / "routing_weights"
 ADAPTER_PLUGIN = PLUGINS / "adapter"
 CPU_ADAPTER_PLUGIN = PLUGINS / "cpu_adapter"
+CPU_QUANTIZED_PLUGIN = PLUGINS / "cpu_quantized"
 SLOT_WAIT_S = 10.0
 """An adapter whose requests have waited this long gets the next slot that can be emptied. Otherwise an
 adapter would keep its slot for as long as new requests for it come."""
@@ -69,6 +72,7 @@ def server_settings(
         }
         if config.true_on_policy or config.batch_invariant:
             settings["enable_deterministic_inference"] = True
+        settings |= quantization_settings(config.quantization)
     else:
         settings |= {
             "device": "cpu",
@@ -79,6 +83,28 @@ def server_settings(
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
     return settings | adapter_settings(adapters, on_gpu=on_gpu) | config.server_args
+
+
+def quantization_settings(quantization: str) -> dict[str, Any]:
+    """Return the fields of ServerArgs for an engine on GPUs whose weights are quantised. The engine does
+    not read the checkpoint, whose weights are in another format; the first update sends all weights.
+
+    This has not run on a GPU yet.
+    """
+    if quantization == "none":
+        return {}
+    if quantization == "int8":
+        return {"quantization": "w8a8_int8", "load_format": "dummy"}
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    if quantization == "fp8_block_ue8m0":
+        config["scale_fmt"] = "ue8m0"
+    overrides = json.dumps({"quantization_config": config})
+    return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
 
 
 def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[str, Any]:
@@ -110,6 +136,7 @@ def server_environment(
     batch_invariant: bool = False,
     return_routing_weights: bool = False,
     serves_adapter: bool = False,
+    quantization: str = "none",
     cpu_threads: int = 1,
 ) -> dict[str, str]:
     """Return the variables that are added to the trainer's environment. PYTHONPATH is put in front of
@@ -137,6 +164,7 @@ def server_environment(
     plugins += [CPU_STUBS] + [ON_POLICY_PLUGIN] * batch_invariant
     plugins += [ROUTING_WEIGHTS_PLUGIN] * return_routing_weights
     plugins += [CPU_ADAPTER_PLUGIN] * serves_adapter
+    plugins += [CPU_QUANTIZED_PLUGIN] * (quantization != "none")
     environment = common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": str(cpu_threads),
@@ -145,6 +173,8 @@ def server_environment(
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": _path(plugins),
     }
+    if quantization != "none":
+        environment["MRL_QUANTIZATION"] = quantization
     if tensor_parallel_size > 1:
         cores = sorted(os.sched_getaffinity(0))
         # SGLang numbers the ranks of a node from 0.

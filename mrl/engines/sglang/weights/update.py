@@ -14,7 +14,13 @@ from pathlib import Path
 
 from mrl.engines.base import SyncReport
 from mrl.engines.sglang.connection import ServerConnection
-from mrl.engines.sglang.digests import ACTION, check_held, held_digests
+from mrl.engines.sglang.digests import (
+    ACTION,
+    check_held,
+    check_quantized,
+    held_digests,
+    quantized_modules,
+)
 from mrl.engines.sglang.manifest import Manifest
 from mrl.engines.sglang.weights.base import MakePush
 from mrl.engines.sglang.weights.tensor import TensorPush
@@ -100,6 +106,7 @@ class WeightUpdater:
 
     def _check(self, sent: dict[str, int]) -> None:
         answer = self._connection.post("/weights_checker", {"action": ACTION})
+        check_quantized(self._manifest.quantized_modules, quantized_modules(answer))
         held, dtypes = held_digests(answer, self._num_ranks)
         expected = self._manifest.with_tied_output(sent, held)
         hint = self._manifest.dtype_hint(dtypes)

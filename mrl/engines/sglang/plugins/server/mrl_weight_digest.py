@@ -9,6 +9,7 @@ bucket as loaded only when the device has read it.
 from mrl.engines.sglang.compat import hook, parallelism_info, take
 
 ACTION = "mrl_digest"
+QUANTIZED = "quantized:"
 
 
 def register():
@@ -70,11 +71,19 @@ def digests(model):
 
     The piece names the part of the parameter that this rank holds: ranks with the same piece hold the
     same values. It is `?` for a module that does not know its part. A parameter of fused experts
-    [E, ...] has one digest for each expert, and the experts' indices in the whole model.
+    [E, ...] has one digest for each expert, and the experts' indices in the whole model. The names of
+    modules that compute with quantised weights follow QUANTIZED, with an empty text.
     """
+    from mrl.engines.quantization import DTYPES
     from mrl.kernels.digest import MODULUS, weight_sums
 
     modules = dict(model.named_modules())
+    quantized = [
+        name
+        for name, module in modules.items()
+        if getattr(module, "mrl_quantized", False)  # set by mrl_cpu_quantized
+        or any(each.dtype in DTYPES for each in module.parameters(recurse=False))
+    ]
     parts = [
         part
         for name, parameter in model.named_parameters()
@@ -89,7 +98,7 @@ def digests(model):
         dtype, start = str(weights.dtype).removeprefix("torch."), end
         line = f"{dtype} {piece} {texts}"
         lines[name] = f"{line} {','.join(map(str, experts))}" if experts else line
-    return lines
+    return lines | {QUANTIZED + name: "" for name in quantized}
 
 
 def parts_of(module, name, parameter):

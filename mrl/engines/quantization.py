@@ -1,0 +1,124 @@
+"""Quantised weights of engines (`rollout.quantization`): which layers, in which format, under which names.
+
+The trainer quantises the weights that its own forward pass uses, before they are sent
+(`mrl.weight_sync.quantize`). Only the matrices of attention and of MLPs and experts are quantised. Router,
+embeddings, output layer, norms, biases and shared-expert gates keep the dtype of the export, as in
+DeepSeek-V3 (arXiv 2412.19437, 3.3). A layer is chosen by the whole name of its last module, so that
+`mlp.gate` cannot mean `mlp.gate_proj`.
+
+Dimensions: a weight [N, K] has N outputs and K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mrl.kernels.block_quant import (
+    dequantize_fp8_blocks,
+    dequantize_int8_channels,
+    fake_quantize_fp8_groups,
+    fake_quantize_int8_tokens,
+    quantize_fp8_blocks,
+    quantize_int8_channels,
+)
+
+BLOCK = 128
+DTYPES = (torch.float8_e4m3fn, torch.int8)
+PACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "o_proj": "o_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+    # Mixtral's experts
+    "w1": "gate_up_proj",
+    "w2": "down_proj",
+    "w3": "gate_up_proj",
+}
+"""The quantised modules of Hugging Face's models, mapped to the engine's modules that contain them."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One format of quantised weights."""
+
+    name: str
+    """The value of `rollout.quantization`."""
+    suffix: str
+    """What the name of a weight's scales adds to the weight's name."""
+    dtype: torch.dtype
+    """The dtype of the quantised weights, with one byte an element."""
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Returns the quantised weight [N, K] and its float32 scales of shape `scale_shape(N, K)`."""
+    dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    """Returns the weight [N, K] in a dtype, from the quantised weight and its scales."""
+    fake_quantize: Callable[[Tensor], Tensor]
+    """Quantises and dequantises the input [..., K] of a layer, as the engine does on GPUs."""
+    scale_shape: Callable[[int, int], tuple[int, int]]
+    """Returns the shape of the scales for N and K."""
+
+
+def _per_block(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    return -(-num_outputs // BLOCK), -(-num_inputs // BLOCK)
+
+
+def _per_channel(num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    return num_outputs, 1
+
+
+def _fp8(name: str, *, powers_of_two: bool) -> Scheme:
+    return Scheme(
+        name,
+        "_scale_inv",
+        torch.float8_e4m3fn,
+        partial(quantize_fp8_blocks, powers_of_two=powers_of_two),
+        dequantize_fp8_blocks,
+        fake_quantize_fp8_groups,
+        _per_block,
+    )
+
+
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        _fp8("fp8_block", powers_of_two=False),
+        _fp8("fp8_block_ue8m0", powers_of_two=True),
+        Scheme(
+            "int8",
+            "_scale",
+            torch.int8,
+            quantize_int8_channels,
+            dequantize_int8_channels,
+            fake_quantize_int8_tokens,
+            _per_channel,
+        ),
+    )
+}
+
+
+def is_quantized(name: str, num_dims: int) -> bool:
+    """Return whether the weight `name` (in Hugging Face's format) with `num_dims` dimensions is
+    quantised."""
+    *path, module, leaf = name.split(".")
+    return num_dims == 2 and leaf == "weight" and module in PACKED and "layers" in path
+
+
+def engine_module(name: str) -> str:
+    """Return the name of the engine's module that contains the quantised weight `name`. All experts of
+    a layer are in one module, `...experts`."""
+    *path, module, _ = name.split(".")
+    if "experts" in path:
+        return ".".join(path[: path.index("experts") + 1])
+    return ".".join([*path, PACKED[module]])
+
+
+def engine_modules(names: Iterable[str]) -> set[str]:
+    """Return `engine_module` of those `names` that are names of quantised weights."""
+    return {engine_module(name) for name in names if is_quantized(name, 2)}
