@@ -128,8 +128,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class _Misuse(Exception):
-    """A command line that cannot be parsed. The arguments of the exception are the reason and the
-    name of the program whose --help explains more."""
+    """A command line that cannot be parsed. The exception has two arguments: the reason, and the
+    name of the program or subcommand whose --help explains more."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -94,8 +94,8 @@ class NotFinite(RunFailed):
 
 
 class WrongWeights(RunFailed):
-    """An engine's weights differ from the weights that it reported, or from those that the trainer
-    sent to it."""
+    """The weights of an engine differ from the weights that it reported, or from the weights that
+    the trainer sent to it."""
 
 
 class OutOfMemory(RunFailed):

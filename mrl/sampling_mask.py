@@ -1,5 +1,5 @@
-"""A sampling mask holds, for each token that was sampled from a truncated distribution, the tokens
-that `top_p` and `top_k` kept.
+"""Sampling masks. When `top_p` or `top_k` truncates the distribution from which a token is sampled,
+the mask holds the tokens that were kept.
 
 With the mask, the trainer normalises the probabilities over the same tokens as the engine did
 (DeepSeek-V3.2, arXiv 2512.02556, section 3.1: "keep sampling mask").

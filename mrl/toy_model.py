@@ -55,7 +55,8 @@ def write_toy_model(
     arguments write the same bytes.
 
     `mlp_only_layers` are the 0-based numbers of dense layers. Every id below `vocab_size` has a
-    token: ids that the characters and the four special tokens do not use get reserved tokens.
+    token. The ids that are left after the characters and the four special tokens get reserved
+    tokens.
 
     Raises InputError if `folder` is a file, or a non-empty folder that no earlier call wrote, or if
     the vocabulary is too small for printable ASCII.

@@ -112,7 +112,7 @@ class Trainer:
         return make_policy(plan.recipe, plan.model, self.mesh, plan.adapter, trains=True, **options)
 
     def train(self) -> None:
-        """Run the remaining steps, then stop the engines, also after an exception.
+        """Run the remaining steps, then stop the engines, even after an exception.
 
         If a signal (SIGUSR1, SIGTERM, SIGHUP) or a callback requests a stop, the run stops at the
         end of the step and saves, unless `debug.rollout_only` is set. `stopped` then has the reason.
@@ -161,7 +161,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Start the engines, then load the newest snapshot or checkpoint. If the run has neither,
-        run the SFT steps of the recipe, if it has any."""
+        run the recipe's SFT steps, if there are any."""
         self.snapshots.open(self.policy, self.critic)
         with self._progress(self.collector.start_text):
             self.collector.start(self.policy)
@@ -292,7 +292,7 @@ class Trainer:
         return console.progress(text) if self.is_main else nullcontext()
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
-        """Write rollouts/step_*.jsonl and, with `debug.save_rollouts`, the tensors. A collective."""
+        """Write rollouts/step_*.jsonl and, with `debug.save_rollouts`, all tensors. A collective."""
         numbers = [i for i, group in enumerate(groups) if is_held(group)]
         own = [groups[i] for i in numbers]
         texts = completions(own, self.plan.tokenizer)  # each rank decodes what it rolled out
@@ -321,8 +321,8 @@ class Trainer:
             self.stopped = stopped_at(request, self.step, is_saved=not recipe.debug.rollout_only)
 
     def _stops_before_training(self, step: int) -> bool:
-        """Return whether a signal stops the run, of which `step` steps are done, before this process
-        trains its first one."""
+        """Return whether a signal stops the run before this process runs a step; `stopped` is then
+        set to the reason. `step` is the number of steps that the run has done so far."""
         if step < self.plan.recipe.train.num_steps and (request := self._stop_request()):
             self.stopped = stopped_early(request, step)
         return bool(self.stopped)

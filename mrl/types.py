@@ -76,7 +76,7 @@ class RoutingTrace:
     """Number of leading rows that the engine computed again after it retracted the request. The
     log-probs of these tokens may be from before the retraction, with other routes."""
     expert_weights: Tensor | None = None
-    """f32[T-1, L, K]: gate weights (`rollout.return_routing_weights`); `meta` like `expert_ids`."""
+    """f32[T-1, L, K]: gate weights (`rollout.return_routing_weights`); `meta` if `expert_ids` is."""
 
     @property
     def num_rows(self) -> int:
@@ -242,7 +242,7 @@ class MicroBatch:
     entropy: Tensor | None = None
     """f32[N] in nats, with gradient: the current policy's entropy; set while the loss is computed."""
     nll_weight: Tensor | None = None
-    """f32[B]: weight of each sequence's log-likelihood term in the loss, normaliser included."""
+    """f32[B]: weight of each sequence's log-likelihood term in the loss, already normalised."""
     version: int | None = None
     """Version of the weights before the update; a token's staleness is `version - weight_versions`."""
     truncated: Tensor | None = None
@@ -252,7 +252,7 @@ class MicroBatch:
     bootstrap: Tensor | None = None
     """f32[B]: the critic's value after the last loss token of truncated samples, else 0."""
     sampling_mask: SamplingMask | None = None
-    """Tokens kept at each of the N positions, on the CPU, with `rollout.sampling_mask`; else None."""
+    """Tokens that `top_p` and `top_k` kept per position, on the CPU; None without sampling masks."""
 
     @property
     def num_tokens(self) -> int:
@@ -317,7 +317,7 @@ class LossOutput:
 
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""(function, arguments): another process of this machine calls the function to get u8[num_bytes]."""
+"""(function, arguments), to be called in another process of this machine; returns u8[num_bytes]."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +337,8 @@ class WeightBucket:
     shared_path: str | None = None
     """On CPUs: a file that begins with `flat` and that other processes of this user can map."""
     handles: tuple[Handle, ...] | None = None
-    """One handle for each rank of an engine, in rank order, which opens that rank's own copy of
-    `flat` (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
+    """One handle for each rank of an engine, in rank order. It opens that rank's own copy of `flat`
+    (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
     digest: dict[str, int] | None = None
     """Digests of the bucket's weights by module (`mrl.kernels.digest`), from before the trainer
     gathered and copied the weights, so that any later corruption is detected."""

@@ -1,8 +1,8 @@
 """A-3PO (arXiv 2512.06547; AReaL): decoupled PPO that approximates the proximal policy.
 
 It needs no forward pass for the proximal policy. Instead it interpolates the log-prob of a token
-between the policy that sampled the token and the current policy. The more versions old the token
-is, the closer the result is to the current policy. Dimension: N packed tokens.
+between the policy that sampled the token and the current policy. The older the version that sampled
+the token, the closer the result is to the current policy. Dimension: N packed tokens.
 """
 
 from __future__ import annotations

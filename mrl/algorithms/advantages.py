@@ -53,9 +53,9 @@ def group_normalised_turns(rewards: Rewards, config: AlgorithmConfig) -> list[Te
     """Compute `(r - mean) / std` for the turn rewards r of one group, with the mean and the std over
     all turns of all samples of the group.
 
-    Takes and returns f32[turns] for each sample that has a reward. The training loop later sums
-    these values over the turn of a token and all later turns, which gives the token's advantage.
-    This is GRPO with process supervision (arXiv 2402.03300 section 4.1.3).
+    Takes and returns f32[turns] for each sample that has a reward. The advantage of a token, which
+    the training loop computes later, is the sum of these values over the token's turn and all later
+    turns. This is GRPO with process supervision (arXiv 2402.03300 section 4.1.3).
     """
     (found,) = group_normalised([torch.cat(list(rewards))], config)
     return list(found.split([len(own) for own in rewards]))

@@ -1,5 +1,5 @@
-"""Sequence weights: the loss of a step is the sum of its token losses, each multiplied by the weight
-of its sequence.
+"""Sequence weights. The loss of a step is the sum of its token losses, where each token loss is
+multiplied by the weight of the token's sequence.
 
 The weights are already divided by the global normaliser: the number of loss tokens or samples of
 the optimizer step on all data-parallel ranks. It is counted before the step is split into
@@ -54,7 +54,8 @@ def weights_by(published: Aggregation, ratio: RatioKind = "token") -> SequenceWe
         max_response_len: int,
     ) -> Tensor:
         """Return the sequence weights f32[S] as `Algorithm.sequence_weights` specifies them. Raises
-        ValueError if the aggregation divides by `max_response_len` and that is below 1."""
+        ValueError if the aggregation divides by `max_response_len` but `max_response_len` is below
+        1."""
         kind = config.aggregation or published
         tokens = num_loss_tokens.double()
         if kind == "token_mean":

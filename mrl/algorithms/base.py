@@ -37,7 +37,8 @@ class SequenceWeights(Protocol):
         normaliser; 0 for a sequence without a loss token.
 
         num_loss_tokens: i64[S], the number of loss tokens of each sequence.
-        num_loss_tokens_total: their number in the optimizer step, on all data-parallel ranks.
+        num_loss_tokens_total: the number of loss tokens in the optimizer step, on all data-parallel
+        ranks.
         num_samples_total: the number of samples with at least one loss token in the optimizer step,
         on all data-parallel ranks.
         max_response_len: `rollout.max_response_len`, by which some aggregations divide.
@@ -87,8 +88,8 @@ class Algorithm(SequenceWeights, Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of an algorithm that the training loop needs. The docstring of each field names the
-    attribute of the algorithm's module that sets it."""
+    """Properties of an algorithm that the training loop needs. The docstring of each field names
+    the attribute in the algorithm's module that sets the field."""
 
     needs_critic: bool
     """`NEEDS_CRITIC`, by default False: whether token advantages come from a critic's values."""
@@ -115,7 +116,8 @@ class Traits:
     has none."""
     reads: frozenset[str] | None
     """`READS`: the fields of AlgorithmConfig that this algorithm reads and some other algorithms do
-    not. None if the module does not have the attribute; then unread fields are not reported."""
+    not. None if the module does not have the attribute; then a recipe may set fields that the
+    algorithm does not read."""
 
 
 def traits(algorithm: Algorithm) -> Traits:

@@ -29,8 +29,8 @@ _NOT_FOR_ALL = (
     "min_group_std",
     "advantage_eps",
 )
-"""Fields of AlgorithmConfig that not every algorithm reads. If an algorithm has `READS` and a field is
-not in it, the field must keep its default."""
+"""Fields of AlgorithmConfig that not every algorithm reads. If an algorithm has the attribute
+`READS`, a field that is not in `READS` must keep its default."""
 
 
 def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
@@ -59,8 +59,8 @@ def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
 def check_dual_clip(config: AlgorithmConfig, published_high: float | None) -> None:
     """Raise InputError if `config.dual_clip` is set but not above `1 + clip_high`.
 
-    `clip_high` is `config.clip_high`, or `published_high` if that is None. If both are None, nothing
-    is checked.
+    If `config.clip_high` is None, `published_high` takes its place. If both are None, nothing is
+    checked.
     """
     high = published_high if config.clip_high is None else config.clip_high
     if config.dual_clip is None or high is None or config.dual_clip > 1 + high:

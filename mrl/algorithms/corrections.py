@@ -5,8 +5,8 @@ Three log-probs of a token are compared: `old`, in the denominator of the import
 (`old_logprobs`, or the log-probs of a proximal policy); `rollout`, from the engine; and `logprobs`,
 from the current policy.
 
-`mrl.kernels.policy_loss` applies the importance weights. A mask sets the advantages of the tokens
-that it masks to 0. The policy objective of these tokens is then 0 and has no gradient, even if the
+`mrl.kernels.policy_loss` applies the importance weights. A mask selects tokens and sets their
+advantages to 0. The policy objective of a masked token is then 0 and has no gradient, even if its
 ratio is infinite.
 
 Dimensions: N packed tokens, B sequences.
@@ -63,8 +63,8 @@ def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:
 
 @dataclass(frozen=True)
 class _MaskInputs:
-    """What the masks are computed from: four tensors f32[N] without gradient, the loss mask bool[N],
-    and the sequence boundaries i32[B+1]."""
+    """The tensors from which masks are computed: four of f32[N] without gradient, the loss mask
+    bool[N], and the sequence boundaries `cu_seqlens`, i32[B+1]."""
 
     logprobs: Tensor
     old: Tensor
@@ -84,8 +84,8 @@ class _MaskInputs:
 def masked_advantages(
     logprobs: Tensor, old: Tensor, batch: MicroBatch, config: AlgorithmConfig
 ) -> tuple[Tensor, Statistics]:
-    """Return the advantage of each token, f32[N], set to 0 where any of `config.masks` masks the
-    token. Also return the statistics of the masks.
+    """Return the advantage of each token, f32[N], and the statistics of the masks. The advantage is
+    0 for a token that any of `config.masks` masks.
 
     logprobs, old: f32[N], the log-probs of the current policy and those in the denominator of the
     ratio. The statistic `mask/NAME` is the share of loss tokens that the mask NAME masks, even if
@@ -110,8 +110,8 @@ def masked_advantages(
 
 
 def token_advantages(batch: MicroBatch) -> Tensor:
-    """Return f32[N]: `batch.token_advantages`, or the advantage of each token's sequence if that is
-    None. Raises ValueError if `batch.advantages` is None too."""
+    """Return f32[N]: `batch.token_advantages`; if this is None, the advantage of each token's
+    sequence (`batch.advantages`). Raises ValueError if both are None."""
     if batch.token_advantages is not None:
         return batch.token_advantages
     lengths = batch.cu_seqlens.diff().long()

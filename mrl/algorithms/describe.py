@@ -42,9 +42,9 @@ def is_published_dppo(config: AlgorithmConfig) -> bool:
     """Return whether `config` is DPPO as published: CISPO's loss, token-level TIS weights, and
     DPPO's mask as the only mask.
 
-    DPPO bounds the ratio of the current policy to the engine. Here this ratio is the product of the
-    policy ratio (current to old policy) and the importance weight (old policy to engine). For both
-    factors the upper bound must be DPPO_BOUND.
+    DPPO bounds the ratio between a token's probabilities under the current policy and in the
+    engine. Here this ratio is the product of the policy ratio (current to old policy) and the
+    importance weight (old policy to engine). The upper bound of each factor must be DPPO_BOUND.
     """
     low, high = config.importance_low, config.importance_high
     return (

@@ -20,8 +20,8 @@ def with_entropy_bonus(
 ) -> LossOutput:
     """Subtract `config.entropy_coef` times the entropy from the loss in `output`.
 
-    The entropy is summed over all loss tokens with the weights that the tokens have in the loss.
-    Masks and importance weights do not affect it. The entropy of a token is that of the full,
+    The entropy is a sum over all loss tokens, in which each token has the same weight as in the
+    loss. Masks and importance weights do not affect it. The entropy of a token is that of the full,
     untruncated distribution at the sampling temperature. If the coefficient is 0, `output` is
     returned unchanged; otherwise raises ValueError if `batch.entropy` is None.
     """

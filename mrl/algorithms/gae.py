@@ -51,8 +51,8 @@ def token_advantages(
 
     values: f32[N], the critic's values. If all values are 0 and lambda is 1, the advantage of a
     token is the discounted sum of the rewards from this token to the end of its sequence.
-    sequence_rewards: f32[B], given at the last loss token of each sequence. They are not used if
-    `batch.token_rewards` is given.
+    sequence_rewards: f32[B], the reward of each sequence, which its last loss token gets. Not used
+    if `batch.token_rewards` is given.
     token_penalties: f32[N], subtracted from the reward of each loss token; None subtracts nothing.
     published: the lambdas that apply if the recipe sets none.
 

@@ -1,7 +1,7 @@
 """GSPO-token (arXiv 2507.18071 section 4.3): GSPO with token-level advantages.
 
-All tokens of a sequence have the value of the sequence's ratio, but the gradient of a token's ratio
-goes to the log-prob of this token only (eq. 14). If all tokens of a sequence have the same
+The ratio of every token has the value of its sequence's ratio, but it has a gradient only with
+respect to the log-prob of the token itself (eq. 14). If all tokens of a sequence have the same
 advantage, the loss and its gradient are the same as in GSPO. With `algorithm.turn_rewards` the
 advantages differ between turns, as in GRPO with process supervision (arXiv 2402.03300 section
 4.1.3).

@@ -35,11 +35,11 @@ def unbiased_kl(
     """Return two f64[] sums of the KL estimates of the loss tokens: first the KL term of the loss,
     with gradient, then the unweighted sum, without gradient.
 
-    The KL estimate of a token is `r * k3`, where `r` is the token's ratio of the current to the old
-    policy and has a gradient too. For tokens sampled from the old policy, the expectation of the
-    estimate is the KL, and the expectation of its gradient is the gradient of the KL
-    (DeepSeek-V3.2, arXiv 2512.02556). In the KL term, each estimate is multiplied by the weight of
-    its token (see `token_weights`), but not by `kl_coef`.
+    The KL estimate of a token is `r * k3`. Here `r` is the ratio of the token's probabilities under
+    the current and the old policy; the gradient also passes through `r`. For tokens sampled from
+    the old policy, the expectation of the estimate is the KL, and the expectation of its gradient
+    is the gradient of the KL (DeepSeek-V3.2, arXiv 2512.02556). In the KL term, each estimate is
+    multiplied by the weight of its token (see `token_weights`), but not by `kl_coef`.
 
     logprobs, old: f32[N], the log-probs of the current and the old policy. Raises ValueError if
     `batch.ref_logprobs` is None.
@@ -60,7 +60,7 @@ def reward_penalties(old: Tensor, batch: MicroBatch, config: AlgorithmConfig) ->
 
     old: f32[N], the policy's log-probs before the update, without gradient. Raises ValueError if
     `batch.ref_logprobs` is None, or if the estimator is not k1, k2 or k3: the other estimators
-    differ from these only in the gradient, and a reward has none.
+    differ from k1, k2 and k3 only in the gradient, and a reward has no gradient.
     """
     if batch.ref_logprobs is None:
         raise ValueError("MicroBatch.ref_logprobs: got None, expected f32[N]: the KL needs it")

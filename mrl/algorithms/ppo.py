@@ -45,7 +45,7 @@ def loss(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOu
 def critic_policy_loss(
     logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig, low: float, high: float
 ) -> LossOutput:
-    """Compute PPO's loss. The recipe's clip range applies, or else 1 - `low` to 1 + `high`.
+    """Compute PPO's loss. If the recipe does not set the clip range, it is 1 - `low` to 1 + `high`.
 
     Raises ValueError if `batch.old_logprobs` or `batch.token_advantages` is None.
     """

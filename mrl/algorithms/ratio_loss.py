@@ -47,13 +47,13 @@ def ratio_loss(
     clip: how the ratio is bounded.
     old: f32[N], the log-probs in the denominator of the ratio; None takes `batch.old_logprobs`.
     importance: the importance weight; None takes the recipe's, if there is one. It corrects for the
-    difference between `old` and `batch.rollout_logprobs`, the log-probs of the policy that sampled
-    the token, even if that was an older version.
+    difference between `old` and `batch.rollout_logprobs`, which are the log-probs of the policy
+    that sampled the tokens. That policy may be an older version.
 
-    The tokens have the same weights in the KL term as in the rest of the loss, but masks and
-    importance weights do not affect it. Statistics: `ratio/...`; `mask/...`; `kl/ref`, the mean KL
-    estimate over loss tokens; `importance/mean`, the mean importance weight after bounding; and
-    `importance/clip_frac`, the share of importance weights that were out of range.
+    In the KL term, tokens have the same weights as in the rest of the loss, but masks and
+    importance weights do not affect the KL term. Statistics: `ratio/...`; `mask/...`; `kl/ref`, the
+    mean KL estimate over loss tokens; `importance/mean`, the mean importance weight after bounding;
+    and `importance/clip_frac`, the share of importance weights that were out of range.
 
     Raises ValueError if log-probs or advantages that are needed are None.
     """

@@ -21,8 +21,8 @@ def has_signal(rewards: Tensor) -> bool:
 
 
 def part_means(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return the metric `rewards/NAME/mean` for every part NAME of the rewards: the mean of the part
-    over all samples in which it is not NaN."""
+    """Return the metric `rewards/NAME/mean` for every reward part NAME: the mean of the part over
+    all samples for which its value is not NaN."""
     found: dict[str, list[Tensor]] = {}
     for group in groups:
         for name, values in (group.reward_parts or {}).items():

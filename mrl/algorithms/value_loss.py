@@ -1,5 +1,5 @@
-"""The loss of the critic: the squared difference between its values and the returns. The difference
-between a value and the same value before the update can be clipped.
+"""The loss of the critic: the squared difference between its values and the returns. A clip can
+limit how far each value moves from what it was before the update.
 
 Dimensions: N packed tokens and B sequences of a micro-batch.
 """

@@ -14,7 +14,8 @@ from mrl.errors import InputError
 from mrl.run.source import read_source
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Either `{"optimizer.lr": 1e-6}`, or `["optimizer.lr=1e-6"]` as on the command line."""
+"""Overrides of keys: either a mapping `{"optimizer.lr": 1e-6}`, or a list `["optimizer.lr=1e-6"]`
+as on the command line."""
 
 
 def load_recipe(

@@ -36,7 +36,8 @@ class TrainResult:
     folder: Path
     """The run folder, with `metrics.jsonl`, `rollouts/`, `checkpoints/` and more."""
     stopped: str
-    """Why the run stopped before its last step (a callback, a signal); empty if all steps are done."""
+    """Why the run stopped before its last step, for example because of a callback or a signal;
+    empty if all steps are done."""
     metrics: list[dict[str, Any]]
     """The rows of metrics.jsonl, one per step, including the steps before this call. Values that
     are not finite are None."""
@@ -116,8 +117,9 @@ def _session() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one CPU thread inside the `with` block, unless OMP_NUM_THREADS is set; a run may
-    choose another number (mrl/system/threads.py). Restores the old number at the end."""
+    """Compute with one CPU thread inside the `with` block, unless OMP_NUM_THREADS is set. A run
+    inside the block may still choose another number of threads (mrl/system/threads.py). The number
+    from before the block is restored at its end."""
     before = torch.get_num_threads()
     changed = compute_with_one_thread()
     try:

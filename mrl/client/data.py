@@ -22,7 +22,7 @@ class Datum:
     the loss."""
 
     tokens: Ids
-    """i64[T], T at least 2."""
+    """The token ids i64[T] of the sequence, with T at least 2."""
     weights: Numbers | None = None
     """f32[T]: the weight of each token in `cross_entropy`; None gives every token the weight 1."""
     advantages: Numbers | None = None
@@ -48,22 +48,24 @@ class Datum:
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer to a prompt."""
+    """One answer that the engine sampled for a prompt."""
 
     id: str
     prompt: NDArray[np.int64]
-    """i64[P]."""
+    """i64[P]: the token ids of the prompt."""
     tokens: NDArray[np.int64]
-    """i64[C]: the answer without the prompt."""
+    """i64[C]: the token ids of the answer, without the prompt."""
     logprobs: NDArray[np.float32]
     """f32[C]: the engine's log-probs of `tokens`, at the sampling temperature."""
     version: int
     """The version of the weights that sampled the answer."""
     stop_reason: str
-    """`stop` or `length`."""
+    """Why the answer ended: `stop` (at an end-of-sequence token or a stop string or token) or
+    `length` (at the maximum number of tokens)."""
 
     def datum(self, advantage: float, weight: float = 1.0, *, replay: bool = True) -> Datum:
-        """Return a datum that trains every token of the answer with this advantage.
+        """Return a `Datum` of prompt and answer, in which every token of the answer has this
+        advantage and no token of the prompt is in the loss.
 
         `replay`: the trainer replays the engine's routes. Set it to False in a session with
         moe.routing_replay=off, because such a session does not keep the routes.

@@ -37,7 +37,7 @@ class PassResult(NamedTuple):
     """The result of `forward_backward`."""
 
     loss: float
-    """The sum of the losses of all sequences."""
+    """The loss, summed over all sequences."""
     logprobs: list[NDArray[np.float32]]
     """The current log-probs f32[T] of each sequence; 0 for tokens that are not in the loss."""
     metrics: dict[str, float]
@@ -62,7 +62,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class Future(Generic[T]):
-    """The result of an operation that was posted and may still be in the queue."""
+    """Represents the result of an operation that was posted and may still be in the queue."""
 
     def __init__(
         self, client: ControlClient, session: str, operation: str, read: Callable[[Any], T]
@@ -163,7 +163,7 @@ class Session:
     def forward_backward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", **options: float
     ) -> Future[PassResult]:
-        """Compute a loss and add its gradients to the gradients accumulated since the last
+        """Compute a loss. Its gradients are added to the gradients of earlier calls since the last
         optimizer step.
 
         `loss` is cross_entropy, importance_sampling, ppo or cispo. `options` are clip_low,

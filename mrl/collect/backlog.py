@@ -27,8 +27,8 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
-"""If a step draws a prompt more than once, the number of earlier draws, shifted left by this many bits,
-is added to the seed. So the seed differs from the seeds of all steps."""
+"""If a step draws a prompt more than once, the number of earlier draws, shifted left by this many
+bits, is added to the prompt's seed. The prompt's seed thus differs from the seeds of all steps."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class StepPrompts:
 def fresh_prompts(
     prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, first_id: int
 ) -> StepPrompts:
-    """Return another round of a step, which ends when the groups of all these prompts are complete.
-    Group i has the id `first_id + i`."""
+    """Return the prompts of another round of a step. The round ends when the groups of all
+    `prompts` are complete. Group i has the id `first_id + i`."""
     started = _fresh(prompts, samples_per_prompt, seed)
     numbered = [_numbered(one, first_id + i) for i, one in enumerate(started)]
     return StepPrompts(numbered, len(numbered), is_long_round=False, remaining=[])
@@ -97,8 +97,9 @@ def left_over(
     """Return the prompts that go into the backlog: those in `prompts.started` without a group in
     `trained`.
 
-    `partial` has the unfinished groups of these prompts. It is not used if `policy` is `defer`.
-    Otherwise, raises ValueError unless its ids are exactly those that are missing in `trained`.
+    `policy` is `rollout.partial_rollouts`. With `defer`, the prompts start again without tokens.
+    Otherwise they keep the tokens of their unfinished groups, which are in `partial`; raises
+    ValueError unless `partial` has exactly the groups that are missing in `trained`.
     """
     done = {group.samples[0].group_id for group in trained}
     left = {group_id: one for group_id, one in enumerate(prompts.started) if group_id not in done}
@@ -176,13 +177,13 @@ class Backlog:
 
     def records(self, groups: Sequence[SampleGroup]) -> list[PendingPrompt]:
         """Return the backlog as pending prompts for a checkpoint. `groups` are the groups of the
-        backlog, with the tokens and routes from all ranks."""
+        backlog in order, with the tokens and routes that other ranks hold."""
         pairs = zip(groups, self.waiting, strict=True)
         return [PendingPrompt(group, one.seed) for group, one in pairs]
 
     def take_up(self, waiting: Iterable[PendingPrompt]) -> list[PendingPrompt]:
-        """Fill the backlog with the pending prompts of a checkpoint, and return those that do not
-        belong in a backlog.
+        """Fill the backlog with the pending prompts of a checkpoint. Return those that do not
+        belong in it: prompts without a seed, and with `rollout.partial_rollouts: drop` all prompts.
 
         The recipe may have changed. A prompt whose partial rollout does not fit the recipe starts
         again without tokens.
@@ -200,8 +201,8 @@ class Backlog:
 
 
 def older_tokens(groups: Sequence[SampleGroup], version: int) -> dict[str, float]:
-    """Return metrics: the number of samples from more than one version, and the share of loss tokens
-    that were sampled by weights older than `version`."""
+    """Return two metrics: the number of samples whose tokens come from more than one version of the
+    weights, and the share of loss tokens that weights older than `version` sampled."""
     samples = [sample for group in groups for sample in group.samples]
     older = sum(
         int(sample.loss_mask[span.start : span.end].sum())

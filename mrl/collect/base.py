@@ -22,8 +22,8 @@ Assigned = TypeVar("Assigned", bound="Assignment")
 
 
 class Assignment(Protocol):
-    """A request to a pool, and its results: the groups of a round's prompts, or of the evaluation
-    sets."""
+    """A request to a pool to generate and score groups, and the results of the request. The groups
+    are those of a round's prompts, or those of all evaluation sets."""
 
     @property
     def scored(self) -> Sequence[Scored | None]:
@@ -40,7 +40,7 @@ class Pool(Protocol[Assigned]):
     """
 
     start_text: str
-    """A phrase that describes `start` on the terminal."""
+    """The text that the terminal shows while `start` runs."""
 
     def start(self, policy: Policy) -> None:
         """Start the engines. Afterwards the policy is on the device."""
@@ -72,13 +72,14 @@ class Pool(Protocol[Assigned]):
         """Generate the samples of one round's assignments, or wait until they are generated. `clock`
         times this as `rollout`.
 
-        Returns False if some are not generated yet, because an engine was lost or needs newer weights
-        first.
+        Returns False if some samples are not generated yet, because an engine was lost or needs
+        newer weights first.
         """
         ...
 
     def gather(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the groups. On rank 0 they have the tokens and routes that other ranks hold."""
+        """Return `groups`. On rank 0, the returned groups also have the tokens and routes that
+        other ranks hold."""
         ...
 
     def statistics(self, groups: Sequence[SampleGroup], step: int) -> Statistics:
@@ -86,11 +87,11 @@ class Pool(Protocol[Assigned]):
         ...
 
     def engine_spans(self) -> Sequence[Sequence[tuple[float, float, str]]]:
-        """See `Collector.engine_spans`."""
+        """Return each engine's time spans since the last call (see `Collector.engine_spans`)."""
         ...
 
     def close(self) -> None:
-        """Leave no process behind. Safe to call twice, and after a failure."""
+        """End all processes of the pool. May be called twice, and after a failure."""
         ...
 
 
@@ -107,7 +108,7 @@ class StepSchedule(Protocol):
         ...
 
     def wait_for_room(self, step: int, clock: Clock) -> None:
-        """Wait until the engines can receive the weights of `step`, which has begun."""
+        """Wait until the engines can receive the weights of `step`. The step has already begun."""
         ...
 
     def state_dict(self, step: int) -> dict[str, Any]:

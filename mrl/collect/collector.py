@@ -72,7 +72,7 @@ class Collector:
         self.plan, self.mesh, self._folder = plan, mesh, folder
         self.supply, self.pool, self.schedule = supply, pool, schedule
         self.start_text = pool.start_text
-        """A phrase that describes `start` on the terminal."""
+        """The text that the terminal shows while `start` runs."""
         self.groups: list[SampleGroup] = []
         """The step's groups in prompt order, with rewards."""
         self.evaluation: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Collector:
 
     @property
     def is_over(self) -> bool:
-        """Whether all rounds that have begun are generated and scored."""
+        """Whether the samples of all rounds that have begun are generated and scored."""
         return self.round is None
 
     def sync(self, policy: Policy, version: int) -> None:
@@ -130,8 +130,8 @@ class Collector:
 
     @phase("score")
     def score(self, clock: Clock) -> None:
-        """If the current round is generated, share its groups and rewards with all ranks, which `clock`
-        times as `score`. Dynamic sampling may then begin another round."""
+        """If the samples of the current round are generated, share its groups and rewards with all
+        ranks; `clock` times this as `score`. Dynamic sampling may then begin another round."""
         ended = self.round
         assert ended is not None
         if not ended.is_generated:
@@ -191,7 +191,7 @@ class Collector:
         return self.pool.engine_spans()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON-serializable state, on rank 0: position in the data and pending prompts."""
+        """Return the position in the data and the pending prompts, in JSON types, on rank 0."""
         return self.schedule.state_dict(self._step)
 
     def load_state_dict(
@@ -221,7 +221,7 @@ class Collector:
             )
 
     def close(self) -> None:
-        """Leave no process behind. Safe to call twice, and after a failure."""
+        """End all processes of the engines and rewards. May be called twice, and after a failure."""
         self.pool.close()
 
 
@@ -240,5 +240,6 @@ def evaluate(
 
 
 def as_statistics(numbers: Mapping[str, float]) -> Statistics:
-    """Convert numbers that are the same on every rank to statistics."""
+    """Convert numbers to statistics. The numbers must be the same on every rank, because the
+    maximum over the ranks is reported."""
     return {key: Max(torch.tensor(value, dtype=torch.float64)) for key, value in numbers.items()}

@@ -1,8 +1,8 @@
 """Holds a conversation as token ids. Training uses the engine's token ids and never re-tokenizes
 text.
 
-A conversation grows by completions of an engine, whose tokens are loss tokens, and by tokens of a
-tool, an environment or a template, which are not. The engine receives only token ids.
+A conversation grows by completions of an engine, and by tokens of a tool, an environment or a
+template. Only the tokens of completions are loss tokens. The engine receives only token ids.
 
 Dimensions: P prompt tokens, T all tokens so far, R rows of routes so far, L MoE layers, K experts.
 """
@@ -64,9 +64,9 @@ class Conversation:
         """Append a completion as the policy's next turn. An aborted completion ends the
         conversation.
 
-        Raises ValueError if the completion has no tokens although it was not aborted, if its spans
-        do not cover exactly its tokens, or if it has routes and the earlier turns do not, or the
-        reverse.
+        Raises ValueError if the completion has no tokens although it was not aborted, if its
+        version spans do not cover exactly its tokens, or if its routes have the wrong number of
+        rows. Also raises ValueError if only some turns of the conversation have routes.
         """
         new = completion.output_ids
         if completion.finish_reason == "abort" and not len(new):

@@ -16,8 +16,9 @@ from mrl.config import RolloutConfig
 from mrl.types import Prompt, SampleGroup
 
 ROUND_SHIFT = 56
-"""The number of earlier rounds, shifted left by this many bits, is added to a round's seed. So the seed
-differs from all seeds of steps and of prompts that a step draws twice."""
+"""The number of earlier rounds, shifted left by this many bits, is added to a round's seed. The
+seed thus differs from the seeds of all steps, and from the seeds of prompts that a step draws
+twice."""
 
 
 class DynamicSampling:

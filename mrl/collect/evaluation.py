@@ -29,10 +29,12 @@ from parallel.mesh import Mesh
 def finish_evaluation(
     plan: Plan, mesh: Mesh, folder: RunFolder, version: int, scored: Sequence[Scored | None]
 ) -> dict[str, float]:
-    """Return `eval/NAME/...` on every rank; rank 0 writes the samples. A collective.
+    """Return the metrics `eval/NAME/...` of each evaluation set NAME, on every rank. Rank 0 writes
+    the metrics and the samples to the run folder. A collective.
 
-    `version` is the version of the weights. `scored` has this rank's results of each set, or None
-    if this rank has none. Raises RunFailed if more than 5% of a set's rewards failed.
+    `version` is the version of the weights. `scored` has one entry for each set: this rank's
+    results, or None if this rank has none. Raises RunFailed if more than 5% of the samples of a set
+    could not be scored.
     """
     metrics: dict[str, float] = {}
     lines: list[bytes] = []
@@ -49,13 +51,13 @@ def finish_evaluation(
 
 
 def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return the metrics of a set.
+    """Return the metrics of one evaluation set, computed from its scored `groups`.
 
-    `avg@k` is the mean over prompts of the mean reward of a prompt's samples. `avg@k_stderr` is its
-    standard error over prompts. `pass@k` (arXiv 2107.03374 eq. 1, unbiased) is the mean over
-    prompts with at least k scored samples. `unscored` counts samples without a reward, which
-    `avg@k` and `pass@k` leave out. `truncated` is the share of samples that reached the length
-    limit.
+    `avg@k` is the mean over prompts of the mean reward of a prompt's samples. `avg@k_stderr` is the
+    standard error of this mean over prompts. `pass@k` (arXiv 2107.03374 eq. 1, unbiased) is the
+    mean over prompts with at least k scored samples. `unscored` counts samples without a reward,
+    which `avg@k` and `pass@k` leave out. `truncated` is the share of samples that reached the
+    length limit.
     """
     prefix, k_max = f"eval/{eval_set.config.name}/", eval_set.config.samples_per_prompt
     scored = []

@@ -48,7 +48,8 @@ class _Episode:
 
 
 class MultiTurnRollout:
-    """Generates one engine's part of a step as conversations: a `mrl.collect.task.Rollout`."""
+    """Generates the conversations of one engine's part of a step. It is a
+    `mrl.collect.task.Rollout`."""
 
     def __init__(
         self,

@@ -16,8 +16,9 @@ from parallel.mesh import Mesh
 
 
 class PromptSupply:
-    """Holds the position in the data, prompts to be drawn again, and the backlog. All ranks have
-    the same state, so they make the same choices without communication."""
+    """Holds the position in the data, the prompts that are to be drawn again, and the backlog of
+    prompts that earlier steps did not finish. All ranks have the same state, so they make the same
+    choices without communication."""
 
     def __init__(self, plan: Plan) -> None:
         recipe = plan.recipe
@@ -38,8 +39,8 @@ class PromptSupply:
         return self.backlog.begin_step(self.draw, step_seed(self._seed, step))
 
     def take_up(self, waiting: list[PendingPrompt]) -> list[PendingPrompt]:
-        """Put the pending prompts of a checkpoint into the backlog or, if their samples are generated
-        again, into `first`. Return those in `first`."""
+        """Put the pending prompts of a checkpoint into the backlog or, if their samples are
+        generated again, into `first`. Return those that were put into `first`."""
         rest = self.backlog.take_up(waiting)
         self.first = [*(one.group.prompt for one in rest), *self.first]
         return rest

@@ -22,7 +22,8 @@ class SavedCollector:
     function.
 
     It has the methods of `Collector`. Each rank keeps the tokens and routes of some groups, as if
-    it had generated them, and only outlines (`mrl.run.rollouts.outline`) of the other groups.
+    it had generated them. Of the other groups it keeps outlines, whose tensors have a shape but no
+    content (`mrl.run.rollouts.outline`).
     """
 
     start_text = "opening the saved rollouts"
@@ -36,13 +37,15 @@ class SavedCollector:
         self.groups: list[SampleGroup] = []
         self.evaluation: dict[str, float] = {}
         self._state: dict[str, Any] = {}
-        """The state of the collector that drew the run's prompts; it is saved again unchanged."""
+        """The state that was loaded from a checkpoint. It comes from the collector that drew the
+        prompts of the run, and is saved again unchanged."""
 
     def start(self, policy: Policy) -> None:
         """Do nothing: there is no engine to start."""
 
     def begin(self, step: int, clock: Clock) -> None:
-        """Read the groups of a step. Raises InputError if a sampling mask is missing."""
+        """Read the groups of a step. Raises InputError if a sample lacks a sampling mask although
+        `rollout.sampling_mask` is set."""
         begin_step(step)
         self.groups = []  # releases the groups of the last step before others are read
         with phase("rollout"), clock.part("sync"), clock.part("score"), clock.part("rollout"):

@@ -66,8 +66,8 @@ class Scoring:
             self.environments.reset_counts()
 
     def episodes(self) -> ConcurrentEpisodes | None:
-        """Return an object that runs the environments of one group while other groups are running;
-        None if the recipe has no environment."""
+        """Return an object that runs the episodes of one group, while the episodes of other groups
+        also run. Return None if the recipe has no environment."""
         return None if self.environments is None else ConcurrentEpisodes(self.environments)
 
     def begin(self, group: SampleGroup) -> None:
@@ -99,8 +99,9 @@ class Scoring:
     def score(self, group: SampleGroup) -> tuple[SampleGroup, int]:
         """Score one group. Return the group and the number of samples that could not be scored.
 
-        Any thread may call this. The groups do not belong to a step yet, so failures are counted and
-        limited over periods of as many samples as a step has.
+        Any thread may call this. The group does not belong to a step yet. The limit of 5% failures
+        therefore applies to each period in which as many samples are scored as a step has;
+        RunFailed is raised if it is exceeded.
         """
         return self._thread.submit(self._score, group).result()
 
@@ -132,7 +133,7 @@ class Scoring:
         return self._runners.get(prompt.reward)
 
     def close(self) -> None:
-        """Leave no process behind. Harmless when repeated."""
+        """End the processes of the rewards and environments. May be called more than once."""
         for runner in self._runners.values():
             runner.close()
         if self.environments is not None:

@@ -40,7 +40,7 @@ def is_finished(group: SampleGroup) -> bool:
 
 
 class SingleTurnRollout:
-    """Generates one engine's part of a step, with one completion per sample: a
+    """Generates one engine's part of a step, with one completion per sample. It is a
     `mrl.collect.task.Rollout`."""
 
     def __init__(
@@ -65,8 +65,8 @@ class SingleTurnRollout:
         partial sample has no room for another token, which happens when a run continues with shorter
         limits, it ends with the finish reason `length`.
 
-        `on_sample(group, k)` is called when sample k of a group is complete and the group is not.
-        `options` are passed on to `PolicyEndpoint.generate`.
+        `on_sample(group, k)` is called when sample k of a group is complete but other samples of
+        the group are not. `options` are passed on to `PolicyEndpoint.generate`.
         """
         self._groups = {group.samples[0].group_id: group for group in groups}
         seeds = [seed] * len(groups) if isinstance(seed, int) else seed
@@ -153,8 +153,8 @@ class SingleTurnRollout:
 
 
 def _remaining(sampling: SamplingParams, num_done: int, room: int) -> SamplingParams:
-    """Return the parameters for adding at most `room` tokens to a sample with `num_done` generated
-    tokens."""
+    """Return the sampling parameters with which the engine adds at most `room` tokens to a sample
+    that already has `num_done` generated tokens."""
     if not num_done:
         return sampling  # unchanged, so that the engine refuses a prompt that is too long
     at_least = min(room, max(0, sampling.min_new_tokens - num_done))

@@ -33,7 +33,7 @@ Rollout = SingleTurnRollout | MultiTurnRollout
 
 
 class Scored(Protocol):
-    """The groups that were generated and scored for a step or an evaluation set."""
+    """The results of generating and scoring the groups of a step or of an evaluation set."""
 
     def finish(self) -> tuple[list[SampleGroup], int]:
         """Return the complete groups with their rewards, in the order of their ids, and the number
@@ -54,7 +54,7 @@ class Task:
     rollout: Rollout
     scoring: Scoring
     clock_name: str
-    """The part of the step's clock that times the generation."""
+    """The name under which the step's clock times the generation: `rollout` or `eval`."""
     keeps_routes: bool = True
     """Whether complete groups keep their routes. They are large, and evaluations do not need
     them."""
@@ -92,7 +92,8 @@ class Task:
 
 
 class EngineTasks:
-    """Makes the tasks of one engine, for steps and for evaluation sets, and owns their scoring."""
+    """Makes the tasks of one engine, for steps and for evaluation sets. It owns the processes that
+    score their groups."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class EngineTasks:
         )
 
     def close(self) -> None:
-        """Leave no process behind. Harmless when repeated."""
+        """End the processes of the rewards and environments. May be called more than once."""
         for scoring in (self.scoring, *self._of_sets.values()):
             scoring.close()
 
@@ -197,8 +198,8 @@ def _without_routes(group: SampleGroup) -> SampleGroup:
 
 
 def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[SampleGroup]:
-    """Return the scored groups of all ranks. A rank has the tokens of its own groups, and outlines
-    (`mrl.run.rollouts.outline`) of all others.
+    """Return the scored groups of all ranks. A rank has the tokens of its own groups. Of the other
+    groups it has outlines, whose tensors have a shape but no content (`mrl.run.rollouts.outline`).
 
     A collective. Raises RunFailed if too many samples could not be scored. The limit is a share of
     the samples of a whole step, even if this round has fewer samples.
@@ -218,15 +219,15 @@ def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[Samp
 
 
 def share_partial(scored: Scored | None, mesh: Mesh) -> list[SampleGroup]:
-    """Return the partial groups of all ranks. A rank has the tokens of its own groups, and outlines
-    of all others. A collective."""
+    """Return the partial groups of all ranks. A rank has the tokens of its own groups. Of the other
+    groups it has outlines, whose tensors have a shape but no content. A collective."""
     partial = [] if scored is None else scored.partial
     return partial if mesh.dims.world == 1 else _share_outlines(partial, mesh)
 
 
 def _share_outlines(local: list[SampleGroup], mesh: Mesh) -> list[SampleGroup]:
-    """Return the groups of all ranks, in the order of the ranks. Ranks without groups send
-    nothing."""
+    """Return the groups of all ranks, in the order of the ranks. Groups of other ranks are outlines
+    without tokens and routes. Ranks without groups send nothing."""
     mine = encode_groups(local, with_routes=False, with_tokens=False) if local else b""
     everything: list[SampleGroup] = []
     for rank, part in enumerate(share_bytes(mine)):

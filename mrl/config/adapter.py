@@ -75,8 +75,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """The limits of the adapters that an engine supports. The engine reserves memory for the
-    largest adapter that these limits allow."""
+    """Limits on the adapters that an engine accepts. The engine reserves memory for the largest
+    adapter that these limits allow."""
 
     rank: int
     modules: tuple[str, ...]
@@ -140,8 +140,8 @@ class AdapterLimits:
 
 
 def lora_name(hf_name: str, matrix: Literal["A", "B"]) -> str:
-    """Return PEFT's name for the LoRA matrix `A` or `B` of the weight `hf_name`, such as
-    `model.layers.0.self_attn.q_proj.weight`.
+    """Return PEFT's name for a LoRA matrix. `hf_name`: the Hugging Face name of the adapted weight,
+    such as `model.layers.0.self_attn.q_proj.weight`. `matrix`: `A` or `B`.
 
     For a matrix that all experts share, `hf_name` has no expert number, and neither has the result:
     `...mlp.experts.gate_proj.lora_A.weight`.

@@ -23,11 +23,12 @@ class MaskConfig(Branch):
     `token_mask` masks a token if this ratio is outside [low, high]; the other tokens are not
     reweighted (IcePop, which reweights them, is `importance: mis`). `sequence_mask` masks a
     sequence if the geometric mean of its tokens' ratios is outside [low, high]. `opsm`
-    (DeepSeek-V3.2, arXiv 2512.02556) masks the tokens with a negative advantage of a sequence whose
-    mean of rollout log-prob minus current log-prob is above high. `dppo` (arXiv 2602.04879, binary
-    TV) compares the current probability of a token with the engine's probability. It masks a token
-    with a positive advantage if the probability has increased by more than high, and a token with a
-    negative advantage if it has decreased by more than low."""
+    (DeepSeek-V3.2, arXiv 2512.02556) applies to sequences in which the rollout log-prob exceeds the
+    current log-prob by more than high on average, and masks their tokens with a negative advantage.
+    `dppo` (arXiv 2602.04879, binary TV) compares the current probability of a token with the
+    engine's probability. It masks a token with a positive advantage if the probability has
+    increased by more than high, and a token with a negative advantage if it has decreased by more
+    than low."""
     low: float | None = Field(default=None, ge=0)
     """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask` and 0.15 for
     `dppo`; `opsm` has no lower bound."""
@@ -117,10 +118,11 @@ class AlgorithmConfig(Branch):
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""
 
     advantage_eps: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation by which rewards, or whitened token advantages, are divided."""
+    """Added to the standard deviation by which rewards are divided (and token advantages, if they
+    are whitened)."""
     min_group_std: float = Field(default=1e-3, ge=0)
-    """Lower bound of the standard deviation by which rewards, or whitened token advantages, are
-    divided, so that nearly equal rewards do not give huge advantages."""
+    """Lower bound of the standard deviation by which rewards are divided (and token advantages, if
+    they are whitened). It prevents nearly equal rewards from giving huge advantages."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups from other prompts (DAPO, arXiv
     2503.14476)."""
@@ -139,18 +141,18 @@ class AlgorithmConfig(Branch):
     lam_alpha: float = Field(default=0.05, gt=0)
     """The factor `lam_alpha` in the formula of the adaptive lambda (see `lam`)."""
     lam_critic: float | None = Field(default=None, ge=0, le=1)
-    """GAE's lambda for the critic's returns. Null takes the policy's lambda for ppo (0.95 if that
-    is adaptive), and 1 for vapo."""
+    """GAE's lambda for the critic's returns. Null takes 1 for vapo, and for ppo the policy's lambda
+    (0.95 if the policy's lambda is adaptive)."""
     whiten: bool | None = None
     """Whiten the token advantages to mean 0 and variance 1 over the step; only for algorithms with
     a critic. Null takes the algorithm's published choice."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """Clip range of the value loss: how far a value may move from the critic's value before the
-    update. Null turns the clipping off."""
+    """Clip range of the value loss: how far a value may move away from the value that the critic
+    predicted before the update. Null turns the clipping off."""
     proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
-    """A-3PO's proximal policy for tokens that the current weights sampled: the policy that sampled
-    them (`rollout`, as in AReaL's code), or the current policy itself, so that such tokens are
-    never clipped (`policy`, as in the paper)."""
+    """Which policy A-3PO takes as the proximal policy for a token that the current weights sampled.
+    `rollout` (AReaL's code): the policy that sampled the token. `policy` (the paper): the current
+    policy itself, so that such a token is never clipped."""
     bootstrap_truncated: bool = False
     """For a truncated response, GAE uses the critic's value of the state after its last token
     instead of 0, because the response would have continued."""
@@ -158,5 +160,5 @@ class AlgorithmConfig(Branch):
     """Credit each reward of an environment at the last token of the turn that earned it, instead of
     crediting their sum at the last token of the sample."""
     nll_coef: float | None = Field(default=None, ge=0)
-    """Weight of VAPO's log-likelihood term, which is over samples with a positive reward; null
+    """Weight of VAPO's log-likelihood term, which uses only samples with a positive reward; null
     takes the published value."""

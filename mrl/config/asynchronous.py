@@ -63,6 +63,7 @@ class AsyncConfig(WorkerConfig):
 
     @property
     def staged_versions(self) -> int:
-        """Number of weight versions for which a worker reserves host memory: 2 if engines run
-        freely (the engine's version and the next one), otherwise max_staleness, but at least 1."""
+        """Number of weight versions for which a worker reserves host memory. It is 2 if engines run
+        freely (the engine's version and the next version), and otherwise the larger of 1 and
+        max_staleness."""
         return 2 if self.is_free else max(1, self.max_staleness)

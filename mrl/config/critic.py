@@ -13,8 +13,8 @@ class CriticConfig(Branch):
     value head. Null takes model.path. The critic's vocabulary must contain the policy's vocabulary."""
     lr: float = Field(default=1e-5, gt=0)
     """Learning rate of the critic's own optimizer. All other settings, including warm-up and decay,
-    are those of the policy's optimizer. The decay ends at the same fraction of the learning rate as
-    the policy's."""
+    are those of the policy's optimizer. With a decay, the critic's learning rate ends at `critic.lr
+    x optimizer.min_lr / optimizer.lr`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of rollout steps at the start in which only the critic is trained; VAPO (arXiv
     2504.05118) uses 50."""

@@ -107,8 +107,8 @@ class DataConfig(Branch):
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The `sources`, or `path` as the only source. Keys that a source does not set are filled in
-        from this DataConfig."""
+        """The `sources` or, if there are none, one source with the key `path`. Keys that a source
+        does not set are filled in from this DataConfig."""
         sources = self.sources or (SourceConfig(path=self.path or ()),)
         return tuple(
             source.model_copy(
@@ -124,13 +124,14 @@ class DataConfig(Branch):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the sources have weights, by which their prompts are mixed."""
+        """Whether the sources have weights. If so, the weights determine the share of prompts from
+        each source."""
         return any(source.weight is not None for source in self.sources)
 
     @property
     def rewards(self) -> dict[str, Rewards]:
-        """The rewards of the sources that have their own reward, by the line that `describe_rewards`
-        returns for the reward. `Prompt.reward` holds such a line."""
+        """The rewards that are set in the sources. Each key is the line of text that
+        `describe_rewards` returns for the reward; `Prompt.reward` contains the same line."""
         own = (source.reward for source in self.sources if source.reward is not None)
         return {describe_rewards(reward): reward for reward in own}
 

@@ -44,8 +44,8 @@ class Key:
     meaning: str
     """The docstring of the field, as one line."""
     branches: tuple[type[Branch], ...]
-    """The `Branch` classes in the type of the value: alone, in a list, or as an alternative to
-    null."""
+    """The `Branch` classes (classes for sections of a recipe) that occur in the type of the value,
+    for example in a list or as an alternative to null."""
     is_section: bool
     """Whether the key is a section: its value is a mapping of other keys, never a string or a list."""
 
@@ -56,8 +56,8 @@ def keys_of_branch(branch: type[Branch]) -> list[Key]:
 
 
 def about_section(key: Key) -> list[str]:
-    """Return the docstrings of a section's class and of its field, each as one line; docstrings that
-    do not exist are left out."""
+    """Return the docstrings of a section: that of its class and that of its field, each as one
+    line. A docstring that does not exist is left out."""
     docs = [inspect.getdoc(branch) if branch.__doc__ else None for branch in key.branches]
     return [" ".join(part.split()) for part in (*docs, key.meaning) if part]
 
@@ -140,16 +140,16 @@ def _yaml(value: Any) -> str:
 
 
 def _branches(annotation: Any) -> list[type[Branch]]:
-    """Return the `Branch` classes in a field's type: alone, in a tuple, or as an alternative to
-    None."""
+    """Return the `Branch` classes that occur in a field's type, for example in a tuple or as an
+    alternative to None."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [annotation] if issubclass(annotation, Branch) else []
     return [branch for part in typing.get_args(annotation) for branch in _branches(part)]
 
 
 def _holds(annotation: Any, *wanted: type) -> bool:
-    """Return whether a field may have one of these types: alone, inside another type, or as an
-    alternative to None."""
+    """Return whether the type `annotation` is one of the `wanted` types or contains one of them,
+    for example as an alternative to None."""
     if annotation in wanted or typing.get_origin(annotation) in wanted:
         return True
     return any(_holds(part, *wanted) for part in typing.get_args(annotation))

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 MEMBER = re.compile(r"int|float|constrained-(int|float)|literal\[.*\]")
-"""Matches the last part of the location of a pydantic error if that part is not a key but the name
-of a union's type that pydantic tried."""
+"""If a value fits no type of a union, pydantic reports an error for each type, and appends the
+type's name to the keys in the error's location. This pattern matches such names."""
 EXPECTED = {
     "dict_type": "expected a mapping of keys to values",
     "tuple_type": "expected a list",
     "string_type": "expected text",
 }
-"""Messages for types whose names in YAML differ from those in Python."""
+"""Messages for pydantic errors about a value of the wrong type. They name the expected type in the
+words of YAML instead of Python."""
 EXAMPLES = {
     "model": "{path: models/Qwen3-30B-A3B}",
     "model.path": "models/Qwen3-30B-A3B",
@@ -42,8 +43,8 @@ def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
     """Return one line with all problems that `error` lists: for each the key, what is wrong, and the
     given value.
 
-    `known` are the valid keys, from which the nearest is suggested for an unknown key; by default
-    the keys of a recipe.
+    `known`: the valid keys, by default those of a recipe. For an unknown key, the message suggests
+    the nearest valid key.
     """
     lines = []
     problems = error.errors()

@@ -22,7 +22,7 @@ FORMS = ("trl:", "verl:", "slime:")
 
 
 def resolve_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
-    """Return the tree of a recipe with every existing path made absolute.
+    """Return a recipe, given as nested dicts, with every existing path made absolute.
 
     A value is a path if its key is `path` or `load_rollouts`, or ends with `_path` (except
     `model_path`). A value that names a Python file (`file.py`, `file.py:NAME`) or a reward model

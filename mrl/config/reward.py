@@ -25,8 +25,8 @@ class RewardConfig(Branch):
     """Name of the reward in the metric `rewards/NAME/mean`; empty takes the name of the function or
     file."""
     path: str = ""
-    """The reward, in the form of a single reward in the recipe's key `reward` (`file.py:func`).
-    Empty takes the file of mrl/rewards/ with the name in `name`."""
+    """The reward, written like a single reward in the recipe's key `reward`, for example
+    `file.py:func`. Empty takes the file of mrl/rewards/ that `name` names."""
     weight: float = 1.0
     """Weight of the reward in the sum. A reward with weight 0 only appears in the metrics."""
 

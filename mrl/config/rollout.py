@@ -67,9 +67,9 @@ class SharedRolloutConfig(Branch):
     Qwen3-MoE. On GPUs this key sets SGLang's `enable_deterministic_inference`, which is untested.
     `true_on_policy` implies this key."""
     return_routing_weights: bool = False
-    """The engine also returns the gate weights of the captured experts, in float32, for
-    `moe.replay: ids_weights` and for the decomposition of the gap. This works only on CPUs and if
-    routes are captured; it adds 4 bytes for each expert id."""
+    """The engine also returns the gate weights, in float32, of the experts that its router chose.
+    They are needed for `moe.replay: ids_weights`, and used by `diagnosis.decompose_every`. This
+    works only on CPUs and if routes are captured; it adds 4 bytes for each expert id."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit for the start of an engine, including its first request, in seconds. If engines
     run freely (see `async.groups_in_flight`), training begins as soon as one engine has started,

@@ -82,9 +82,9 @@ class TenantLimits(Branch):
     """Wall-clock seconds that the rewards and environments of a tenant may take in a step; also the
     maximum of `reward_timeout_s` and `environment.time_limit_s`."""
     reward_user: str | None = Field(default=None, min_length=1)
-    """The user that runs rewards and environments, such as `nobody`; null is the user of the
-    service. Only a service that runs as root can choose another user. That user must be able to
-    read the files that rewards and environments need."""
+    """The operating system's user that runs rewards and environments, such as `nobody`; null takes
+    the user that runs the service. Only a service that runs as root can choose another user. That
+    user must be able to read the files that rewards and environments need."""
     max_disk_bytes: int | None = Field(default=None, ge=1)
     """Maximum size in bytes of a tenant's output_dir; null sets no limit."""
 
@@ -104,8 +104,8 @@ class ServiceCheckpointConfig(Branch):
 
 class ControlConfig(Branch):
     tcp: int | None = Field(default=None, ge=1, le=65535)
-    """A loopback port on which the control socket is also reachable, with the token in
-    `OUTPUT_DIR/token`; null opens no port."""
+    """A loopback port on which the service also takes the requests of the control socket. Callers
+    must send the token in `OUTPUT_DIR/token`. Null opens no port."""
 
 
 class ServiceConfig(Branch):
@@ -147,13 +147,14 @@ class ServiceConfig(Branch):
         return 600 + max(self.rollout.start_timeout_s, 8 * self.rollout.request_timeout_s)
 
     def rollout_config(self) -> RolloutConfig:
-        """Return the engine's rollout configuration. Keys that tenants decide have placeholder
-        values, which no request uses, because each request carries its tenant's values."""
+        """Return the `rollout` section of a recipe with which the engine is built. Keys that the
+        tenants set have placeholder values. No request uses these, because each request carries its
+        tenant's values."""
         return RolloutConfig(**self.rollout.model_dump(), max_response_len=1)
 
     def moe_config(self) -> MoeConfig:
-        """Return a recipe's `moe` section for the base model. Its `routing_replay` is `r3` if routes
-        are captured, otherwise `off`."""
+        """Return the `moe` section of a recipe with which the base model is built. Its
+        `routing_replay` is `r3` if routes are captured, otherwise `off`."""
         return MoeConfig(
             **self.moe.model_dump(exclude={"capture_routes"}),
             routing_replay="r3" if self.moe.capture_routes else "off",

@@ -13,7 +13,8 @@ from mrl.config.foreign import FOREIGN
 from mrl.config.recipe import Recipe
 
 MAX_KEYS = 6
-"""Maximum number of keys of an unknown section for which the message names the recipe's key."""
+"""If a section is unknown, the message says for at most this many of its keys which key of the
+recipe to use instead."""
 
 
 def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
@@ -61,8 +62,9 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
 
 
 def recipe_key_for(key: str) -> str | None:
-    """Return the recipe's key for a key of another framework, or for a recipe's key with a wrong or
-    missing section. Names must match exactly; None if no key matches."""
+    """Return the recipe's key that corresponds to `key`, which may be a key of another framework,
+    or a recipe's key with a wrong or missing section. Names must match exactly; None if no key
+    matches."""
     if (foreign := _foreign(key)) is not None:
         return foreign[0]
     leaf = key.rpartition(".")[2]

@@ -97,12 +97,13 @@ class OptimizerConfig(Branch):
     and formulas. `WSD` (arXiv 2404.06395) keeps the learning rate constant until the last
     `wsd_decay_steps`. A critic's learning rate decays in the same way."""
     lr_decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps, including the warm-up, after which the learning rate is `min_lr`; only with
-    an `lr_decay_style` other than `constant`. Null takes all optimizer steps of the policy:
-    `(train.num_steps - critic.warmup_steps) x num_epochs_per_rollout x num_steps_per_rollout`. The
-    critic's decay ends at the same step."""
+    """Number of optimizer steps, including the warm-up, after which the learning rate is `min_lr`.
+    This key is allowed only with an `lr_decay_style` other than `constant`. Null takes all
+    optimizer steps of the policy: `(train.num_steps - critic.warmup_steps) x num_epochs_per_rollout
+    x num_steps_per_rollout`. The critic's decay ends at the same step."""
     min_lr: float = Field(default=0.0, ge=0)
-    """The learning rate at the end of the decay. A critic ends at the same fraction of `critic.lr`."""
+    """The learning rate at the end of the decay. A critic's learning rate decays to `critic.lr x
+    min_lr / lr`."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the decay at the end of `WSD`, which requires this key."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
@@ -140,8 +141,9 @@ class MoeConfig(Branch):
     (`global_aux_loss`). The load is computed from the experts that the router would choose with its
     current weights, even if other routes are replayed."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss; requires a `load_balancing_type`. The loss is a sum over
-    layers of a mean over the tokens of the step, without padding and samples without a loss."""
+    """Weight of the load-balancing loss; requires a `load_balancing_type`. The loss is averaged
+    over the tokens of the step, without padding and without samples that have no loss, and is
+    summed over the layers."""
     z_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of the router z-loss (arXiv 2202.08906 eq. 5), a mean over the same tokens as the
     load-balancing loss."""

@@ -23,5 +23,5 @@ class WatchConfig(Branch):
     not listed, the limit is the largest of 60 s, five times its longest time without progress so
     far, and the time that the recipe's own limits allow for it."""
     first_limit_s: float = Field(default=1800.0, gt=0)
-    """The smallest time limit of a phase, in seconds, while some rank has not completed the phase once.
-    It does not apply to phases in `limits`."""
+    """The minimum time limit of a phase, in seconds. It applies only while some rank has not yet
+    completed the phase once, and not to phases listed in `limits`."""

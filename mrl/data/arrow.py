@@ -26,8 +26,8 @@ _FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")
 
 
 def read_parquet(path: Path) -> Rows:
-    """Yield `(source, row)` for every row of a parquet file. Raises InputError if the file is not
-    parquet."""
+    """Yield `(source, row)` for every row of a parquet file; `source` names the row in messages.
+    Raises InputError if the file is not parquet."""
     pyarrow = _pyarrow(path)
     from pyarrow import parquet
 
@@ -41,8 +41,9 @@ def read_parquet(path: Path) -> Rows:
 
 
 def read_folder(folder: Path, split: str) -> Rows:
-    """Yield `(source, row)` for every row of a folder written by the `save_to_disk` of a `Dataset` or
-    `DatasetDict`. `split` applies to a `DatasetDict` only.
+    """Yield `(source, row)` for every row of a folder that `save_to_disk` of a `Dataset` or
+    `DatasetDict` wrote; `source` names the row in messages. `split` applies to a `DatasetDict`
+    only.
 
     Raises InputError if the folder was not written by `save_to_disk`, does not have the split, or
     cannot be read.
@@ -74,14 +75,15 @@ def read_folder(folder: Path, split: str) -> Rows:
 
 
 def is_hub_id(path: str) -> bool:
-    """Return whether `path` has the form of a hub id (`owner/name`) without the suffix of a data
-    file. The caller has checked that there is no local file or folder `path`."""
+    """Return whether `path` looks like a hub id: it has the form `owner/name`, and does not end
+    with the suffix of a data file. The caller must have checked that there is no local file or
+    folder `path`."""
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(_FILE_SUFFIXES)
 
 
 def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
-    """Yield `(source, row)` for every row of a data set on the Hugging Face hub, which is downloaded
-    or taken from the local cache.
+    """Yield `(source, row)` for every row of a data set on the Hugging Face hub; `source` names the
+    row in messages. The data set is downloaded, or taken from the local cache.
 
     Raises InputError if the data set cannot be loaded, with a message of one line.
     """

@@ -1,4 +1,4 @@
-"""Tokenizes what comes between two turns of the policy: the environment's observation, rendered with
+"""Tokenizes the text between two turns of the policy: the environment's observation, rendered with
 the chat template.
 
 Generated tokens are never tokenized again. Instead of the real conversation, the chat template
@@ -24,7 +24,8 @@ from mrl.types import Prompt
 Messages = list[dict[str, Any]]
 
 _TURN = "a turn of the policy 7f3a"
-"""Stand-in for the generated text. A template that repeats or drops it cannot be used."""
+"""Stand-in for the text of the policy's turn. A template that repeats or drops this text cannot be
+used."""
 _TALK: Messages = [
     {"role": "user", "content": "a question"},
     {"role": "assistant", "content": _TURN},
@@ -47,8 +48,8 @@ class ChatTurns:
         """Raise InputError if the chat template cannot render a conversation turn by turn.
 
         For example, a template is refused if it does not end an assistant's turn with a token that
-        stops generation. With such a template, every turn would end twice: with the token that
-        stopped the policy, and with the template's own end.
+        stops generation. With such a template, every turn would end twice: with the token at which
+        the policy stopped, and with the template's own text for the end of a turn.
         """
         try:
             after = self._text_after_turn([{"role": "user", "content": "an answer"}])
@@ -69,8 +70,9 @@ class ChatTurns:
         returned; None means that there is no observation.
 
         Only this method passes the prompt's column `tools` to the template, because the tools are
-        part of the beginning of a conversation. Raises ValueError like `between`, and InputError if
-        the column `tools` is not valid.
+        part of the beginning of a conversation. Raises ValueError if the prompt is plain text and
+        the observation is not, or if the template refuses the messages. Raises InputError if the
+        column `tools` is not valid.
         """
         if observation is None:
             return prompt.token_ids.tolist()

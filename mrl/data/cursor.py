@@ -47,8 +47,8 @@ class PromptCursor:
 
     @property
     def epoch(self) -> int:
-        """The number of complete passes over the data set; in a mixture, the smallest number of any
-        source."""
+        """The number of complete passes over the data set. In a mixture, each source has such a
+        number, and this is the smallest."""
         return min(dealer.epoch for dealer in self._dealers)
 
     def next(self, n: int) -> list[Prompt]:
@@ -56,8 +56,8 @@ class PromptCursor:
         return [self._dealer().deal() for _ in range(n)]
 
     def _dealer(self) -> Dealer:
-        """Return the dealer of the source from which the next prompt comes, chosen by smooth weighted
-        round-robin, and update the credits.
+        """Return the `Dealer` of the source from which the next prompt comes. Smooth weighted
+        round-robin chooses the source and updates the credits.
 
         After every prompt, the number of prompts from each source is within about one of the
         source's share, so every step mixes the sources according to their weights. The choice
@@ -100,8 +100,8 @@ class PromptCursor:
         }
 
     def why_other(self, state: dict[str, Any]) -> str:
-        """Return in words how the rows or `shuffle` differ from those of the saved `state`; empty if
-        they are the same."""
+        """Return a text that says how the rows or `shuffle` differ from those of the saved `state`;
+        empty if they are the same."""
         try:
             self._places_in(state)
         except InputError as error:
@@ -127,8 +127,9 @@ class PromptCursor:
             dealer.place(self._seed, shuffle=self._shuffle)
 
     def _places_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the part of `state` with the epoch, the offset and, in a mixture, the credit of each
-        dealer, in the order of the dealers. Raises InputError like `load_state_dict`."""
+        """Return one part of `state` for each `Dealer`, in order. Each part has the dealer's epoch
+        and offset and, in a mixture, the dealer's credit. Raises InputError like
+        `load_state_dict`."""
         was_mixture = "mixture" in state
         if was_mixture != self._is_mixture:
             kinds = ("one data set", "a mixture with weights")

@@ -23,11 +23,12 @@ class EvalSet:
 
 
 def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[EvalSet]:
-    """Read all evaluation sets. `context_len` is the maximum of prompt plus response, in tokens.
+    """Read all evaluation sets. `context_len` is the maximum length of a prompt plus its response,
+    in tokens.
 
     Raises InputError if a set cannot be read, does not fit the context or has fewer rows than its
-    `num_prompts`, or if two sets have the same name. Also raises InputError if `eval.every` is
-    not 0 but there is no set, or no engine because of `debug.load_rollouts`.
+    `num_prompts`, or if two sets have the same name. Also raises InputError if `eval.every` is not
+    0 although there is no set, or although `debug.load_rollouts` is set, with which no engine runs.
     """
     config = recipe.eval
     names = [each.name for each in config.sets]

@@ -33,11 +33,12 @@ MAX_CELL_CHARS = 1 << 28
 def read_all_rows(
     paths: Iterable[str | Path], *, split: str = "train", subset: str | None = None
 ) -> Rows:
-    """Yield `(source, row)` for every row of `paths`, in order.
+    """Yield `(source, row)` for every row of `paths`, in order; `source` names the row in messages.
 
-    A path is a file, a folder written by `save_to_disk`, a glob, whose files are read in the order
-    of their names, or a hub id. `split` applies to folders and hub ids, `subset` to hub ids. Raises
-    InputError if a path does not exist, cannot be read as data, or has no rows.
+    A path is a file, a folder written by `save_to_disk`, a glob pattern, or a hub id
+    (`owner/name`). The files of a glob are read in the order of their names. `split` applies to
+    folders and hub ids, `subset` to hub ids. Raises InputError if a path does not exist, cannot be
+    read as data, or has no rows.
     """
     for path in paths:
         text = str(path)
@@ -58,8 +59,8 @@ def read_all_rows(
 
 
 def read_rows(path: Path) -> Rows:
-    """Yield `(source, row)` for every row of one file. The suffix of the file name decides the
-    format; with an unknown suffix it is JSON lines.
+    """Yield `(source, row)` for every row of one file; `source` names the row in messages. The
+    suffix of the file name decides the format; with an unknown suffix it is JSON lines.
 
     Raises InputError if the file cannot be read, has a bad row, or has no rows. The message starts
     with the path of the file or the source of the row.
@@ -80,8 +81,8 @@ def read_rows(path: Path) -> Rows:
 
 
 def _special(mode: int) -> str:
-    """Return in words what a path that is not a regular file is, such as `a FIFO`. `mode` is its
-    `st_mode`."""
+    """Return the kind of a path that is not a regular file, in words such as `a FIFO`. `mode` is
+    the path's `st_mode`."""
     kinds = (
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
@@ -100,8 +101,8 @@ def _some(rows: Rows, path: str | Path) -> Rows:
 
 
 def _guarded(rows: Rows, path: str | Path) -> Rows:
-    """Yield the rows of the file `path`. Raises InputError in place of errors of the file system and
-    of gzip."""
+    """Yield `rows`, which come from the file `path`. Turns errors of the file system and of gzip
+    into InputError."""
     try:
         yield from rows
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -1,7 +1,7 @@
 """Writes prompts of the toy task: `python -m mrl.data.first_char --num 512 --seed 0 --out FILE`.
 
-A prompt has 16 letters, and the first letter is a, b, c or d. The reward is for completions that
-repeat the first letter.
+A prompt has 16 letters, and the first letter is a, b, c or d. A completion is rewarded for
+repeating the first letter.
 """
 
 from __future__ import annotations

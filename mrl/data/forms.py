@@ -1,9 +1,9 @@
-"""Converts rows, also those of other frameworks, to a common form (`Row`): a prompt, optionally a
+"""Converts rows in the forms of several frameworks to a common form (`Row`): a prompt, optionally a
 completion, and columns.
 
-The prompt is in the column `prompt_key` or, without that, in the first of these columns that a row
-has: `prompt` (a string or messages, as in verl), `messages` (TRL), `conversations` (ShareGPT, whose
-messages have `from` and `value`).
+The prompt is in the column `prompt_key`. If `prompt_key` is not given, the prompt is in the first of
+these columns that the row has: `prompt` (a string or messages, as in verl), `messages` (TRL),
+`conversations` (ShareGPT, whose messages have `from` and `value`).
 """
 
 from __future__ import annotations

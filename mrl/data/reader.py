@@ -79,8 +79,8 @@ def read_sources(
 ) -> list[Source]:
     """Read and tokenize every row of the training data, source by source.
 
-    `max_prompt_len` is the context minus `max_response_len`, in tokens; `max_response_len` and
-    `is_evaluation` only affect error messages. `min_rows` is the number of prompts in a step.
+    `max_prompt_len` is the context length minus `max_response_len`, in tokens; `max_response_len`
+    and `is_evaluation` only affect error messages. `min_rows` is the number of prompts in a step.
     Raises InputError if the data is not valid; if a single row is the cause, the message is
     `file:line: reason`.
     """
@@ -125,8 +125,8 @@ def read_sources(
 
 
 def metric_key(name: str) -> str:
-    """Return the NAME of a source in the metrics `source/NAME/...`: its name, with `_` in place of
-    characters that trackers refuse."""
+    """Return the text NAME that stands for a source in the metrics `source/NAME/...`. It is the
+    source's name, with `_` in place of characters that trackers refuse."""
     return _NOT_IN_KEYS.sub("_", name)
 
 
@@ -171,7 +171,8 @@ def read_prompts(
 
 
 class _Reading:
-    """Reads and tokenizes the prompts of one source, and counts rows by form and treatment."""
+    """Reads and tokenizes the prompts of one source. Counts the rows of each form, and the rows
+    that are left out, truncated, or have tools."""
 
     def __init__(
         self,
@@ -266,8 +267,9 @@ def read_sft_examples(
 
 
 def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(source, row)` for every row of a file. `row` is a dict with `prompt` in the common form
-    (`Row.prompt`) and the other columns. Raises InputError for a bad row."""
+    """Yield `(source, row)` for every row of a file. `source` names the row in messages. `row` is a
+    dict with `prompt` in the common form (`Row.prompt`) and the other columns. Raises InputError
+    for a bad row."""
     for row in _read_forms(SourceConfig(path=str(path))):
         yield row.source, {"prompt": row.prompt, **row.columns}
 

@@ -15,8 +15,8 @@ from pathlib import Path
 LETTERS = "abcd"
 SHORTEST, MEDIAN, LONGEST, SIGMA = 3, 12, 128, 1.0
 SPREAD = 0.4
-"""Standard deviation of `log(length of a demonstration / requested number)`, before rounding and
-clamping."""
+"""Standard deviation of `log(length / requested number)`, where `length` is the length of a
+demonstration before it is rounded and clamped."""
 RIGHT = 0.25
 """Probability that a letter of a demonstration is set to the requested letter. Otherwise it is random,
 which may also give the requested letter."""

@@ -51,8 +51,8 @@ class PromptEncoder:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, content: Any, tools: list[Any] | None, source: str) -> list[int]:
-        """Return the P token ids of a prompt. `content` is a string, or a list of messages, after
-        which the template adds the beginning of the answer.
+        """Return the P token ids of a prompt. `content` is a string or a list of messages. After
+        the messages, the template adds the beginning of the answer.
 
         Raises InputError if the prompt has no tokens, if the tokenizer has no chat template for
         messages, or if the template refuses the messages. `source` names the row in the message.
@@ -70,8 +70,9 @@ class PromptEncoder:
 
         `ids` are the token ids of the complete prompt `content`. A string keeps its last tokens. A
         chat keeps its leading system messages and loses as many of its oldest turns as necessary;
-        what is left of the turns starts with a user's message. Raises InputError if even the system
-        messages and the last user message, with what follows it, do not fit.
+        what is left of the turns starts with a user's message. Raises InputError if even the
+        shortest such chat does not fit: the system messages, the last user message and the messages
+        after it.
         """
         if isinstance(content, str):
             kept = ids[-max_len:]

@@ -60,12 +60,12 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> dict[str, float]:
-        """Write the step's token record and its mismatch decomposition, each only if it is due.
+        """Write the token record and the mismatch decomposition of a step, if the step gets them.
 
         All ranks must call this together. The decomposition uses a single micro-batch of each
         data-parallel rank. The arguments are those of `save_tokens`.
 
-        Returns the metrics `decompose/*`, or {} if no decomposition is due.
+        Returns the metrics `decompose/*`, or {} if the step gets no decomposition.
         """
         self.save_tokens(step, samples, batches, old)
         if not self.decomposes(step):
@@ -80,7 +80,7 @@ class Diagnosis:
         batches: Sequence[MicroBatch],
         old: PassOutput,
     ) -> None:
-        """Write the token record of a step, if one is due. All ranks must call this together.
+        """Write the token record of a step, if the step gets one. All ranks must call this together.
 
         samples: all samples of the step, the same on every rank. batches: the micro-batches of
         this rank. old: the output of a forward pass over `batches` with the weights before the
@@ -139,7 +139,7 @@ class Diagnosis:
         )
 
     def _texts(self, token_ids: list[int]) -> dict[int, str]:
-        """Return the decoded text of each token id, by token id."""
+        """Return a dict with the decoded text of each token id."""
         new = [i for i in token_ids if i not in self._pieces]
         if new:  # transformers decodes an empty list to one empty string
             texts = self.tokenizer.batch_decode([[i] for i in new])

@@ -49,8 +49,9 @@ class LayerGap:
     """The mean `|log-prob - rollout log-prob|` over loss tokens, with expert ids replayed in all
     MoE layers except this layer. None if the layer was not among the examined layers."""
     gap_first: float | None
-    """The same mean, but with expert ids replayed only in the MoE layers up to and including
-    this layer. None if the layer was not among the examined layers."""
+    """The mean `|log-prob - rollout log-prob|` over loss tokens, with expert ids replayed only in
+    the MoE layers up to and including this layer. None if the layer was not among the examined
+    layers."""
     hidden_rel_diff: float
     """`|native - replayed| / |replayed|` (Frobenius norms) of the hidden states after the layer.
     `native` are the states of the pass without replay, `replayed` those of the pass that replays
@@ -64,9 +65,9 @@ class Decomposition:
     num_tokens: int
     """The number of loss tokens in the micro-batches of all data-parallel ranks."""
     levels: dict[str, dict[str, float]]
-    """The MEASURES at each level of replay, such as `levels["ids"]["k3"]`. The level `none` is
-    always present, `ids` if the engine reported expert ids, and `weights` if the engine also
-    reported gate weights."""
+    """The MEASURES of the mismatch by level of replay, such as `levels["ids"]["k3"]`. The level
+    `none` replays nothing. The level `ids` replays the expert ids, if the engine reported them. The
+    level `weights` also replays the gate weights, if the engine reported them."""
     layers: list[LayerGap]
     """One entry per MoE layer; empty if the engine reported no routes."""
     first_divergent_layer: int | None
@@ -153,10 +154,12 @@ class _Runs:
     def run(
         self, name: str, routes: Mapping[int, Route] | None, keep_states: bool = False
     ) -> dict[int, Tensor]:
-        """Run a pass that replays only `routes`, and record the MEASURES as statistics `NAME/MEASURE`.
+        """Run a pass that replays only `routes`; record each of the MEASURES of the mismatch.
 
-        name: the NAME of the pass in its statistics. routes: the routes to replay, by layer number;
-        None to replay nothing.
+        The statistics are called `name/MEASURE`.
+
+        name: the name of the pass. routes: the routes to replay, by layer number; None to replay
+        nothing.
 
         Returns the hidden states after each of this rank's layers, by layer number, or {} if
         `keep_states` is false.
@@ -173,10 +176,10 @@ class _Runs:
 
 
 def _available_routes(captured: Mapping[int, Route]) -> Statistics:
-    """Return statistics that are 1 if this rank has expert ids (`ids`) or gate weights (`weights`).
+    """Return the statistics `ids` (whether this rank has expert ids) and `weights` (gate weights).
 
-    Otherwise they are 0. Their maxima over all ranks decide which passes run, so that all ranks run
-    the same passes.
+    Each is 1 or 0. Their maxima over all ranks decide which passes run, so that all ranks run the
+    same passes.
     """
     gated = any(isinstance(route, GatedRoute) for route in captured.values())
     return {
@@ -194,8 +197,8 @@ def _state_differences(
 ) -> Statistics:
     """Return two sums of squares for each layer, over the rows where `counted`, bool[n], is true.
 
-    `size/LAYER` is the sum of squares of the replayed hidden states, and `difference/LAYER` that of
-    the native states minus the replayed states.
+    `size/LAYER` is the sum of squares of the hidden states in `replayed`. `difference/LAYER` is the
+    sum of squares of the states in `native` minus those in `replayed`.
     """
     stats: Statistics = {}
     for layer, states in replayed.items():
@@ -208,7 +211,7 @@ def _state_differences(
 def summarize(
     found: Mapping[str, float], layer_numbers: Sequence[int], examined: Sequence[int]
 ) -> Decomposition:
-    """Build the `Decomposition` from the reduced statistics of all passes, `found`.
+    """Build the `Decomposition` from `found`, the statistics of all passes after reduction over ranks.
 
     layer_numbers: the numbers of all MoE layers. examined: the numbers of the examined layers.
     """

@@ -31,7 +31,7 @@ NEGLIGIBLE = 1e-5
 """A mean `|old - rollout|` of at most this is negligible: two correct float32 implementations may
 differ by as much."""
 JUMP = 10.0
-"""A mismatch larger than the run's usual mismatch by more than this factor is not noise."""
+"""A mismatch that is more than this many times the run's usual mismatch is not noise."""
 NOISE_SHARE = 0.3
 """The finding `noise` is ranked as if it explained this share of the squared mismatch. A description
 that explains a larger share is listed before `noise`."""
@@ -52,9 +52,9 @@ class Usual:
     """The usual mismatch `|old - rollout|` of a run, for comparison with one step."""
 
     mean: float
-    """The median, over steps, of each step's mean over tokens."""
+    """The median, over the run's steps, of the mean mismatch of the tokens of a step."""
     median: float
-    """The median, over steps, of each step's median over tokens."""
+    """The median, over the run's steps, of the median mismatch of the tokens of a step."""
 
 
 def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None:
@@ -93,7 +93,8 @@ def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Findin
     """Return the finding about a mismatch for which no detector found a cause.
 
     The finding is `nothing_wrong`, `stale_weights`, `noise` or `unexplained`. usual: the usual
-    mismatch of the run; None if unknown. spread: true unless one sample has most of the mismatch.
+    mismatch of the run; None if unknown. spread: whether the mismatch is spread over samples,
+    rather than mostly in one sample.
     """
     mean, median = tokens.mean_abs, float(tokens.d.abs().median())
     numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"

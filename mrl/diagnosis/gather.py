@@ -30,7 +30,7 @@ Parts = list[tuple[str, Tensor, Tensor]]
 of tokens in the record, values [m, ...] of these tokens)."""
 
 OBSERVED = {"expert_ids": "captured", "native_ids": "native", "margins": "margins"}
-"""For each route field of the record, the attribute of `ObservedRoutes` that holds the values."""
+"""The route fields of a record, each with the attribute of `ObservedRoutes` that has its values."""
 
 
 @dataclass(frozen=True)

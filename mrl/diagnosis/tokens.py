@@ -49,7 +49,7 @@ class TokenRecord:
     num_samples_of_step: int
     """The number of samples of the step, of which the record may hold only some."""
     sample_ids: Tensor
-    """i64[S]: the line of each sample in rollouts/step_*.jsonl, counted from 0, in ascending order."""
+    """i64[S]: for each sample, the 0-based number of its line in rollouts/step_*.jsonl, ascending."""
     cu_seqlens: Tensor
     """i64[S+1]: the index of each sample's first token; the last entry is N."""
     token_ids: Tensor

@@ -60,14 +60,15 @@ NEXT = {
     "no_tokens": "no token of the record is in the loss: look at the rewards; if all samples are "
     "longer than diagnosis.max_tokens, raise it",
 }
-"""The advice for each finding, by the name of the finding."""
+"""The advice on what to do about each finding, by the name of the finding."""
 NEXT_REPLAYED = {
     "router_disagreement": "the routes are replayed already (moe.routing_replay=r3), which bounds the "
     "effect of this disagreement; decompose/ids has the mismatch that is left",
     "noise": "there is nothing to fix; routes are replayed already, and algorithm.importance bounds "
     "what is left",
 }
-"""The advice that replaces the entries of NEXT if the rollout's routes were replayed."""
+"""Advice by the name of the finding, which replaces that of NEXT if the trainer replayed the
+rollout's routes."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Number:
 
     @property
     def is_spike(self) -> bool:
-        """Whether `|ratio|` is at least SPIKE and `|value|` at least NOISE; False if ratio is None."""
+        """Whether `|ratio|` is at least SPIKE and `|value|` at least NOISE; False without a ratio."""
         is_large = self.ratio is not None and abs(self.ratio) >= SPIKE
         return is_large and abs(self.value) >= NOISE
 

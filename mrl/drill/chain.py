@@ -1,4 +1,4 @@
-"""The two runs of a drill: one that faults interrupt, and the reference, which has no faults.
+"""The two runs of a drill: the run in which faults are provoked, and a reference without faults.
 
 DRILL_FOLDER/recipe.yaml     the recipe with a checkpoint per step, few steps and no trackers
 DRILL_FOLDER/reference/      the run without faults
@@ -39,15 +39,15 @@ OF_THE_FAULT = (
 )
 """Prefixes of metrics that a fault may change, and that are therefore not compared."""
 NUM_STEPS = 16
-"""The default number of steps of the reference."""
+"""The default number of steps of the reference, the run without faults."""
 FEWEST_LEFT = 6
-"""The smallest number of steps that the run must have left when a fault is provoked in it."""
+"""A fault is provoked in a run only if the run has at least this many steps left."""
 SIGNS = ("Traceback (most recent call last)", "Segmentation fault")
 """Strings that the output of a job must not contain when a fault has ended the job."""
 
 
 class Drill:
-    """Drives a drill: starts the reference, and then the run in which faults are provoked."""
+    """Starts the jobs of a drill: a run without faults, then a run in which faults are provoked."""
 
     def __init__(
         self, recipe: Recipe, ranks: int, folder: Path, num_steps: int = NUM_STEPS
@@ -95,11 +95,11 @@ class Drill:
 
     @property
     def limit_s(self) -> float:
-        """The longest time in seconds that a job may take to start and do one step."""
+        """The longest time in seconds that a job may take to start and to complete one step."""
         return self.recipe.longest_wait_s
 
     def train_without_fault(self) -> Job:
-        """Train all steps of the reference in one job, and return the job.
+        """Train all steps of the reference (the run without faults) in one job, and return the job.
 
         Raises Unexpected if the exit code is not 0.
         """
@@ -121,9 +121,10 @@ class Drill:
         return [sys.executable, *launch, "-m", "mrl", "train", str(self.file), *overrides]
 
     def start(self, *words: str, run: Path | None = None) -> Job:
-        """Start a command, by default the one that trains the run; return its `Job`.
+        """Start a command, by default the one that trains the drill's recipe; return its `Job`.
 
-        run: the folder of the run that the command trains; None for the run of the drill.
+        run: the folder of the run that the command trains; None for the run in which faults are
+        provoked.
         """
         log = self.folder / "logs" / f"start_{next(self._starts):02d}.log"
         return Job(words or self.words(), run or self.run, log, self.scratch, self.limit_s)
@@ -148,8 +149,8 @@ class Drill:
 
         command: the command to start the run with; if empty, the command that trains the recipe.
 
-        Returns a phrase for each difference from the reference and for each other problem. Raises
-        Unexpected if the job ends too early or takes too long.
+        Returns a phrase for each difference from the run without faults, and for each other
+        problem. Raises Unexpected if the job ends too early or takes too long.
         """
         self.close()
         words = shlex.split(command)
@@ -163,11 +164,12 @@ class Drill:
         return found + self.check_step_after(done)
 
     def check_step_after(self, done: int) -> list[str]:
-        """Wait until the job has done more than `done` steps, or all steps.
+        """Wait until the run has done more than `done` steps, or all of its steps.
 
-        Returns a phrase for each difference from the reference. If the last step was already saved
-        before the job started, the job must end with code 0, and another exit code is returned as a
-        phrase. Raises Unexpected if the job ends too early or takes too long.
+        Returns a phrase for each difference from the run without faults. If a checkpoint of the
+        last step already exists, the job has nothing to do and must end with code 0; otherwise a
+        phrase with its exit code is returned. Raises Unexpected if the job ends too early or takes
+        too long.
         """
         job = self.job
         assert job is not None
@@ -180,11 +182,11 @@ class Drill:
         return self.differences() if self.judges_bits else []
 
     def differences(self) -> list[str]:
-        """Return a phrase for each difference from the reference in metrics, samples and weights."""
+        """Return a phrase for each step or checkpoint that differs from the run without faults."""
         return other_steps(self.run, self.reference) + self._other_weights()
 
     def broken(self, name: str) -> None:
-        """End a run that could not continue after the fault `name`, and move it to broken_NAME.
+        """End the run, which could not continue after the fault `name`; move its folder to broken_NAME.
 
         The next job then starts a new run.
         """
@@ -243,12 +245,12 @@ def other_steps(ours: Path, others: Path) -> list[str]:
 
 
 def one_step_again(drill: Drill) -> str:
-    """Train the first step of the run, and compare it with the reference.
+    """Train the first step of the run, and compare it with that of the run without faults.
 
     No fault has happened yet, so a difference means that the recipe is not deterministic, for
     example because an engine runs on a GPU without `enable_deterministic_inference`. In that case
-    the drill no longer compares the run with the reference. Returns the reason why the two are
-    not compared, or an empty string if they are.
+    the drill no longer compares the two runs. Returns the reason why they are not compared, or an
+    empty string if they are.
     """
     drill.running()
     if not drill.judges_bits:
@@ -262,8 +264,8 @@ def one_step_again(drill: Drill) -> str:
 def problems_of_end(job: Job, code: int, codes: Sequence[int]) -> list[str]:
     """Return a phrase for each problem with the end of a job.
 
-    The exit code `code` must be one of `codes`. The function also checks the job's report and
-    output, and that no processes, ports or files of the job are left.
+    The exit code `code` must be one of `codes`. The function also checks the job's RUN/failure.json
+    and output, and that no processes, open ports or files of the job are left.
     """
     found = job.left()
     if code not in codes:

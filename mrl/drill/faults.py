@@ -27,13 +27,13 @@ class Row:
     did: str
     """What the drill did to the run, in one line."""
     happened: str
-    """What happened after that, in one line."""
+    """What happened after the fault, in one line."""
     seconds: float
     """Seconds from the fault until all processes had ended, or until the run had done the step
     in which it recovered."""
     verdict: Verdict
     """`recovered` if the run continued, `refused` if mrl refused to start or to go on, `not
-    provoked` if the fault cannot be provoked here. The verdict is valid only if the row `passed`."""
+    provoked` if the fault cannot be provoked here. It is valid only if `passed` is true."""
     exit_code: int | None = None
     """The exit code of the job that the fault ended; None if no job ended."""
     problems: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Fault:
     did: str
     provoke: Callable[[Drill], Row]
     why_not: Callable[[Recipe], str]
-    """Returns the reason why the fault cannot be provoked in a recipe, or an empty string if it
-    can."""
+    """A function that returns the reason why the fault cannot be provoked in a recipe; an empty
+    string if it can be provoked."""
 
 
 FAULTS: dict[str, Fault] = {}
@@ -73,7 +73,7 @@ NOT_PROVOKED = {
 
 
 def never(recipe: Recipe) -> str:
-    """Return an empty string: the `why_not` of a fault that can be provoked in every recipe."""
+    """Return an empty string. This is the `why_not` of faults that can be provoked in every recipe."""
     return ""
 
 

@@ -21,12 +21,12 @@ LONGEST_STALL_S = 300.0
 """The longest timeout for a hung engine or worker that a drill waits out, in seconds. If the recipe's
 timeout is longer, the fault is not provoked."""
 SHORTEST_LIMIT_S = 20.0
-"""The smallest limit that a drill sets for the watchdog, in seconds. The limit is five times the
-longest step if that is longer."""
+"""The smallest limit that a drill sets for the watchdog, in seconds. The limit that it sets is five
+times the longest step, but at least this."""
 WATCHED = ("sync", "rollout", "score", "logprobs", "train", "save", "log")
 GRACE_S = 15.0
-"""Seconds that a drill waits beyond twice the watchdog's limit, for writing the stacks and
-ending the processes."""
+"""Seconds that a job may take, in addition to twice the watchdog's limit, to write the stacks and
+end its processes. A job that takes longer is reported as a problem."""
 
 
 def _no_short_stall(recipe: Recipe) -> str:
@@ -54,7 +54,7 @@ def stop_engine(drill: Drill) -> Row:
 def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
     """Suspend the last rank that trains while the run is in `phase`, and return the row.
 
-    The limits of the watchdog are derived from the longest step of the reference.
+    The limits of the watchdog are derived from the longest step of the run without faults.
     """
     if drill.job is not None and drill.job.process.poll() is None:
         stop(drill)

@@ -67,8 +67,8 @@ class Job:
     def look(self, *, closely: bool = False) -> list[psutil.Process]:
         """Find all processes of the job, remember them, and return those that are alive.
 
-        `closely`: also remember the ports and shared memory of the processes that have not been
-        inspected yet, which takes a second if there are many.
+        `closely`: also inspect each process once, and remember its ports and shared memory. This
+        takes a second if there are many processes.
         """
         with suppress(psutil.Error):
             tree = [self.process, *self.process.children(recursive=True)]
@@ -100,7 +100,7 @@ class Job:
         return [each for each in self.known() if ENGINE in _words(each)]
 
     def engine_of(self, rank: psutil.Process) -> list[psutil.Process]:
-        """Return the processes of the engine that a rank leads; an empty list if the rank has ended."""
+        """Return the processes of the engine that a rank started; [] if the rank has ended."""
         with suppress(psutil.Error):
             return [each for each in rank.children(recursive=True) if ENGINE in _words(each)]
         return []

@@ -1,4 +1,4 @@
-"""Faults of rollout ranks: in the worker that leads an engine, and in the worker's supervisor."""
+"""Faults of rollout ranks: in the worker, which leads an engine, and in its supervisor."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stop_worker(drill: Drill) -> Row:
 
 @fault("kill-supervisor", "kill -9 of the last rollout rank", _no_rollout_ranks)
 def kill_supervisor(drill: Drill) -> Row:
-    """A supervisor dies. A lost worker would no longer be replaced, so the launcher ends the run."""
+    """A supervisor dies. It can no longer replace a lost worker, so the launcher ends the run."""
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
@@ -88,7 +88,7 @@ def _worker_replaced(drill: Drill, name: str, strike: Callable[[psutil.Process],
 
 
 def worker_of(job: Job, rank: int) -> psutil.Process:
-    """Return the worker that a rank has started. Raises Unexpected if the rank has no worker."""
+    """Return the worker process that a rank has started. Raises Unexpected if there is none."""
     for child in job.ranks()[rank].children():
         if child.cmdline()[-2:] == WORKER:
             return child

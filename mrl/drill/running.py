@@ -18,8 +18,8 @@ from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 SECOND_START_S = 120.0
-"""Seconds within which a second start must be refused, unless `rollout.start_timeout_s` is
-longer. Imports alone may take 20 s on a cluster."""
+"""Seconds within which a second start of the run must be refused; `rollout.start_timeout_s`
+replaces this number if it is larger. Imports alone may take 20 s on a cluster."""
 
 
 def ended(
@@ -40,7 +40,7 @@ def ended(
         job: the job in which the fault is provoked.
         strike: provokes the fault.
         codes: the exit codes that the job may have.
-        is_tidy: whether the job itself must remove its files. If not, the next job must remove them.
+        is_tidy: whether the job must remove its own files. If not, the next job must remove them.
         found: called with the record in RUN/failure.json, if the job has written it.
     """
     began = time.monotonic()
@@ -132,7 +132,7 @@ def kill_launcher(drill: Drill) -> Row:
 
 @fault("kill-tree", "kill -9 of everything at once: mrl.launch, ranks, engines, workers")
 def kill_tree(drill: Drill) -> Row:
-    """All processes of the job are killed at once, so only the next start can remove their files."""
+    """All processes of a job are killed at once; the next job must remove the files that they left."""
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
@@ -199,10 +199,10 @@ def _signalled(drill: Drill, name: str, numbers: Sequence[int], codes: Sequence[
 
 
 def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
-    """Return the exit codes that are allowed for a run that must save within checkpoint.stop_limit_s.
+    """Return the exit codes that a run may have that must save within checkpoint.stop_limit_s seconds.
 
-    SAVED is always allowed. `late` is also allowed if a step of the reference took at least half of
-    that time.
+    SAVED is always allowed. `late` is also allowed if a step of the run without faults took at
+    least half of that time.
     """
     longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
     is_short = longest < drill.recipe.checkpoint.stop_limit_s / 2

@@ -87,7 +87,7 @@ def _no_function(recipe: Recipe) -> str:
 
 @fault("reward-raises", "a reward function that raises", _no_function)
 def reward_raises(drill: Drill) -> Row:
-    """No sample gets a reward, and the run ends instead of training on zeros."""
+    """The reward function raises; the run ends instead of training with rewards of 0."""
     return _bad_reward(drill, "reward-raises", "raises")
 
 
@@ -125,7 +125,7 @@ def _continued(drill: Drill, name: str, done: int) -> Row:
 def _refused(drill: Drill, name: str, overrides: Sequence[str], named: str) -> Row:
     """Start a job with overrides that must be refused, and return the row.
 
-    A line that mrl prints must contain `named`.
+    The text `named` must occur in a line that mrl prints.
     """
     began = time.monotonic()
     job = drill.start(*drill.words(*overrides))

@@ -1,4 +1,4 @@
-"""The rows of a drill's table: faults are provoked one after the other, and each fault yields a row."""
+"""Provoke the faults of a drill one after the other, and yield a table row for each fault."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HEADER = ("fault", "seconds", "verdict", "exit", "what happened")
 def drill(
     recipe: Recipe, ranks: int, folder: Path, names: Sequence[str], num_steps: int = NUM_STEPS
 ) -> Iterator[Row]:
-    """Train the reference for `num_steps` steps, then provoke the faults `names`; yield their rows.
+    """Train a run without faults for `num_steps` steps, then provoke the faults `names`; yield rows.
 
-    The first row is that of the reference. If the reference has not passed, no fault is provoked.
-    Outside of `folder`, only temporary files are written. Raises InputError if the folder is not
-    empty.
+    The first row is that of the run without faults. If this row has not passed, no fault is
+    provoked. There is one more row per fault. Outside of `folder`, only temporary files are
+    written. Raises InputError if the folder is not empty.
     """
     faults = [FAULTS[name] for name in names]
     whole = Drill(recipe, ranks, folder, num_steps)

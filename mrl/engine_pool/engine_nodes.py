@@ -1,9 +1,9 @@
 """Runs an engine that may span nodes: its processes are started, lost and stopped together.
 
-Rank 0 of an engine's ranks leads the engine. On every other node, the first of the engine's ranks
-runs a process of the engine. The ranks of an engine exchange messages: before a start, to agree on
-an address, and repeatedly during the start, so that no node waits for a node that has failed. The
-ranks of an engine on one node exchange nothing.
+Rank 0 of the ranks that an engine spans leads the engine: it starts the engine's server. If the
+engine spans several nodes, the first of its ranks on each other node runs one more process of the
+engine. Then the ranks also exchange messages: before a start, to agree on an address, and
+repeatedly during the start, so that no node waits for a node that has failed.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class EngineNodes:
     the engine's ranks."""
 
     server: EngineServer | None
-    """The engine, on the leader."""
+    """The engine's server. None except on the leader, which is rank 0 of the engine's ranks."""
     node: RolloutNode | None
-    """The engine's process on a node without the leader; None except on the first of the engine's
-    ranks on such a node."""
+    """The engine's process on this node, if the leader is on another node. None except on the first
+    of the engine's ranks on such a node."""
     exchange: Callable[[Any], list[Any]] | None
-    """A collective that returns the objects of all ranks of the engine, in rank order. None for an
-    engine on one node; then only the leader acts."""
+    """A collective of the engine's ranks. Each rank passes an object, and gets the objects of all
+    these ranks in rank order. None for an engine on one node; then only the leader acts."""
     endpoint: PolicyEndpoint | None = None
     """The endpoint of the engine's only policy, on the leader; None if the engine serves several
     policies."""
@@ -111,10 +111,11 @@ class EngineNodes:
             time.sleep(EXCHANGE_S)
 
     def share_loss(self, lost: EngineLost | None) -> EngineLost | None:
-        """Return the engine's loss, or None if the engine is not lost.
+        """Return the error with which the engine was lost, or None if the engine is not lost.
 
-        The engine is lost if `lost` is set on any of its ranks or one of its processes has failed.
-        In that case, its remaining processes are stopped.
+        `lost` is the error that this rank has seen, or None. An engine on one node is lost if
+        `lost` is not None. An engine on several nodes is lost if any of its ranks has seen an
+        error, or if any of its processes has failed; then its remaining processes are stopped.
         """
         if self.exchange is None:
             return lost
@@ -126,7 +127,7 @@ class EngineNodes:
         return lost or EngineLost(failed[0])
 
     def stop(self) -> None:
-        """Stop this rank's processes of the engine. Harmless when repeated."""
+        """Stop the processes that this rank runs for the engine. May be called more than once."""
         for part in (self.server, self.node):
             if part is not None:
                 part.stop()
@@ -140,11 +141,11 @@ class EngineNodes:
 
 
 def free_address() -> str:
-    """Return a host:port, with a free port, at which other nodes can reach this machine.
+    """Return an address `host:port`, with a free port, at which other nodes can reach this machine.
 
     The host is the local address of a connection to torchrun's MASTER_ADDR. On the master's own
     node this may be a loopback address; then the host is this machine's name, which other nodes
-    must resolve.
+    must be able to resolve.
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -164,10 +165,11 @@ def make_engine(
     folder: RunFolder,
     exchange: Callable[[Any], list[Any]],
 ) -> EngineNodes:
-    """Return the processes that a rank is to run for its engine, not started yet.
+    """Return the processes that a rank runs for its engine, without starting them.
 
-    `rank` counts only the ranks that engines span. `device` is the rank's device, and `exchange` is
-    a collective of the ranks of its engine (`EngineNodes.exchange`).
+    `rank` is the rank's number among the ranks that engines span. `device` is the device of the
+    rank. `exchange` is a collective of the ranks that the rank's engine spans (see
+    `EngineNodes.exchange`).
     """
     recipe, layout = plan.recipe, plan.engines
     number = rank // layout.ranks

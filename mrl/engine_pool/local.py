@@ -40,12 +40,12 @@ from parallel.policy import Policy
 
 @dataclass
 class LocalTasks:
-    """The tasks that one call of `assign` or `assign_evaluation` gave to this rank's engine: a
-    `mrl.collect.base.Assignment`."""
+    """The tasks that one call of `assign` or `assign_evaluation` gave to this rank's engine.
+    Implements `mrl.collect.base.Assignment`."""
 
     scored: list[Task | None]
-    """One task for a batch, or one for each evaluation set. All are None if this rank leads no
-    engine."""
+    """One task for the prompts of a step, or one task for each evaluation set. All are None if this
+    rank leads no engine."""
     is_evaluation: bool = False
 
     @property
@@ -79,10 +79,10 @@ class LocalPool:
         self.start_text = "the tenant begins" if is_shared else "starting the rollout engine"
         self.part = part
         self.budget = Budget()
-        """Limits the time of rewards and environments in a step; it has no limit outside a
-        service."""
+        """Limits the time of rewards and environments in a step. Outside a service there is no
+        limit."""
         self.tasks: EngineTasks | None = None
-        """None if this rank leads no engine."""
+        """Makes the tasks of this rank's engine; None if this rank leads no engine."""
         self._plan, self._mesh, self._root = plan, mesh, folder.root
         self._is_shared = is_shared
         self._number = mesh.rank // recipe.rollout.tensor_parallel_size

@@ -24,9 +24,9 @@ class LocalEngine:
     """The engine on this rank's devices, for all policies that it serves. `server` is None if this
     rank does not lead the engine.
 
-    The loss of an engine raises no error at once, because all ranks must act on it together. The
-    loss is noted and further calls do nothing, until the collective `replace_lost` starts another
-    engine.
+    If the engine is lost, no error is raised at once, because all ranks must act on the loss
+    together. The loss is noted, and further calls do nothing until the collective `replace_lost`
+    has started another engine.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalEngine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine was lost and its replacement has not been started yet."""
+        """Whether the engine was lost and no other engine has been started in its place yet."""
         return self._restarts.lost is not None
 
     def wake_weights(self) -> None:
@@ -93,8 +93,8 @@ class LocalEngine:
                 self.server.wake(tags)
 
     def sleep(self) -> None:
-        """Let the engine free its device memory. The memory watch reads the memory before and
-        after."""
+        """Let the engine free its device memory. Read the memory in use before and after, to notice
+        memory that stays in use."""
         if self.server is not None and self.is_active:
             with self.noting_loss():
                 self.watch.read("awake", self.server.process_id)
@@ -123,7 +123,7 @@ class LocalEngine:
         return True
 
     def stop(self) -> None:
-        """Leave no process behind. Harmless when repeated."""
+        """Stop the processes that this rank runs for the engine. May be called more than once."""
         self._nodes.stop()
 
 
@@ -131,7 +131,8 @@ class LocalEngine:
 def engine_profiled(
     config: ProfileConfig, root: Path, step: int, server: EngineServer, number: int
 ) -> Iterator[None]:
-    """Let the engine write a trace of the block if `config` asks for a trace of this step.
+    """Let the engine write a profiler trace of the `with` block if `config` asks for a trace of
+    this step.
 
     If the engine cannot write a trace, a warning is printed. Raises EngineLost if the engine is
     lost.

@@ -39,16 +39,17 @@ class EngineMetrics:
     recovery_s: float = _metric("time/recovery_s", rounds=operator.add)
     """Seconds that the replacement of lost engines took."""
     verify_s: float = _metric("time/verify_s", rounds=operator.add)
-    """Seconds that weight syncs spent on digests and canaries."""
+    """Seconds that weight syncs spent on two checks: digests of the weights, and canaries (token
+    sequences whose log-probs the engine must reproduce)."""
     canary_abs_mean: float = _metric("rollout/canary_abs_mean", rounds=max)
-    """The mean absolute difference of the canaries' log-probs; the maximum over the weight
-    syncs."""
+    """The mean absolute difference between the engine's and the trainer's log-probs of the canaries
+    (see `verify_s`). With several weight syncs, the maximum of their means."""
     sync_bytes: float = _metric("rollout/sync_bytes", rounds=_newer)
-    """Size of the newest weight sync."""
+    """Size of the newest weight sync in bytes."""
 
     def reset(self) -> None:
-        """Set all values to zero except `sync_bytes`, because a step may have no weight sync of its
-        own."""
+        """Set all values to zero except `sync_bytes`, which is kept because a step may have no
+        weight sync of its own."""
         for each in fields(self):
             if each.name != "sync_bytes":
                 setattr(self, each.name, 0.0)
@@ -73,11 +74,13 @@ class EngineMetrics:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, float]) -> EngineMetrics:
-        """Return the metrics that `as_dict` turned into `values`; a missing key gives 0."""
+        """Return the metrics with the given values, by metric key, as returned by `as_dict`. The
+        value of a missing key is 0."""
         return cls(*(float(values.get(each.metadata["key"], 0.0)) for each in fields(cls)))
 
     def add_worker(self, other: EngineMetrics) -> None:
-        """Combine these values with those of another worker."""
+        """Update these values: combine each with the value of another worker, by the `workers` rule
+        of the field."""
         for each in fields(self):
             rule: Rule = each.metadata["workers"]
             setattr(self, each.name, rule(getattr(self, each.name), getattr(other, each.name)))

@@ -43,10 +43,10 @@ class EnginePart:
         sends_adapter: bool,
         release: Callable[[], None],
     ) -> None:
-        """`endpoint` is None if this rank leads no engine. `group` has the ranks that the engine
-        spans. `sends_adapter`: whether the policy exports an adapter; then the engine reads only
-        the leader's copy of the weights. `release` removes the policy from the engine, or stops an
-        engine that serves no other policy."""
+        """`endpoint` is None if this rank leads no engine. `group` is the group of ranks that the
+        engine spans. `sends_adapter`: whether the policy exports an adapter; then the engine reads
+        only the leader's copy of the weights. `release` removes the policy from the engine, or
+        stops an engine that serves no other policy."""
         self.engine, self.endpoint, self.release = engine, endpoint, release
         self.is_needed = True
         """Whether the engine has something to generate for this policy."""
@@ -67,8 +67,8 @@ class EnginePart:
         return self.endpoint if self.is_needed and not self.engine.is_lost else None
 
     def prepare_sync(self, policy: Policy) -> None:
-        """Compute the trainer's log-probs of the canaries, which the engine must reproduce. A
-        collective.
+        """Compute the trainer's log-probs of the canaries, which are token sequences whose
+        log-probs the engine must reproduce after the sync. A collective.
 
         The policy must be on the device.
         """
@@ -78,11 +78,12 @@ class EnginePart:
         self._canaries = Canaries(sequences, expected)
 
     def send(self, policy: Policy, version: int, wake: Callable[[], None] | None = None) -> None:
-        """Export the policy's weights and load them into the engine, which checks their digests. A
-        collective.
+        """Export the policy's weights, and load them into the engine, which compares their digests
+        with those of the trainer. A collective.
 
-        `wake` is called before the engine loads. A RuntimeError or ValueError is not raised here
-        but by `raise_failures`, because every rank must take part in the export until its end.
+        `wake` is called before the engine loads the weights. If a RuntimeError or ValueError
+        occurs, it is raised later, by `raise_failures`, because every rank must take part in the
+        export until its end.
         """
         bucket_bytes = self._config.weight_bucket_bytes(policy.export_bytes(self._dtype))
         buckets = local_buckets(
@@ -122,8 +123,8 @@ class EnginePart:
             )
 
     def check_sync(self) -> None:
-        """Raise RunFailed if the engine's log-probs of the canaries differ from the trainer's by
-        more than `rollout.canary_tolerance`. The engine must be awake."""
+        """Raise RunFailed if the engine's log-probs of the canaries (see `prepare_sync`) differ
+        from the trainer's by more than `rollout.canary_tolerance`. The engine must be awake."""
         if (endpoint := self.active_endpoint) is not None:
             with self.engine.noting_loss():
                 self._loader.check_canaries(endpoint, self._canaries)

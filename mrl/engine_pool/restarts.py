@@ -20,8 +20,8 @@ IN_STEP = "rollout engines were lost in one step"
 
 @dataclass
 class Restarts:
-    """Remembers the loss of an engine until the engine is replaced, and limits the number of
-    losses.
+    """Remembers that an engine was lost until the engine is replaced, and limits how often engines
+    may be lost.
 
     `count_lost` and `replace` are collectives if the losses of all ranks are counted together.
     """
@@ -34,15 +34,16 @@ class Restarts:
     """The number of the engine that this rank leads. None if another rank leads the engine; then
     that rank counts the engine's losses."""
     share_loss: Callable[[EngineLost | None], EngineLost | None] = lambda lost: lost
-    """Returns the loss if any rank that the engine spans knows of one
-    (`EngineNodes.share_loss`)."""
+    """Takes the error that this rank has seen, or None. Returns the error with which the engine was
+    lost, if any rank that the engine spans has seen one (`EngineNodes.share_loss`)."""
     sum_up: Callable[[int], int] = int
-    """Returns the sum of a number over the ranks whose losses are counted together."""
+    """Takes a number from each of the ranks whose losses are counted together, and returns the sum."""
     lost: EngineLost | None = None
-    """Why the engine does not run; None if it runs."""
+    """The error with which the engine was lost; None while the engine runs."""
     num_counted: int = 0
-    """Number of losses since `reset`, not counting those that are explained
-    (`EngineLost.is_explained`)."""
+    """How many times engines were lost since `reset`. A loss is not counted if it is explained
+    (`EngineLost.is_explained`). An explained loss was caused by a known request, and this request
+    is not tried again."""
 
     def reset(self) -> None:
         """Set the count to 0: a new step begins, or a batch is finished."""
@@ -61,8 +62,8 @@ class Restarts:
         None. If `start` raises a RuntimeError, the new engine counts as lost; an InputError is
         raised unchanged.
 
-        Raises EngineGone if `num_counted` exceeds `max_restarts`. Explained losses do not count,
-        because the requests that caused them are not tried again.
+        Raises EngineGone if `num_counted` exceeds `max_restarts`. Losses that a known request
+        caused do not count, because such a request is not tried again.
         """
         num_starts = 0
         while num_lost:

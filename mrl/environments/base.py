@@ -25,13 +25,14 @@ Message = dict[str, Any]
 """A chat message: the strings `role` and `content`, and any other keys that the chat template
 reads."""
 Observation = str | list[Message]
-"""The string or messages that the policy reads next. A string becomes a message of role `user`.
-If the prompt is also a plain string, the observation is appended to the policy's text instead."""
+"""The string or messages that the policy reads next. A string becomes a message of role `user` if
+the prompt is a list of messages. If the prompt is a string, the string is appended to the policy's
+text."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """An environment's answer to one turn of the policy."""
+    """What an environment returns after one turn of the policy."""
 
     observation: Observation | None = None
     """What the policy reads next. It may be None only if the episode is done."""
@@ -46,8 +47,9 @@ class Environment(Protocol):
 
     Each episode creates an instance, with `environment.arguments` as keyword arguments. The answers
     of an instance must depend only on the prompt, the seed and the actions. The reason is that an
-    episode may kill its worker process, and the other episodes of the process are then replayed in
-    a new process. An episode that gives other answers when it is replayed has failed and is masked.
+    episode may kill its worker process. The other episodes of that process are then replayed in a
+    new process: their actions are sent again. An episode that gives other answers when it is
+    replayed has failed and is masked.
 
     A method close(), which may be `async`, is optional. It is called once when the episode is over.
     """

@@ -41,7 +41,8 @@ class Episodes(Protocol):
 
         `step_samples` is the number of samples in the step, over all engines. From now on,
         RunFailed is raised as soon as more than 5% of these samples have failed. Returns the first
-        observation of each episode.
+        observation of each episode, None for an episode that begins without an observation,
+        or EpisodeFailed.
         """
         ...
 
@@ -57,5 +58,6 @@ class Episodes(Protocol):
         ...
 
     def count_failure(self, reason: str) -> None:
-        """Count one more episode as failed, for a reason found outside of the environment."""
+        """Count one more episode as failed. The caller has found the reason, which is not an error
+        of the environment's code."""
         ...

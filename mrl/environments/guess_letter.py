@@ -17,7 +17,7 @@ class Environment:
     def __init__(
         self, turns: int = 3, letters: str = string.ascii_lowercase, repeats: int = 1
     ) -> None:
-        """Set up an episode of `turns` guesses, each worth at most `1 / turns`.
+        """Set up an episode of `turns` guesses. The reward of each guess is at most `1 / turns`.
 
         One of `letters` is the right letter. The environment's answer repeats that letter `repeats`
         times, which helps a small model to learn to copy it.

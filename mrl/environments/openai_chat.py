@@ -16,7 +16,7 @@ output of a tool, or a message of role `user`. A class may also have
 
     reset(messages, seed, **columns) -> new_messages or None
 
-which returns the messages that follow the prompt.
+This method returns the messages that follow the prompt.
 """
 
 from __future__ import annotations

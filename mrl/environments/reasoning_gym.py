@@ -34,8 +34,9 @@ class Environment:
     def step(self, action: str) -> StepResult:
         """Score the answer in [0, 1] with the verifier. The episode is done after a full score.
 
-        The reward is the amount by which the answer's score, multiplied by `retry_factor`, exceeds
-        the best such score so far. The rewards of an episode thus add up to its best such score.
+        For the reward, the score is first multiplied by `retry_factor` once for each earlier answer.
+        The reward is the amount by which the product exceeds the best product so far, or 0. The
+        rewards of an episode thus add up to its best product.
         """
         raw = score(completions=[action], **self._row)[0]
         assert raw is not None

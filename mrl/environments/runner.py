@@ -34,7 +34,7 @@ CLOSE_LIMIT_S = 5.0
 @dataclass
 class _Episode:
     process: int
-    """The number of the process that the episode runs in (see `_Worker._number`)."""
+    """The number of the process in which the episode runs (see `_Worker._number`)."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     replies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -53,11 +53,12 @@ class _Worker:
             user=user,
         )
         self._number = 0
-        """The number of processes lost so far, which also identifies the current process."""
+        """How many processes this worker has lost so far. The number also identifies the current
+        process."""
         self._episodes: dict[int, _Episode] = {}
         self._not_started = ""
-        """Why a new process could not be started in this turn; empty otherwise. A start is tried
-        once per turn."""
+        """Why the start of a new process failed in this turn; empty if no start has failed. A start
+        is tried only once per turn."""
         self.num_replayed = 0
 
     def start(self) -> None:
@@ -150,7 +151,7 @@ class EnvironmentRunner(Closing):
         """Start the workers.
 
         The time limit for an answer is `config.time_limit_s`, or what is left of `budget` if that
-        is less. The workers run as `user`; None stands for the user of this process.
+        is less. The workers run as `user`, or as this process's user if `user` is None.
         """
         self.config, budget = config, budget or Budget()
         self.what = f"environment {config.name!r}"

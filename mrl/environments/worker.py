@@ -83,7 +83,7 @@ class Episodes:
         return self._factory(**self._arguments)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request.
+        """Answer a request of the runner (see the module's docstring).
 
         An exception from the environment ends its episode and is re-raised.
         """

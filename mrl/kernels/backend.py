@@ -16,9 +16,10 @@ FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 def run(kernel: str, device: torch.device, /, **arguments: Any) -> None:
     """Call `_C.KERNEL_cpu` with torch's thread count, or `_C.KERNEL_cuda` on torch's current stream.
 
-    kernel: the name KERNEL. device: the device of the tensors, which decides between the two.
-    arguments: the kernel's arguments by name. A tensor is passed as its address, and None as 0. A
-    tensor must be contiguous, or its strides must be passed as further arguments.
+    kernel: the name KERNEL. device: the device of the tensors; it decides which of the two
+    functions is called. arguments: the kernel's arguments by name. A tensor is passed as its
+    address, and None as 0. A tensor must be contiguous, or its strides must be passed as further
+    arguments.
 
     Raises RuntimeError for a GPU if the extension was built without GPU kernels, and ValueError if
     the kernel rejects an argument.

@@ -25,7 +25,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 """Dtypes of quantised weights. Their values are exact in bfloat16, whose digest they get."""
 CHUNK = 1 << 24
-"""The number of elements that `digest_in_torch` processes at a time, with 12 bytes of memory each."""
+"""The number of elements that `digest_in_torch` processes at a time. Each needs 12 bytes of memory."""
 LAYER = re.compile(r"^(?P<layer>.*?\.?layers\.\d+)\.(?:.*\.experts\.(?P<expert>\d+)\.)?")
 
 
@@ -39,11 +39,12 @@ def weight_digest(weights: Tensor, num_groups: int = 1) -> list[int]:
 
 
 def weight_sums(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return the digests of `weight_digest` for all pairs (weights, num_groups), in one tensor.
+    """Return the results of `weight_digest` for all pairs (weights, num_groups), in one tensor.
 
     The result is i64[sum of all num_groups]; a digest of 2^63 or more appears as a negative number.
     All weights must be on one device. The call does not wait for the device; copy the whole result
-    to the CPU at once rather than number by number. Raises ValueError as `weight_digest` does.
+    to the CPU at once rather than number by number. Raises ValueError in the same cases as
+    `weight_digest`.
     """
     rows = [_rows(weights, num_groups) for weights, num_groups in parts]
     if not rows:
@@ -81,8 +82,8 @@ def _rows(weights: Tensor, num_groups: int) -> Tensor:
 def digest_in_torch(rows: Sequence[Tensor]) -> Tensor:
     """Compute `weight_sums` with torch's ops, on any device and in bounded memory.
 
-    rows: tensors [R_i, N_i] in any of the three dtypes, each row of which gets its own sum. Returns
-    i64[sum of all R_i].
+    rows: tensors [R_i, N_i] in float32, bfloat16 or float16. Each of their rows gets its own sum.
+    Returns i64[sum of all R_i].
 
     The rows are processed in chunks of CHUNK elements, each with as many rows as fit. A chunk takes
     about 25 kernel launches, however many tensors it spans. The sum of a row is the difference of

@@ -20,8 +20,8 @@ def zero_empty_groups_(values: Tensor, ends: Tensor) -> Tensor:
 
     Args:
         values: contiguous [E, ...] of any dtype, one part per group.
-        ends: i32[E], the end of each group's rows. The first group begins at row 0, every
-            other group at the end of the group before it.
+        ends: i32[E], the end (exclusive) of each group's rows. The first group begins at row 0, and
+            every other group where the group before it ends.
 
     Raises:
         ValueError: `values` is not contiguous, or `ends` has the wrong shape, dtype or device.

@@ -94,10 +94,10 @@ def attention(
 def with_gradient_of(
     twin: Callable[..., Tensor], kernel: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """Return `kernel(*tensors)`, with the gradient that autograd computes for `twin(*tensors)`.
+    """Return `kernel(*tensors)`; its gradient is the one that autograd computes for `twin(*tensors)`.
 
-    The two functions must compute the same values up to rounding. The backward pass runs `twin` and
-    differentiates it.
+    `kernel` and `twin` must compute the same values up to rounding. The backward pass runs `twin`
+    and differentiates it.
     """
     return _WithGradientOf.apply(twin, kernel, *tensors)  # pyright: ignore[reportReturnType]
 

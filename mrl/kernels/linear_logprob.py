@@ -37,7 +37,8 @@ class WeightGradient(Protocol):
     def result(self) -> Tensor | None:
         """Return the gradient for autograd, after the last chunk.
 
-        None if autograd gets no gradient, for example because `add` has added it elsewhere already.
+        The result is None if autograd must get no gradient, for example because `add` adds the
+        gradient directly to a gradient buffer.
         """
         ...
 

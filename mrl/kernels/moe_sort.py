@@ -19,7 +19,8 @@ from mrl.kernels import backend
 class ExpertOrder(NamedTuple):
     """The copies of all tokens, sorted by expert, then by token.
 
-    A copy stands for one expert choice of one token. Its number is its index in this order.
+    There is one copy for each expert that a token has chosen. The number of a copy is its index in
+    this order.
     """
 
     tokens: Tensor

@@ -62,7 +62,7 @@ class PolicyLoss(NamedTuple):
     """f64[S]: for each name in `POLICY_STATS`, the sum of the statistic over sequences, or its
     maximum if the name ends in `_max`."""
     seq_stats: Tensor
-    """f64[B, S]: the same statistics for each sequence."""
+    """f64[B, S]: for each sequence, its statistics under the names in `POLICY_STATS`."""
 
     def stat(self, name: str) -> Tensor:
         """Return f64[]: the entry of `stats` for `name`, which is one of `POLICY_STATS`."""

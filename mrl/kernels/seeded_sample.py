@@ -11,7 +11,7 @@ from torch import Tensor
 from mrl.kernels import backend, oracle
 
 OPEN = -1
-"""The id that the kernel returns for a row that it cannot decide, which torch then decides."""
+"""The id that the kernel returns for a row that it cannot decide. Torch then computes the id."""
 
 
 def seeded_sample(

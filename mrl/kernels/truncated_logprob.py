@@ -32,12 +32,13 @@ class KeptLogits:
     """This rank's logits of the kept tokens, for a chunk of rows."""
 
     values: Tensor
-    """f32[c, K]: the logits; 0 if another rank has the token's column, or if the slot is
-    padding."""
+    """f32[c, K]: the logits of the kept tokens; 0 if another rank has the token's column, or if the
+    slot is padding."""
     columns: Tensor
-    """i64[c, K]: the index of each token's column on this rank; arbitrary if `here` is false."""
+    """i64[c, K]: the index of each kept token's column among this rank's columns; arbitrary if
+    `here` is false."""
     here: Tensor
-    """bool[c, K]: whether the token's column is on this rank."""
+    """bool[c, K]: whether the kept token's column is on this rank."""
     temperature: float
 
     @staticmethod

@@ -1,7 +1,6 @@
 """Log-probs and entropy of vocab-parallel logits: `mrl::vp_logprob_stats`, `..._combine`, `..._bwd`.
 
-Dimensions: T rows, V vocabulary, V_loc the part of the vocabulary on this tensor-parallel rank. The
-kernels are in csrc/vp_logprob.h.
+Dimensions: T rows, V vocabulary, V_loc vocabulary columns of this rank. Kernels: csrc/vp_logprob.h.
 """
 
 from __future__ import annotations
@@ -94,8 +93,9 @@ def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
 def tile_size(num_columns: int, num_ranks: int) -> int:
     """Return the number of columns of a tile, a divisor of V_loc = `num_columns`.
 
-    It is the smallest of V / 32, V / 16, ..., V (V = V_loc * `num_ranks`) that divides V_loc and is a
-    multiple of TILE_UNIT, else the smallest that divides V_loc, else that of V_loc / 32, ..., V_loc.
+    With V = V_loc * `num_ranks`, it is the smallest integer among V / 32, V / 16, ..., V that divides
+    V_loc and is a multiple of TILE_UNIT. If there is none, it is the smallest one that divides V_loc.
+    If there is none either, it is the smallest integer among V_loc / 32, V_loc / 16, ..., V_loc.
     """
     size = num_columns * num_ranks
     for unit in (TILE_UNIT, 1):
@@ -230,7 +230,7 @@ def _combine(
     temperature: float,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine all ranks' tiles as `united` does. Only the backward needs the logits."""
+    """Combine all ranks' tiles (see `united`). The logits are only kept for the backward pass."""
     _combine_fake(logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward)
     return united(tiles, labels, mask, tile, temperature)
 

@@ -173,8 +173,8 @@ def _credited(
 ) -> Advantages:
     """Return the micro-batches with token advantages, returns and old values. A collective.
 
-    values: f32[N] per micro-batch on the last pipeline stage, empty on the other stages, whose
-    micro-batches only get the advantages of their samples.
+    values: f32[N] per micro-batch on the last pipeline stage; an empty list on the other stages,
+    where the micro-batches only get the advantages of their samples.
     """
     usual = gae.token_advantages if traits(algorithm).needs_critic else gae.monte_carlo
     compute = getattr(algorithm, "token_advantages", usual)
@@ -207,8 +207,8 @@ def _credited(
 def _spread(std: float, algorithm: Algorithm, config: AlgorithmConfig) -> float:
     """Return the divisor for whitening: the std plus a small constant.
 
-    If the algorithm reads the SPREAD_KEYS, a std below `min_group_std` is replaced by
-    `min_group_std`, and `advantage_eps` is the constant.
+    If the algorithm reads `min_group_std` and `advantage_eps`, a std below `min_group_std` is first
+    raised to `min_group_std`, and `advantage_eps` is the constant.
     """
     if set(SPREAD_KEYS) <= (traits(algorithm).reads or set()):
         return max(std, config.min_group_std) + config.advantage_eps

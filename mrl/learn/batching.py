@@ -45,9 +45,10 @@ def split_evenly(groups: Sequence[PerPrompt], parts: int) -> list[list[PerPrompt
 
 
 RouteSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, TokenRoutes]]
-"""A function of the samples of a step and, for each data-parallel rank, the numbers of the
-samples that the rank trains. It returns the routes of this rank's samples in this rank's layers,
-by sample number. Samples without routes are left out."""
+"""A function that returns the routes of this rank's samples in this rank's layers, by sample
+number. Samples without routes are left out. The arguments are the samples of a step and, for each
+data-parallel rank, the numbers of the samples that it trains. A sample's number is its index in the
+step."""
 
 
 TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
@@ -163,7 +164,7 @@ def _fetch_routes(
 ) -> list[dict[int, TokenRoutes]]:
     """Fetch the routes of all mini-batches with one call of `source`.
 
-    The trainer's router chooses the experts of stale rows, which lose their captured routes. Returns
+    Stale rows lose their captured routes; the trainer's router then chooses their experts. Returns
     the routes of each mini-batch, by the index of the sample in its mini-batch.
     """
     if source is None:
@@ -229,7 +230,8 @@ def _assign(
 ) -> list[list[list[int]]]:
     """Assign the samples of a mini-batch to ranks and micro-batches.
 
-    Returns the sample numbers of each micro-batch of each data-parallel rank.
+    Returns, for each data-parallel rank, a list of its micro-batches. A micro-batch is a list of
+    indices into `samples`.
     """
     dims = mesh.dims
     return assign_micro_batches(

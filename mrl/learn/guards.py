@@ -50,9 +50,11 @@ class UpdateGuard:
     """Whether `old_logprobs` come from the current weights. If so, the guard measures the
     difference between `old_logprobs` and the log-probs of this step."""
     clip: float | None
-    """The narrower side of the clip range of a sequence ratio; None without such a range."""
+    """The distance from 1 to the nearer bound of the clip range, for algorithms that clip one ratio
+    per sequence; None for other algorithms."""
     quantile: float = 1.0
-    """`guards.ratio_quantile`: the quantile of the tokens' `|logp - old|` that `drift` returns."""
+    """`guards.ratio_quantile`, from 0 to 1: the quantile of `|logp - old|` over the tokens that
+    `drift` computes."""
     judge: Callable[[dict[str, float]], None] | None = None
     """A function that `check` calls with the metrics `guard/*` over all ranks, and that may raise an
     error. None for every update but the policy's first one after a start."""
@@ -69,12 +71,14 @@ class UpdateGuard:
     """The effective sample size over all ranks as a share of the loss tokens, set by `check`;
     None without `min_ess`."""
     _bad: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
-    """Tuples (name of the tensor, sample ids i64[B], bool[B] of samples that are not finite)."""
+    """Tuples (name of a tensor, sample ids i64[B], bool[B] that is true for samples in which the
+    tensor is not finite)."""
     _drift: list[Statistics] = field(default_factory=list)
     _weights: list[Statistics] = field(default_factory=list)
 
     def watch(self, loss: LossFunction) -> LossFunction:
-        """Return `loss`, wrapped so that the guard observes its inputs, its result and its gradient."""
+        """Return a function that calls `loss`, and lets the guard observe the log-probs, the loss
+        and the gradient."""
 
         def watched(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
             output = loss(logprobs, batch)
@@ -161,13 +165,17 @@ def drift(
 ) -> Statistics:
     """Measure the differences between two passes with the same weights.
 
-    `guard/ratio_error` is the largest `|logp - old|` of a token, and `guard/ratio_error_quantile`
-    is its `quantile` over all loss tokens (accurate to 2.2%; NaN counts as the largest). With
-    `clip`, `guard/clip_budget` is the mean over sequences of `|mean_t(logp - old)| / clip`, and
-    `guard/clip_budget_rollout` is the mean of `|mean_t(old - rollout)| / clip`. The latter is the
-    share of the clip range that the mismatch with the engine would take if the engine's log-probs
-    served as the old log-probs. Without `old_logprobs` there was no pass before this one: `logprobs`
-    take their place, and `guard/clip_budget_rollout` is the only statistic.
+    Below, logp is `logprobs`, old is `batch.old_logprobs`, rollout is `batch.rollout_logprobs`, and
+    mean_t is the mean over the loss tokens of a sequence.
+
+    `guard/ratio_error` is the largest `|logp - old|` of a loss token, and
+    `guard/ratio_error_quantile` is the quantile `quantile` of `|logp - old|` over all loss tokens
+    (accurate to 2.2%; NaN counts as the largest). With `clip`, `guard/clip_budget` is the mean over
+    sequences of `|mean_t(logp - old)| / clip`, and `guard/clip_budget_rollout` is the mean of
+    `|mean_t(old - rollout)| / clip`. The latter is the share of the clip range that the mismatch
+    with the engine would take if the engine's log-probs served as the old log-probs. Without
+    `old_logprobs` there was no pass before this one: `logprobs` take their place, and
+    `guard/clip_budget_rollout` is the only statistic.
     """
     stats: Statistics = {}
     old = batch.old_logprobs
@@ -260,7 +268,7 @@ def check_finite(
 
 
 def sequence_clip(algorithm: Algorithm, config: AlgorithmConfig) -> float | None:
-    """Return the narrower side of the clip range of a sequence ratio.
+    """Return the distance from 1 to the nearer bound of the clip range of a sequence's ratio.
 
     Returns None for an algorithm that does not clip sequence ratios.
     """

@@ -1,4 +1,5 @@
-"""Keep the adaptive coefficient of the KL penalty over a run, and compute the KL in the reward.
+"""Adapt the coefficient of the KL penalty during a run, and compute KL penalties that are part of
+the reward.
 
 N packed tokens of a micro-batch, S samples of the step.
 """

@@ -208,8 +208,9 @@ class Learner:
     ) -> _Prepared:
         """Run the passes that come before the first optimizer step.
 
-        advantages: f32[S]; None if the advantages depend on the results of these passes. They are
-        then computed and recorded here. Raises RunFailed if the output of a pass is not finite.
+        advantages: f32[S]; None if the advantages depend on the results of these passes. In that
+        case, this method computes and records the advantages. Raises RunFailed if the output of a
+        pass is not finite.
         """
         recipe, metrics = self.recipe, {}
         flat = [micro for batch in batches for micro in batch.micro_batches]

@@ -23,7 +23,8 @@ def make_policy(
     reference: HfModel | None = None,
     **shared: Any,
 ) -> Policy:
-    """Build the policy of a recipe and load its weights. It gets an optimizer only if `trains`.
+    """Build the policy of a recipe and load its weights. The policy gets an optimizer only if
+    `trains` is true.
 
     reference: the frozen reference model; None without a reference. shared: further arguments of
     `Policy`, such as the `base` that several policies share and the policy's `name`.

@@ -65,7 +65,8 @@ def source_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return the means over samples of the number of policy turns and of environment tokens.
+    """Return two means over the samples: of the number of policy turns, and of the number of
+    environment tokens.
 
     Environment tokens are those after the prompt that the policy did not generate. Samples without
     a reward count, too.
@@ -77,9 +78,10 @@ def episode_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def _num_turns(sample: Sample) -> int:
-    """Return the number of turns, which are uninterrupted runs of policy tokens.
+    """Return the number of policy turns in a sample. A turn is an uninterrupted run of tokens that
+    the policy generated.
 
-    A run may span several weight versions.
+    A turn may span several weight versions.
     """
     spans = [span for span in sample.weight_versions if span.end > span.start]
     ends = [None, *(span.end for span in spans)]

@@ -40,9 +40,11 @@ def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:
 
 
 class _Rows:
-    """The data that is copied into a snapshot of a step: the rows of metrics.jsonl before that step.
+    """Supplies the data that is copied into the snapshot of a step: the rows of metrics.jsonl from
+    before the step.
 
-    `settle` does nothing: a snapshot does not survive a power cut, so no file must reach the disk.
+    `settle` does nothing. A snapshot does not survive a power cut, so files need not be forced to
+    the disk.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -53,7 +55,8 @@ class _Rows:
 
 
 def has_lost_a_save(recipe: Recipe, step: int, saved: int | None) -> bool:
-    """Return whether a run that continues from a snapshot of `step` lacks a checkpoint that was due.
+    """Return whether a checkpoint was due by `step` but is missing. The run continues from a snapshot
+    of `step`.
 
     saved: the step of the run's newest checkpoint; None if it has no checkpoint.
     """

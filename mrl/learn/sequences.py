@@ -97,7 +97,8 @@ class SequenceTrainer:
     def _batch(self, sequences: Sequence[Weighted]) -> tuple[TrainBatch, Replay]:
         """Pack this rank's share of the sequences into micro-batches.
 
-        Returns the micro-batches, and whether their pass must replay the routes of the sequences.
+        Returns the micro-batches, and which routes a pass over them replays: those of the
+        sequences, or none.
         """
         samples, stale = without_stale_tokens(
             [_sample(number, each) for number, each in enumerate(sequences)]

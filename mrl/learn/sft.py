@@ -1,6 +1,6 @@
 """Take supervised optimizer steps (SFT) before the first rollout.
 
-The model, the packing and the optimizer are those of the RL steps.
+The model and the packing are those of the RL steps; the optimizer is a separate one.
 """
 
 from __future__ import annotations

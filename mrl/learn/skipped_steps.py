@@ -79,7 +79,8 @@ class LowEssSteps:
     in_a_row: int = 0
     _num_skipped: int = field(default=0, init=False)
     _lowest: float = field(default=math.inf, init=False)
-    """The lowest effective sample size since `begin`, with skipped steps; inf before the first."""
+    """The lowest effective sample size since `begin`, including skipped steps; inf before the first
+    step."""
 
     def begin(self) -> None:
         """Reset the metrics for another rollout; `in_a_row` keeps its value."""

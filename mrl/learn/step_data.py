@@ -31,7 +31,7 @@ TRUNCATED = "length"
 
 @dataclass(frozen=True)
 class StepData:
-    """The groups of a step and everything that is derived from them before the first pass."""
+    """The groups of a step, and all data that is derived from them before the first forward pass."""
 
     groups: list[SampleGroup]
     """The groups as they were rolled out and scored; only their advantages are set later."""
@@ -95,8 +95,8 @@ def samples_of(groups: Sequence[SampleGroup]) -> list[Sample]:
 def shaped_rewards(group: SampleGroup, config: AlgorithmConfig, max_response_len: int) -> Tensor:
     """Return f32[G]: the rewards plus DAPO's soft penalty for long answers, which is at most 0.
 
-    The penalty (arXiv 2503.14476 eq. 13) is added only with `overlong_buffer_len`. The reward of a
-    sample without a reward is NaN.
+    The penalty (arXiv 2503.14476 eq. 13) is added only with `overlong_buffer_len`. A sample without
+    a reward has NaN.
     """
     assert group.rewards is not None
     if not config.overlong_buffer_len:
@@ -130,8 +130,9 @@ def without_loss(sample: Sample) -> Sample:
 def _mask_useless(group: SampleGroup, config: AlgorithmConfig) -> SampleGroup:
     """Return the group with all tokens of its unusable samples removed from the loss.
 
-    Unusable are samples without a reward, truncated samples under `overlong_filter`, and under
-    `dynamic_sampling` all samples of a zero-variance group for which no replacement was found.
+    A sample is unusable if it has no reward, or if it was truncated and `overlong_filter` is set.
+    With `dynamic_sampling`, all samples of a group are also unusable if the group has zero variance
+    and no replacement for it was found.
     """
     assert group.rewards is not None
     is_flat = config.dynamic_sampling and not has_signal(group.rewards)

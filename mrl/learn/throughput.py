@@ -38,7 +38,7 @@ class Throughput:
         models: Sequence[HfModel],
         adapter: Adapter | None = None,
     ) -> Throughput:
-        """Make the `Throughput` of a trainer with `world` devices of the type of `device`.
+        """Make the `Throughput` of a trainer with `world` devices that are all like `device`.
 
         models: the models that are trained. adapter: the LoRA adapter of the first model; None if all
         weights of this model are trained.

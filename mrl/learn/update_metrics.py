@@ -31,10 +31,12 @@ def policy_metrics(
 ) -> dict[str, float]:
     """Return the losses, `routing/*`, `mismatch/*`, `grad_norm` and `lr` of step `step`.
 
-    batches: all micro-batches of the step, or all from its first update on. before: the output of a
-    pass over `batches` with the weights before the update; None if there was no such pass, because
-    no token is in the loss. steps: the policy's optimizer steps; if only the critic was trained or
-    all steps were skipped, this is empty, the losses are NaN, and `grad_norm` and `lr` are 0.
+    batches: all micro-batches of the step. If no separate pass came before the update, only the
+    micro-batches from the step's first optimizer step on.
+    before: the output of a pass over `batches`, or over the first of them, with the weights before
+    the update; None if there was no such pass, because no token is in the loss.
+    steps: the policy's optimizer steps; if only the critic was trained or all steps were skipped,
+    this is empty, the losses are NaN, and `grad_norm` and `lr` are 0.
     """
     if before is None:
         return dict(_NO_UPDATE)
@@ -75,8 +77,8 @@ def _mean_grad_norm(steps: Sequence[StepOutput]) -> float:
 
 
 def _router_loss(metrics: dict[str, float], moe: MoeConfig, num_moe_layers: int) -> float:
-    """Return the load-balancing loss and the router z-loss, each times its coefficient and summed
-    over the MoE layers."""
+    """Return the sum of the load-balancing loss and the router z-loss over the MoE layers, each
+    loss multiplied by its coefficient."""
     aux = moe.aux_loss_coeff * metrics.get("moe/aux_loss", 0.0)
     z = moe.z_loss_coeff * metrics.get("moe/z_loss", 0.0)
     return (aux + z) * num_moe_layers

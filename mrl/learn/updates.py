@@ -39,9 +39,9 @@ class Updated(NamedTuple):
     metrics: dict[str, float]
     """The metrics `guard/*`, the number of empty mini-batches, and the numbers of skipped steps."""
     first_pass: PassOutput | None
-    """The output of the training pass of the policy's first step that was not skipped, or of the first
-    training pass if all steps were skipped; None without a pass. In both cases the pass used the
-    weights from before the update."""
+    """The output of one training pass of the policy, which used the weights from before the update:
+    the pass of the first step that was not skipped or, if all steps were skipped, the first pass.
+    None without a pass."""
     first_micro_batch: int
     """The index, in the rollout, of the first micro-batch of `first_pass`; 0 without a pass."""
 

@@ -13,11 +13,12 @@ from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
 NATIVE = {2: 1.9, 4: 1.3}
-"""Activation bytes of mrl's native layers relative to those of fused layers. The key is the number of
-bytes of a weight. tests/planner/test_estimates.py measures the ratios on a CPU."""
+"""Activation bytes of mrl's native layers relative to those of fused layers. The keys are the
+numbers of bytes of a weight (2 for bf16, 4 for fp32). tests/planner/test_estimates.py measures the
+ratios on a CPU."""
 HEAD_SLICE = 8192
-"""In half precision, the chunked head computes the output layer's weight gradient in slices of this
-many rows."""
+"""Number of rows of the output layer's weight whose gradient the chunked output head computes at a
+time, if the weight is in half precision."""
 
 
 def layer_parts(shape: ModelShape, number: int) -> dict[str, tuple[int, int]]:
@@ -68,9 +69,10 @@ def layer_activation_bytes(
 def in_flight(stage: int, dims: ParallelDims, num_micro_batches: int) -> int:
     """Return the number of forward passes whose activations a pipeline rank keeps at its peak.
 
-    A pass is one micro-batch through one chunk of layers. With 1F1B (arXiv 2104.04473, section 2.2)
-    the number is pp - stage. With the interleaved schedule (section 2.3, as Megatron implements it) it
-    is 2 (pp - stage - 1) + (vpp - 1) pp + 1. The number is smaller if a step has fewer passes.
+    A pass takes one micro-batch through one chunk of layers. With the schedule 1F1B (arXiv
+    2104.04473, section 2.2) the number is pp - stage. With the interleaved schedule (section 2.3,
+    as Megatron implements it) it is 2 (pp - stage - 1) + (vpp - 1) pp + 1. The number is smaller if
+    a step has fewer passes.
     """
     if dims.vpp == 1:
         return min(num_micro_batches, dims.pp - stage)
@@ -151,7 +153,10 @@ def adapter_rows(
 
 
 def logits_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
-    """Return the bytes of the logits [tokens, V / tp] of a micro-batch, or of one chunk of it.
+    """Return the bytes of the logits [tokens, V / tp] that exist at the same time.
+
+    They are the logits of a micro-batch or, with `work.logprob_chunk_tokens`, of one chunk of its
+    tokens.
 
     Only one copy exists: mrl's kernels read the logits in place, and the backward pass overwrites them
     with their gradient.

@@ -27,9 +27,9 @@ def adapted_shape(model: HfModel, adapter: Adapter | None) -> ModelShape:
 def count_adapter(model: HfModel, adapter: Adapter) -> AdapterShape:
     """Return the sizes of an adapter's matrices. Only the model's config.json is needed.
 
-    Modules whose sizes `parallel.expected_tensors` does not know are left out; only architectures that
-    are defined outside mrl have such modules. Raises InputError if no layer of the model has any of the
-    modules.
+    Modules whose sizes `parallel.expected_tensors` does not know are left out; only architectures
+    that are defined outside mrl have such modules. Raises InputError if no layer of the model has
+    any of the modules that the adapter targets.
     """
     layers = [_Layer() for _ in range(model.sizes.num_layers)]
     topk = model.architecture.transformer_config(model.config).get("moe_router_topk", 0)
@@ -67,7 +67,7 @@ class _Layer:
         self.outputs: dict[str, int] = {}
 
     def add(self, part: Part, rule: Rule, sizes: tuple[int, int], passes: int) -> None:
-        """Add the matrix that `rule` describes.
+        """Add one matrix, the A or B of a module, which `rule` describes.
 
         `sizes` is (rank, outputs) of the low-rank update. `passes` is how often each token passes
         through the matrix.

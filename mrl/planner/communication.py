@@ -49,7 +49,7 @@ def ring(size: int, num_bytes: float) -> float:
 
 
 def volumes(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage) -> list[Volume]:
-    """Return the traffic of one rank of `stage` in one optimizer step, one volume per kind.
+    """Return the traffic of one rank of `stage` in one optimizer step, with one `Volume` per kind.
 
     Kinds without traffic are left out.
     """
@@ -126,12 +126,15 @@ def logprob_statistics(
 def expert_parallel(
     shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage
 ) -> list[Volume]:
-    """Return the traffic of rows to their experts and back (megatron-core's `token_dispatcher.py`).
+    """Return the traffic that moves rows to their experts and back.
 
-    - The `alltoall` dispatcher sends every row K times, as [n K, H] with fp32 probabilities [n K], and
-      gets [n K, H] back; the backward pass sends the same. With expert-tensor parallelism, the received
-      rows are gathered over the expert-tensor-parallel ranks, and the outputs are scattered in fp32,
-      the dtype of the probabilities. Token counts, 8 E bytes per rank, are left out.
+    The formulas follow megatron-core's `token_dispatcher.py`; E is the number of experts.
+
+    - The `alltoall` dispatcher sends every row K times, as [n K, H] with fp32 probabilities [n K],
+      and gets [n K, H] back; the backward pass sends the same. With expert-tensor parallelism, the
+      received rows are gathered over the expert-tensor-parallel ranks, and the outputs are
+      scattered in fp32, the dtype of the probabilities. The exchange of token counts, 8 E bytes per
+      rank, is not counted.
     - The `allgather` dispatcher gathers the rows of all etp x ep ranks, with fp32 probabilities and one
       byte per expert for the routing map, and scatters the outputs in fp32.
     """
@@ -191,10 +194,11 @@ def data_parallel(
 ) -> list[Volume]:
     """Return the traffic of data parallelism.
 
-    Gradients are all-reduced in fp32 over the copies of a parameter. With the distributed optimizer
-    the gradients are reduce-scattered, and the new weights are gathered in their own dtype. Megatron
-    chains an optimizer for dense parameters and one for experts, and each of the two gathers all
-    weights, so a rank with experts gathers twice.
+    Without the distributed optimizer, gradients are all-reduced in fp32 over the ranks that have a
+    copy of the parameter. With the distributed optimizer the gradients are reduce-scattered, and
+    the new weights are gathered in their own dtype. Megatron chains an optimizer for dense
+    parameters and one for experts, and each of the two gathers all weights, so a rank with experts
+    gathers twice.
 
     Routers with a balancing bias also sum the token count of each expert, in fp32, over all ranks of
     the stage.

@@ -1,7 +1,8 @@
 """Estimate the seconds of one step from FLOPs, bytes and assumed efficiencies.
 
-Nothing here has been measured on GPUs. The estimate assumes that communication and computation do not
-overlap and that every sequence is as long as its limit, so that the parts of a step can be compared.
+Nothing here has been measured on GPUs. The estimates serve to compare the parts of a step. They
+assume that communication and computation do not overlap, and that every sequence has the largest
+length that the recipe allows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def pipeline_bubble(dims: ParallelDims, num_micro_batches: int) -> float:
 def distinct_experts(num_experts: int, topk: int, tokens: float) -> float:
     """Return the expected number of experts that `tokens` tokens use in a layer.
 
-    It is E (1 - (1 - K / E)^tokens) if each token draws its K experts uniformly.
+    It is E (1 - (1 - K / E)^tokens), with E = `num_experts` and K = `topk`, if each token draws its
+    K experts uniformly at random.
     """
     return num_experts * (1 - (1 - topk / num_experts) ** tokens) if num_experts else 0.0
 
@@ -102,9 +104,11 @@ def token_seconds(shape: ModelShape, work: Workload, gpu: Hardware, batch: int) 
 
 
 def link_seconds(found: list[Volume], gpu: Hardware, part: str) -> float:
-    """Estimate the seconds to send all volumes, one after the other.
+    """Estimate the seconds to send all traffic in `found`, one volume after the other.
 
-    `part` says which bytes of each volume count: `forward`, `step` or `step+recompute`.
+    `part` selects the bytes of each volume: `forward` (those of the forward pass), `step` (those of
+    a whole optimizer step) or `step+recompute` (those of a step that also recomputes forward
+    passes).
     """
     seconds = 0.0
     for volume in found:
@@ -180,8 +184,8 @@ def sync_seconds(
     """Estimate the seconds of each part of a weight sync.
 
     The parts are the collectives of the export, the engine's copy of the weights and, in colocated
-    runs, moving the trainer's state to the host and back. Every bucket, and every tensor in it, costs
-    a fixed time in addition to the time to copy its bytes.
+    runs, moving the trainer's state to the host and back. The weights are sent in buckets. Each
+    bucket and each tensor costs a fixed time in addition to the time to copy its bytes.
     """
     gathered = max(
         link_seconds(sync_volumes(shape, dims, work, stage), gpu, "step") for stage in held

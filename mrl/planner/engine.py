@@ -21,9 +21,11 @@ GRAPH_MB_PER_REQUEST = 2
 """MiB that SGLang reserves for the CUDA graphs of decoding, per request in the batch of the largest
 graph (memory_hook.py)."""
 GRAPH_MB_PER_REPLICA = 3
-"""Additional MiB per request and replica under DP attention (memory_hook.py)."""
+"""Additional MiB for CUDA graphs under DP attention, per request and replica of the attention
+(memory_hook.py)."""
 MLA_GRAPH_MB = 1536
-"""Additional MiB for the prefill graphs of latent attention with FlashAttention 3 (memory_hook.py)."""
+"""Additional MiB for the CUDA graphs of prefill, if the model has latent attention and SGLang uses
+FlashAttention 3 (memory_hook.py)."""
 
 
 def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
@@ -59,7 +61,7 @@ def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
 
 
 def kv_capacity_tokens(shape: ModelShape, work: Workload, device_bytes: int) -> int:
-    """Return how many tokens fit into an engine's KV cache, summed over the attention's replicas.
+    """Return how many tokens fit into the KV caches of all attention replicas of an engine together.
 
     The result is negative if not even weights and adapters fit.
     """

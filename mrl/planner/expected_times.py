@@ -42,7 +42,8 @@ class Expected:
 
     times: StepTimes
     spread: float
-    """The argument `spread` for `mrl.planner.placement.expected_step_s`."""
+    """The time to generate a step's batch, divided by the time that engines would need if they were
+    always full (at least 1)."""
     parts: tuple[Part, ...]
 
 

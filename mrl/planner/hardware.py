@@ -48,7 +48,8 @@ class Efficiency:
     links: float = 0.7
     host: float = 0.7
     bucket_s: float = 0.01
-    """Seconds per weight bucket for a request and its answer, in addition to the time to copy bytes."""
+    """Seconds that the request for each bucket of weights and its answer take, in addition to the
+    time to copy bytes."""
     tensor_s: float = 0.2e-3
     """Seconds per tensor of a bucket for looking up the parameter and starting a copy in the engine, in
     addition to the time to copy bytes."""

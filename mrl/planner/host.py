@@ -64,8 +64,9 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
 def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes of the pinned buffers to which `parallel.ledger` offloads the weights.
 
-    There is one buffer per storage. With the distributed optimizer, the trained dense weights of a
-    chunk of layers are in one storage, and the chunk's trained expert weights in another.
+    There is one buffer per tensor storage. With the distributed optimizer, the trained dense
+    weights of a chunk of layers are in one storage, and the chunk's trained expert weights in
+    another.
     """
     each, exact = work.weight_bytes, work.exact_pinned
     dense, experts = stage_tensors(stage.trained, dims)
@@ -85,10 +86,11 @@ def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Wo
 def pinned_state(
     stage: Stage, dims: ParallelDims, work: Workload, element_bytes: int, share: float = 1.0
 ) -> int:
-    """Return the pinned bytes for a `share` of one kind of optimizer state that a rank keeps.
+    """Return the pinned bytes that a rank needs for one kind of optimizer state, such as a moment.
 
-    There is one buffer per parameter. Under the distributed optimizer, the total is divided by the
-    number of ranks over which the state is sharded, as if no parameter were split between two ranks.
+    `share` is the share of the state that is counted. There is one buffer per parameter, of
+    `element_bytes` per element. Under the distributed optimizer, the total is divided by the number
+    of ranks over which the state is sharded, as if no parameter were split between two ranks.
     """
     shards = shards_of(dims, work.distributed_optimizer)
     found = 0.0
@@ -100,7 +102,7 @@ def pinned_state(
 def pinned_optimizer(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes of the pinned buffers to which `parallel.ledger` offloads optimizer state.
 
-    The state that `optimizer_cpu_offload` keeps on the host is not included.
+    The state that Megatron's option `optimizer_cpu_offload` keeps on the host is not included.
     """
     options = work.state
     kept = 1 - options.offload_fraction
@@ -125,9 +127,9 @@ def offloaded_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> tuple[i
 def saved_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the largest number of bytes that a rank of the stage copies for an asynchronous save.
 
-    A rank saves its shard of the main parameters and moments, and the weights of those trained
-    parameters whose main replica it holds. The result is for a rank that holds the main replica of all
-    of them.
+    A rank saves its shard of the main parameters and moments. If several ranks hold the same
+    weights, one of them (the main replica) saves them. The result is for a rank that saves the
+    weights of all trained parameters that it holds.
     """
     options = work.state
     aware = options.precision_aware and not options.offload_fraction
@@ -174,7 +176,7 @@ def trainer_host_rows(
 
 
 def routes_per_token(shape: ModelShape, work: Workload) -> list[int]:
-    """Return, for each MoE layer, the bytes of one token's routes; empty without r3 replay."""
+    """Return the bytes of one token's route (expert ids) in each MoE layer; empty without r3 replay."""
     if work.routing_replay != "r3" or not shape.moe_layers:
         return []
     return [route_bytes(shape.num_experts, shape.topk)] * len(shape.moe_layers)

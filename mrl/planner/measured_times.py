@@ -1,7 +1,7 @@
 """Read the seconds of a step's parts from the metrics of a run, for `mrl check --measured`.
 
-Only times that the run measured are returned. If it could not measure them, `MeasuredRun.missing` says
-why and names the kind of run that can.
+Some runs cannot measure these times. Then `MeasuredRun.missing` says why, and names the kind of run
+that can measure them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MeasuredRun:
     """The mean times. None if the run could not measure them; `missing` says why."""
     missing: str
     spread: float
-    """Length of the longest response divided by the mean length, averaged over steps. It is an upper
-    bound of the `spread` in `mrl.planner.placement`."""
+    """Length of the longest response of a step divided by the mean length, averaged over steps. It
+    is an upper bound of `spread` in `mrl.planner.placement.expected_step_s`."""
 
     def describe(self) -> str:
         """Return a description of the run for a row of a table."""
@@ -91,10 +91,10 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _times(
     folder: Path, means: Mapping[str, float], placement: Placement
 ) -> tuple[StepTimes | None, str]:
-    """Return (times, ""), or (None, reason) for an asynchronous run, which cannot measure them.
+    """Return the times of a run and an empty string; (None, reason) if it cannot measure them.
 
-    In a synchronous disaggregated run the engines load weights while the trainer waits for the rollout,
-    so `generate_s` includes the loading.
+    An asynchronous run cannot measure them. In a synchronous disaggregated run the engines load
+    weights while the trainer waits for the rollout, so `generate_s` includes the loading.
     """
     if absent := [key for key in (STEP, SYNC, ROLLOUT) if key not in means]:
         raise InputError(f"--measured: the steps of {folder} have no {absent[0]}; give another run")

@@ -18,12 +18,12 @@ from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
 UNEVEN = 0.5
-"""Extra share of expert rows that the busiest rank may get, relative to balanced routing."""
+"""How many more expert rows the busiest rank may get than with balanced routing: 0.5 means 50% more."""
 COUNTED = "counted in tests/planner/test_bytes.py"
 
 
 def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
-    """Return the bytes of one rank's parameters, of b bytes each, and of its layers' module buffers.
+    """Return the bytes of one rank's parameters and of its layers' module buffers.
 
     The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
     bias and token count of every expert.
@@ -37,8 +37,8 @@ def gradient_bytes(stage: Stage, work: Workload) -> int:
     """Return the bytes of Megatron's gradient buffers, without padding.
 
     The buffers have an element for every trained parameter of the rank, in fp32, or in the weights'
-    dtype with `grad_reduce_in_fp32: false`. DDP's buckets are views of them. The distributed optimizer
-    pads every parameter to a multiple of 64 elements and every bucket to a multiple of
+    dtype with `grad_reduce_in_fp32: false`. DDP's buckets are views of the buffers. The distributed
+    optimizer pads every parameter to a multiple of 64 elements and every bucket to a multiple of
     lcm(copies, 128); `padding_bound` bounds this padding.
     """
     return work.state.gradient_bytes * stage.num_trained
@@ -60,11 +60,12 @@ def optimizer_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
 def routes_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes of the replayed expert ids on the device, summed over micro-batches.
 
-    With r3, the ids come from the engine, and the device holds those of one optimizer step at a time:
-    per token, K ids of one or two bytes for each MoE layer of the whole model, plus one byte that says
-    whether the token has a route. With r2, the ids are recorded by the log-prob pass before the update,
-    and the device holds those of all optimizer steps of the rollout: K ids of 8 bytes for each row and
-    each MoE layer of this rank.
+    With r3, the ids come from the engine. The device holds the ids of one optimizer step at a time:
+    per token, K ids of one or two bytes for each MoE layer of the whole model, and one byte that
+    says whether the token has a route.
+
+    With r2, the log-prob pass before the update records the ids. The device holds the ids of all
+    optimizer steps of the rollout: K ids of 8 bytes for each row and each MoE layer of this rank.
     """
     if work.routing_replay == "off" or not shape.moe_layers:
         return 0
@@ -98,8 +99,8 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
 def export_buffer_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes of one export buffer.
 
-    It is the size of a bucket or of the whole model, whichever is smaller, but at least the size of the
-    largest parameter.
+    It is the size of a bucket or of everything that is sent (the model or its adapter), whichever
+    is smaller, but at least the size of the largest parameter.
     """
     whole = work.sent_bytes(shape)
     return max(min(work.bucket_bytes, whole), largest_export(shape, dims, work))
@@ -121,9 +122,9 @@ def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
 def merging_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes needed to merge an adapter into one weight; 0 if no adapter is merged.
 
-    Four fp32 tensors as large as the weight's shard exist at the same time: the shard itself, the
-    updates (`scale B A`) of its Hugging Face weights, these updates joined into one tensor, and the sum
-    of shard and update.
+    Four fp32 tensors as large as this rank's shard of the weight exist at the same time: the shard,
+    the adapter's updates (`scale B A`) of the Hugging Face weights that the shard consists of,
+    these updates joined into one tensor, and the sum of shard and update.
     """
     if work.lora != "merged":
         return 0

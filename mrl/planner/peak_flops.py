@@ -1,4 +1,4 @@
-"""The bfloat16 peak of GPUs and the FLOPs of training, for the model FLOPs utilization (MFU).
+"""The peak bfloat16 speed of GPUs and the FLOPs of training, for the model FLOPs utilization (MFU).
 
 MFU is the FLOPs that the model needs for the tokens of a step, divided by the FLOPs that the GPUs could
 do at their peak in the time of the step (PaLM, arXiv 2204.02311, appendix B). Recomputed activations,

@@ -1,4 +1,4 @@
-"""Predict, from the times of a step's parts, the step's time in each placement and which role waits.
+"""Predict the time of a step in each placement, and which role waits, from the times of its parts.
 
 Legend: g = `generate_s`; t = `train_s`; c = `sync_s`; l = `load_s`; r = `spread`; n = `max_staleness`.
 All times are means over steps. If steps differ in length, a real run is slower than predicted, because
@@ -21,7 +21,7 @@ Side = Literal["trainer", "rollout", "neither"]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each part of a step when nothing else runs on the devices that the part uses."""
+    """Seconds of each part of a step, if nothing else runs on the devices of that part."""
 
     generate_s: float
     """Seconds from the first request to the end of the slowest group of the step's batch."""
@@ -64,8 +64,8 @@ class ExpectedStep:
     rollout_idle_s: float
     """Seconds in which the engines' devices are idle; 0 in a colocated run."""
     tail_s: float
-    """Seconds in which the engines are not full, because the step or the next weights wait for the
-    slowest groups."""
+    """Seconds in which the engines generate less than a full batch, because the end of the step or
+    the load of newer weights waits for the slowest groups."""
 
     @property
     def trainer_idle(self) -> float:
@@ -79,7 +79,7 @@ class ExpectedStep:
 
     @property
     def waits(self) -> Side:
-        """The role that is idle for longer; `neither` if both are idle equally long."""
+        """The role that is idle for longer, or `neither` if both are idle equally long."""
         if self.trainer_idle_s == self.rollout_idle_s:
             return "neither"
         return "trainer" if self.trainer_idle_s > self.rollout_idle_s else "rollout"
@@ -99,6 +99,8 @@ def expected_step_s(
     `spread` (r >= 1) is the time to generate a step's batch, divided by the time that engines would
     need if they were always full. If decoding is bound by memory bandwidth, a group is as fast in a
     batch as alone, and r is the time of the slowest group divided by the mean time of the groups.
+
+    The letters are explained in the module docstring.
 
     - colocated, synchronous: c + l + g + t, because the roles take turns.
     - asynchronous: max(t + c, b + l), where b is the result of `generation_s`. With a fixed schedule
@@ -132,15 +134,15 @@ def expected_step_s(
 def generation_s(
     generate_s: float, spread: float, max_staleness: int, in_flight_updates: str
 ) -> float:
-    """Return the seconds per step that engines need to generate, concurrently with the trainer.
+    """Return the seconds that engines need to generate one step's batch while the trainer trains.
 
     - `finish`: g / r + (g - g / r) / n. The engine is full except before it loads newer weights, when
       it waits for its slowest group. At best this happens once in n steps.
-    - `interrupt`: max(g / r, g / n). The engine loads newer weights without emptying, so it is always
-      full. The slowest group must be done n steps after it began, when the last step that may train on
-      it begins.
+    - `interrupt`: max(g / r, g / n). The engine does not finish its groups before it loads newer
+      weights, so it is always full. But the slowest group must be complete n steps after it began,
+      because the last step that may train on it begins then.
 
-    For n = 1 both are g, because then only the groups of one step are in flight.
+    For n = 1 both formulas give g, because then only the groups of one step are in flight.
     """
     full_s = generate_s / spread
     if in_flight_updates == "interrupt":

@@ -1,7 +1,7 @@
 """GPU memory of one rank in each phase of a step, and host memory of one node, by the ranks' roles.
 
-In a colocated run every rank has both roles: it trains, and its device also holds a part of an engine.
-The trainer's state and the engine's take turns on the device.
+In a colocated run every rank has both roles: it trains, and its device also holds a part of an
+engine. The state of the trainer and that of the engine take turns on the device.
 
 In a disaggregated run a trainer rank shares its device with no engine, so its weights and optimizer
 state stay on the device through the whole step, even while it sends weights. A rollout rank shares its
@@ -66,8 +66,8 @@ class Node:
 def all_phases(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> list[Phase]:
     """Return the phases of a step in their order, for one pipeline stage after the other.
 
-    In a disaggregated run these are the phases of the trainer ranks, followed by the single phase of a
-    rollout rank.
+    In a disaggregated run, the phases of the trainer ranks come first, followed by the single phase
+    of a rollout rank.
     """
     found = [
         phase
@@ -157,7 +157,7 @@ def _worker_rows(shape: ModelShape, dims: ParallelDims, work: Workload) -> tuple
 
 
 def _tokens_ahead(work: Workload) -> int:
-    """Return the number of tokens in the current step and all steps that may be generated ahead."""
+    """Return the number of tokens in one step and in all steps that may be generated ahead of it."""
     return (1 + work.max_staleness) * work.num_tokens
 
 
@@ -172,7 +172,7 @@ def _samples_row(name: str, shape: ModelShape, work: Workload, tokens: int) -> R
 
 
 def nodes(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> list[Node]:
-    """Return one node of each kind.
+    """Return one `Node` for each kind of node in the run.
 
     A colocated run has one kind of node. In a disaggregated run the kinds differ in how many trainer
     and rollout ranks they have. All trainer ranks of a node are assumed to belong to the pipeline stage

@@ -35,13 +35,13 @@ class RolloutBytes:
     leader: float
     """Bytes that the leader of each engine sends."""
     rank: float
-    """Bytes that each rank receives, on the pipeline stage that receives the most."""
+    """Bytes that one rank receives, on the pipeline stage whose ranks receive the most."""
     first: float
     """Bytes that rank 0 receives in addition to `rank`."""
 
 
 def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[RolloutBytes]:
-    """Return all kinds of traffic. If there is only one rank, the only traffic is from its engine."""
+    """Return one entry per kind of traffic. With a single rank, the only traffic is from its engine."""
     num_engines = work.num_engines(dims)
     per_engine = work.num_tokens / num_engines
     found = [_from_engine(shape, work, per_engine)]
@@ -86,7 +86,7 @@ def _to_first_rank(shape: ModelShape, work: Workload, num_tokens: float) -> Roll
 
 
 def _from_engine(shape: ModelShape, work: Workload, num_tokens: float) -> RolloutBytes:
-    """Return the traffic of routes from SGLang's scheduler to the leader, through memory that both map.
+    """Return the bytes of routes that an engine passes to its leader through shared memory.
 
     `num_tokens` is the number of tokens of one engine.
     """

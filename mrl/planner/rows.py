@@ -55,7 +55,7 @@ def total(rows: Iterable[Row]) -> int:
 
 
 def times(rows: Iterable[Row], count: int) -> tuple[Row, ...]:
-    """Return the rows for `count` ranks together, if each of them has `rows`."""
+    """Return the rows with their bytes multiplied by `count`, for `count` ranks with the same rows."""
     return tuple(
         replace(row, num_bytes=count * row.num_bytes, formula=f"{count} x {row.formula}")
         for row in rows

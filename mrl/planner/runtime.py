@@ -81,7 +81,7 @@ class Communicator:
 def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[Communicator]:
     """Return the communicators of a trainer rank on the first or last stage, under Megatron's names.
 
-    A group of a single rank is listed if Megatron calls collectives on it nevertheless. The groups of
+    A group of a single rank is listed only if Megatron calls collectives on it. The groups of
     expert-data parallelism are used only if experts are trained.
     """
     replicas, expert_span = dims.world // dims.pp, dims.etp * dims.ep
@@ -175,7 +175,7 @@ def runtime_rows(
 
 
 def context_row(num: int, formula: str) -> Row:
-    """Return the row of the CUDA contexts of `num` processes; `formula` is `Row.formula`."""
+    """Return the row of the CUDA contexts of `num` processes; `formula` says how `num` is computed."""
     source = f"{ASSUMPTION}: 426 MiB of an empty context (unsloth-zoo pull 1053) and loaded kernels"
     return Row("CUDA contexts", num * CONTEXT_BYTES, formula, source)
 
@@ -184,7 +184,7 @@ def workspace_row(num_streams: int, formula: str, *, has_grouped: bool) -> Row:
     """Return the row of the cuBLAS workspaces of `num_streams` streams.
 
     `formula` says in words how `num_streams` is computed. If `has_grouped`, the streams of
-    TransformerEngine's grouped matrix products are added to both.
+    TransformerEngine's grouped matrix products are added to the number and to the formula.
     """
     source = "torch CublasHandlePool.cpp (parseChosenWorkspaceSize)"
     if has_grouped:

@@ -1,4 +1,4 @@
-"""The sizes of a model that determine its cost, and its parameters by part.
+"""The sizes of a model that determine its cost, and the parameters of each of its parts.
 
 Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g key/value heads, d head.
 """
@@ -17,7 +17,7 @@ from parallel.dims import ModelSizes
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads")  # fmt: skip
 Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
-"""How the ranks of a pipeline stage shard a parameter:
+"""How a parameter is sharded over the ranks of a pipeline stage:
 
 - `whole`: every rank holds all of it.
 - `tensor`: it is split over the tensor-parallel ranks.
@@ -70,7 +70,7 @@ class AdaptedLayer:
     """The parameters and activations of an adapter in one layer."""
 
     parts: tuple[Part, ...]
-    """A and B of each module."""
+    """The matrices A and B of each adapted module."""
     gathered: int
     """Elements per token of the products `A x` that tensor-parallel ranks gather. They are kept for the
     backward pass."""
@@ -253,9 +253,10 @@ def _all(name: str, sharing: Sharing, *numels: int) -> Part:
 def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:
     """Return the shape of the model that a Hugging Face config.json describes.
 
-    It is derived from the same Megatron settings that the trainer uses for the model. `architecture`
-    defaults to the one of the config's model_type. Raises InputError for a model that the trainer
-    refuses, a missing key, or a size that is not a whole number.
+    The shape is derived from the Megatron settings with which the trainer builds the model.
+    `architecture` defaults to the architecture that is registered for the config's model_type.
+    Raises InputError for a model that the trainer refuses, a missing key, or a size that is not a
+    whole number.
     """
     architecture = architecture or find_architecture(hf)
     try:

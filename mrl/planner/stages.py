@@ -23,7 +23,8 @@ class Stage:
     adapter: tuple[Part, ...]
     """The adapter's parameters on this stage. If there are any, `parts` are frozen."""
     exported: tuple[Part, ...]
-    """`parts` without the last stage's copy of a tied embedding."""
+    """`parts` without the last stage's copy of a tied embedding, which a weight sync does not
+    export."""
     has_embedding: bool
     has_output: bool
     dense: int

@@ -32,8 +32,8 @@ class StateOptions:
     Offloaded main parameters are on the host."""
     main_bytes: int = 4
     """Bytes of the main parameter of a bf16 weight: the size of `main_params_dtype`, or 2 with
-    `store_param_remainders`. That option stores only the lower half, because the weight is the upper
-    half."""
+    `store_param_remainders`. `store_param_remainders` stores only the lower 2 bytes, because the
+    bf16 weight is the upper half of the fp32 main parameter."""
     exp_avg_bytes: int = 4
     exp_avg_sq_bytes: int = 4
     offload_fraction: float = 0.0
@@ -74,7 +74,7 @@ def dtype_bytes(name: Any) -> int:
 
 
 class Shard(NamedTuple):
-    """Two numbers: one for the parameters in `Stage.dense`, and one for those in `Stage.expert`."""
+    """Two numbers: one for a stage's dense parameters, and one for the parameters of its experts."""
 
     dense: int
     expert: int
@@ -87,9 +87,9 @@ class Shard(NamedTuple):
 def shards_of(dims: ParallelDims, distributed: bool) -> Shard:
     """Return the number of ranks over which the optimizer state of one parameter is sharded.
 
-    With the distributed optimizer, the state of a dense parameter is sharded over dp x cp ranks, and
-    that of an expert's parameter over world / (etp ep pp) ranks. Without it, every rank keeps the whole
-    state of its parameters, and both numbers are 1.
+    The two numbers are for a dense parameter and for a parameter of an expert: dp x cp and world /
+    (etp ep pp) with the distributed optimizer (`distributed`). Otherwise every rank keeps the whole
+    state of its parameters, and both are 1.
     """
     return Shard(dims.dp * dims.cp, expert_data_parallel(dims)) if distributed else Shard(1, 1)
 
@@ -101,7 +101,7 @@ def optimizer_shard(stage: Stage, dims: ParallelDims, distributed: bool) -> Shar
 
 
 def device_bytes_each(options: StateOptions, weight_bytes: int) -> float:
-    """Return the bytes of optimizer state on the device per element of the shard."""
+    """Return the bytes of optimizer state that a rank keeps on the device per element of its shard."""
     kept = 1 - options.offload_fraction
     has_main = weight_bytes < 4
     if not options.precision_aware:
@@ -114,7 +114,7 @@ def device_bytes_each(options: StateOptions, weight_bytes: int) -> float:
 
 
 def host_bytes_each(options: StateOptions) -> tuple[int, int]:
-    """Return (pinned, not pinned) bytes on the host per offloaded element.
+    """Return the (pinned, not pinned) bytes that each element with offloaded state takes on the host.
 
     Gradients are pinned. Main parameters are pinned too, unless the precision-aware optimizer creates
     them from the weights (megatron-core's `hybrid_optimizer.py`, `_get_sub_optimizer_param_groups`).

@@ -147,7 +147,7 @@ def _advice(
 def _changes(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[tuple[str, ParallelDims, Workload]]:
-    """Return the plans that differ in one setting and may need less memory.
+    """Return the plans that differ from this one in one setting and may need less memory.
 
     Each plan is (the setting in words, the layout, the workload). Layouts that the model or the number
     of ranks does not allow are left out.

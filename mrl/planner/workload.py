@@ -49,11 +49,11 @@ class Workload:
     requests still use, and for the base model."""
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     reference: bool = False
-    """Whether there is a reference model. It needs two more copies of the weights on the host and one
-    more forward pass."""
+    """Whether there is a reference model, which needs two more copies of the weights on the host
+    and one more forward pass."""
     logprob_pass: bool = True
-    """Whether a step has a pass of the policy before the update (`Learner.train`). Without it the
-    update's own pass gives the old log-probs."""
+    """Whether the policy's log-probs are computed in a separate pass before the update. If not, the
+    update's own forward pass gives the old log-probs."""
     engine_tp: int = 1
     """Ranks of one engine."""
     engine_ep: int = 1
@@ -65,8 +65,8 @@ class Workload:
     engine_share: float = 0.6
     """Share of the device's memory for the engine's weights and KV cache (mem_fraction_static)."""
     rollout_ranks: int = 0
-    """Number of ranks that only generate, numbered after the layout's ranks; 0 in a colocated run, in
-    which every rank trains and generates."""
+    """Number of ranks that only generate. They are numbered after the ranks that train. 0 in a
+    colocated run, in which every rank trains and generates."""
     max_staleness: int = 0
     """Number of steps that engines may generate ahead of the newest weights; 0 in a colocated run."""
     staged_versions: int = 0
@@ -179,8 +179,11 @@ def recipe_workload(
 
 
 def _has_logprob_pass(recipe: Recipe) -> bool:
-    """Return whether steps have a pass before the update, apart from the first step after a start and
-    from steps whose tokens are saved or whose mismatch is decomposed (`Learner._needs_pass`)."""
+    """Return whether an ordinary step computes the policy's log-probs in a pass before the update.
+
+    The first step after a start has one in any case, and so have steps whose tokens are saved or
+    whose mismatch is decomposed (`Learner._needs_pass`).
+    """
     train, config = recipe.train, recipe.algorithm
     known = traits(load_algorithm(config.name))
     takes_one = train.num_steps_per_rollout * train.num_epochs_per_rollout == 1

@@ -84,7 +84,7 @@ def read_critic(
 
 
 def check_critic_stays(changes: Sequence[Change], needs_critic: bool) -> None:
-    """Raise InputError if a change of the algorithm would add or remove the critic of a started run.
+    """Raise InputError if a new algorithm would add or remove the critic of a started run.
 
     Nothing is checked if the old algorithm can no longer be loaded.
     """

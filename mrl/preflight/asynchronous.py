@@ -16,8 +16,8 @@ def check_asynchronous(recipe: Recipe) -> None:
     """Raise InputError for settings that do not work in a disaggregated run.
 
     In a colocated run, the keys of `async` have no effect, so InputError is raised if one of them
-    is not at its default. In any run, InputError is raised for a weight transport that does not
-    exist or does not support the recipe's `rollout.placement`.
+    is not at its default. In both kinds of run, InputError is raised if the weight transport does
+    not exist or does not support the recipe's `rollout.placement`.
     """
     config, is_colocated = recipe.asynchronous, recipe.rollout.placement == "colocated"
     check_transport(recipe.rollout.weight_sync, is_disaggregated=not is_colocated)

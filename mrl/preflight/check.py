@@ -200,8 +200,8 @@ def _check_folder(
 ) -> Update:
     """Check the run folder and the trackers.
 
-    Return the changes that this start makes to the recipe of the run in the folder, if there is a
-    run.
+    If the folder already contains a run, the returned `Update` has the changes that this start
+    makes to that run's recipe.
     """
     check_trackers(recipe.logging)
     if os.environ.get("RANK", "0") == "0":

@@ -30,11 +30,11 @@ def steps_done(
     update: Update,
     warn: Callable[[str], None],
 ) -> tuple[int | None, int | None]:
-    """Check the data position, and return (step of the newest checkpoint, step to continue from).
+    """Check the data position; return the newest checkpoint's step and the step to continue from.
 
     The step of a checkpoint or snapshot is the number of training steps that were done when it was
     saved. The run continues from a snapshot if that is newer than every checkpoint. The first
-    result is None if there is no checkpoint, and the second is None for a new run.
+    result is None if there is no checkpoint. The second is None if the run is new.
     """
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
@@ -93,10 +93,10 @@ def why_other_data(
 
 
 def _why_other_rewards(recipe: Recipe, state: dict[str, Any]) -> str:
-    """Return an error message if the recipe no longer has the reward of a pending, unscored prompt.
+    """Return an error message if a pending prompt needs a reward that the recipe no longer has.
 
-    A pending prompt is one that was taken from the data but that no step has trained on. The result is
-    empty if all pending prompts can be scored.
+    A prompt is pending if it was taken from the data, but no step has trained on it. Only pending
+    prompts that have not been scored are checked. The result is empty if all of them can be scored.
     """
     for one in read_pending(state):
         reward = one.group.prompt.reward

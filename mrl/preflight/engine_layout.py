@@ -20,13 +20,13 @@ REPLICAS = "rollout.data_parallel_attention_size"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The ranks that the engines of a run span. Each engine spans consecutive ranks."""
+    """How the engines of a run are distributed over its ranks. Each engine spans consecutive ranks."""
 
     num_engines: int
     ranks: int
     """The number of ranks of one engine."""
     ranks_per_node: int
-    """The number of ranks of one engine on each node that it spans."""
+    """The number of ranks that one engine has on each of its nodes."""
 
     @property
     def num_nodes(self) -> int:
@@ -38,7 +38,7 @@ class EngineLayout:
         return rank % self.ranks // self.ranks_per_node
 
     def leads_node(self, rank: int) -> bool:
-        """Return whether a rank is the one that runs its engine's process on its node.
+        """Return whether a rank is the one that starts the engine's process on the rank's node.
 
         If an engine spans several nodes, it has one such rank on each node.
         """

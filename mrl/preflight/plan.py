@@ -59,7 +59,7 @@ class Plan:
     checkpoint_step: int | None
     """Number of steps done when the newest checkpoint was saved; None without a checkpoint."""
     update: Update
-    """The changes that this start makes to the recipe of the run that it continues."""
+    """The changes that this start makes to the recipe if it continues a run."""
 
     @functools.cached_property
     def prompts(self) -> list[Prompt]:
@@ -142,7 +142,7 @@ def _updates(recipe: Recipe) -> str:
 
 
 def _passes(plan: Plan) -> str:
-    """Describe how many epochs over the prompts the run's steps amount to.
+    """Describe how often the run's steps go through all prompts (the number of epochs).
 
     Additional prompts of over-sampling and dynamic sampling are not counted.
     """

@@ -11,8 +11,8 @@ from mrl.errors import InputError
 from mrl.preflight.roles import roles_of, trainer_dims
 
 GPUS_PER_NODE = 8
-"""Number of GPUs of a typical node. If a recipe needs more ranks than this number, the error
-message suggests the SLURM script."""
+"""Number of GPUs of a typical node. If a recipe needs more ranks, the error message suggests mrl's
+SLURM script."""
 
 
 def check_ranks(recipe: Recipe, world: int, command: Literal["check", "train"]) -> None:

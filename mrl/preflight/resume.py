@@ -28,10 +28,11 @@ from parallel.checkpoint.snapshot_note import step_to_resume
 def resume_step(folder: RunFolder, warn: Callable[[str], None]) -> int | None:
     """Return the step of the newest undamaged checkpoint; None if the run has no checkpoints.
 
-    Here files are checked only by name and size; the ranks check digests when they load the
-    checkpoint. `warn(text)` is called for damaged checkpoints. On rank 0 it is also called if rows
-    of metrics.jsonl are missing or damaged; the run restores these rows from the checkpoint when it
-    starts. Raises InputError if the rows cannot be restored, or if all checkpoints are damaged.
+    This function checks only the names and sizes of the checkpoint's files; the ranks check the
+    digests when they load the checkpoint. `warn(text)` is called for damaged checkpoints. On rank 0
+    it is also called if rows of metrics.jsonl are missing or damaged; the run restores these rows
+    from the checkpoint when it starts. Raises InputError if the rows cannot be restored, or if all
+    checkpoints are damaged.
     """
     found = newest_good(candidates(folder.checkpoints), partial(damage, digests=False), warn)
     if found is None:
@@ -61,7 +62,7 @@ def check_adapter(folder: RunFolder, adapter: Adapter | None) -> None:
 
 
 def snapshot_step(folder: RunFolder, recipe: Recipe, warn: Callable[[str], None]) -> int | None:
-    """Return the step of the snapshot on this node if it is newer than every checkpoint, else None.
+    """Return the step of this node's snapshot if it is newer than every checkpoint, else None.
 
     The rows of metrics.jsonl are checked in the same way as in `resume_step`.
     """

@@ -40,9 +40,9 @@ def check_reward_columns(
     - if a needed column of one of mrl's own rewards is null in all rows;
     - if a column has the name of another argument with which the reward function is called.
 
-    If a needed column is null in some rows, or in all rows for a user's reward, `warn(text)` is
-    called with the first such row. One of mrl's own rewards then gives no reward for these rows,
-    and a user's reward is called with None.
+    If a needed column is null in some rows (or, for a user's reward, in some or all rows),
+    `warn(text)` is called, and the text names the first such row. One of mrl's own rewards then
+    gives no reward for these rows, and a user's reward is called with None.
     """
     needed: dict[str, list[str]] = {}
     functions: dict[str, RewardFunction | None] = {}

@@ -24,8 +24,8 @@ from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt
 
 MAX_ROWS = 4
-"""Largest number of rows on which a function is called. Each is the first row of a source or eval
-set."""
+"""Largest number of rows on which a function is called. Each of these rows is the first row of a
+data source or eval set."""
 WRONG = "I do not know."
 WHAT_TO_DO = "mrl reward test tries it on more rows"
 
@@ -37,7 +37,7 @@ def try_rewards(
     tokenizer: Any,
     warn: Callable[[str], None],
 ) -> None:
-    """Call each of the user's reward functions on the first row of each source or eval set it scores.
+    """Call the user's reward functions, each on the first row of every source and eval set it scores.
 
     A function is called on at most MAX_ROWS rows. If it fails for some completions of a row,
     `warn(text)` names these completions. `warn` is also called if the function returns None for all
@@ -78,7 +78,7 @@ def _try_row(
 ) -> None:
     """Score all completions of a row in one call. If the call fails, score each completion alone.
 
-    A run handles a failed call in the same way.
+    A training run handles a failed call in the same way.
     """
     texts = _texts(prompt)
     where = f"{prompt.source}: the reward {spec!r}"

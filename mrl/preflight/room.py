@@ -27,8 +27,9 @@ def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
 
     The result is empty if the free space is unknown or the recipe writes no checkpoints. Quotas of
     the file system are not considered. Raises InputError if there is not enough space for two
-    checkpoints, and calls `warn(text)` if there is not enough for `checkpoint.keep` + 1. Existing
-    checkpoints count towards these numbers, but there must be space for at least one more.
+    checkpoints, and calls `warn(text)` if there is not enough for `checkpoint.keep` + 1
+    checkpoints. Existing checkpoints are subtracted from these numbers, but there must always be
+    space for one more checkpoint.
     """
     recipe = plan.recipe
     root = Path(recipe.output_dir) / "checkpoints"

@@ -1,4 +1,4 @@
-"""Warn of rows that are valid but probably unintended: duplicates, and values that are not finite."""
+"""Warn about rows that are valid but probably unintended: duplicates and non-finite values."""
 
 from __future__ import annotations
 

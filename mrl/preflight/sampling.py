@@ -55,9 +55,10 @@ def check_cache(
     """Raise InputError if the engine's KV cache is too small for the largest request.
 
     The largest request is the longest of `prompts` with the longest response or, in an environment,
-    a conversation that fills the context. `recipe` is the recipe of training or of an eval set. If
-    the size of the cache is not known yet, nothing is checked; the engine then refuses a request
-    that is too large. Nothing is checked with engines other than SGLang, or with loaded rollouts.
+    a conversation that fills the context. `recipe` is the recipe of training or of an eval set.
+    Nothing is checked if the size of the cache is not known before the engine starts; the engine
+    then refuses a request that is too large. Nothing is checked with engines other than SGLang, or
+    with loaded rollouts.
     """
     rollout = recipe.rollout
     if rollout.engine != "sglang" or recipe.debug.load_rollouts is not None:

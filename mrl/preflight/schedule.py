@@ -58,8 +58,8 @@ def with_decay(recipe: Recipe) -> Recipe:
     """Return the recipe with `optimizer.lr_decay_steps` filled in, if the learning rate decays.
 
     A value that the recipe gives is kept. The default is the number of optimizer steps in which the
-    policy is trained, so the warm-up steps of the critic do not count, unless the critic warms up
-    for the complete run. Raises InputError if the keys of the schedule contradict each other.
+    policy is trained. Steps in which only the critic warms up are not counted, unless the whole run
+    is such a warm-up. Raises InputError if the keys of the schedule contradict each other.
     """
     config, train = recipe.optimizer, recipe.train
     if config.lr_decay_style == "constant":

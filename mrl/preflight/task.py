@@ -55,7 +55,7 @@ def check_task(
 
 
 def _who_needs_it(recipe: Recipe, eval_set: str | None) -> str:
-    """Return the end of an error message, which names the eval set or source that has no reward.
+    """Return the words that end an error message and name the eval set or source that has no reward.
 
     The result is empty if `eval_set` is None and no source has its own reward.
     """

@@ -11,7 +11,7 @@ from mrl.system.threads import SMALLEST_WIDTH, given_threads, shared_threads, us
 
 @dataclass(frozen=True)
 class CpuThreads:
-    """The number of threads of each process that computes, and why it is this number."""
+    """The number of CPU threads of each trainer and engine process, and the reason for this number."""
 
     number: int
     why: str

@@ -11,7 +11,7 @@ LEAD = re.compile(r"(?:the\s+)?(?:final\s+)?answer\s*(?:is\s*:?|[:=])\s*", re.IG
 
 
 def without_thinking(completion: str) -> str:
-    """Return the completion up to the end token, without the thinking.
+    """Return the completion up to its first end-of-text token, without the thinking.
 
     All text up to the last `</think>` is removed. The opening tag may be missing, because the prompt
     may already contain it. If thinking was cut off, all text from `<think>` to the end is removed.
@@ -50,9 +50,9 @@ def boxed(text: str) -> str | None:
 def final_answer(completion: str) -> str:
     r"""Return only the final answer of a completion.
 
-    It is the first of these that exists: the content of the last `\boxed{...}`, the content of the last
-    `<answer>` tags, the text after the last `####` (GSM8K), or the last non-empty line without a lead
-    such as `The answer is`.
+    It is the first of these that exists: the content of the last `\boxed{...}`, the content of the
+    last `<answer>` tags, the text after the last `####` (GSM8K), or the last non-empty line, from
+    which a lead such as `The answer is` is removed.
     """
     text = without_thinking(completion)
     marked = boxed(text)

@@ -62,8 +62,8 @@ def total_of(entry: Entry) -> float | None:
 
 
 def parts_of(entry: Entry) -> dict[str, float | None]:
-    """Return the parts of one sample's entry by name, except `total`; empty for an entry without
-    parts."""
+    """Return the parts of the reward of one sample by name, except `total`. `entry` is what the
+    reward function returned for the sample. The result is empty if it has no parts."""
     return {k: v for k, v in entry.items() if k != TOTAL} if isinstance(entry, dict) else {}
 
 

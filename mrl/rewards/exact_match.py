@@ -19,7 +19,7 @@ WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def comparable(answer: str) -> str | Decimal:
-    """Return an answer in the form in which answers are compared.
+    """Convert an answer to the form in which two answers are compared.
 
     A number is returned as a Decimal. Any other answer is returned as a string in lower case,
     without formatting.

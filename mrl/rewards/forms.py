@@ -6,7 +6,7 @@ TRL    `f(completions, **kwargs)`: the first parameter is `completions`
 verl   `compute_score(data_source, solution_str, ground_truth, extra_info)`: one parameter is
        `solution_str`
 slime  `custom_rm(args, sample, **kwargs)`: the first two parameters are `args, sample`
-mrl    `f(prompts, completions, **columns)`: all functions that are in none of the other forms
+mrl    `f(prompts, completions, **columns)`: any function that has none of the other forms
 
 A prefix `trl:`, `verl:` or `slime:` of the name selects the form if the parameters do not identify
 it. For example, the signature `f(prompts, completions, **kwargs)` is valid in both TRL and mrl. If
@@ -68,10 +68,12 @@ def adapt(spec: str, form: str, function: Any) -> Any:
 
 
 def clashing_column(function: Any, columns: Collection[str]) -> str | None:
-    """Return the first column that has the name of another argument of `function`, or None.
+    """Return the first column that cannot be passed to `function`, because another of its arguments
+    has the same name; None if there is no such column.
 
-    `function` is a result of `adapt`. For example, the method of a callable object has the argument
-    `self`. Functions in the forms of verl and slime get a row as a dict, so no column clashes.
+    `function` is a result of `adapt`. For example, a column `self` clashes if `function` is a
+    callable object, whose method has the argument `self`. Functions in the forms of verl and slime
+    get a row as a dict, so no column clashes.
     """
     if getattr(function, "takes_rows", False):
         return None
@@ -168,7 +170,8 @@ class _Slime:
 
 
 async def _results(calls: list[Any]) -> list[Any]:
-    """Return one `Entry` for each of `calls`, which are return values or awaitables.
+    """Return one `Entry` for each of `calls`. An element of `calls` is a function's return value,
+    or an awaitable that gives it.
 
     Awaitables are awaited concurrently.
     """

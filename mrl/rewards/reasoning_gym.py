@@ -28,7 +28,8 @@ def reward(
     info: list[dict[str, Any]],
     **columns: list[Any],
 ) -> list[float | None]:
-    """Return scores in [0, 1] from the verifier of each row's task; they may be partial credit."""
+    """Return one score in [0, 1] per completion, from the verifier of the row's task. Scores
+    between 0 and 1 are partial credit."""
     rewards: list[float | None] = []
     for prompt, completion, gold, about in zip(prompts, completions, answer, info, strict=True):
         entry = {"question": prompt, "answer": gold, "metadata": about["metadata"]}

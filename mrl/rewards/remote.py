@@ -36,8 +36,8 @@ from mrl.rewards.base import HANG, BrokenReward, RewardError
 BUSY = (429, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 LEAST_TRY_S = 0.01
-"""Minimum number of seconds for another try. With fewer seconds left, a timeout would not show that
-the server hangs, so the client gives up."""
+"""Minimum number of seconds for another try. If fewer seconds are left, the client gives up,
+because a timeout after such a short time would not show that the server hangs."""
 WAIT_FOR_SERVER_S = 30.0
 """Seconds that a starting worker waits for the server, because run and server may start together."""
 SHARE_OF_TIMEOUT = 0.9

@@ -36,7 +36,9 @@ class RewardFailed(Exception):
 
 
 class RewardBroken(RewardFailed):
-    """The result did not have one entry per completion, so no sample of the call has a reward."""
+    """A call failed in a way that would not change if its samples were scored one by one. For
+    example, the result does not have one entry per completion. No sample of the call has a
+    reward."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class RewardReport:
     """Number of samples that are masked because every reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
-    """Number of calls for a complete group that failed and were retried one sample at a time."""
+    """Number of calls that failed for a complete group, after which its samples were scored one by
+    one."""
     rows: tuple[str, ...] = ()
     """`file:line` of the prompts whose samples failed, without duplicates."""
 
@@ -79,7 +82,7 @@ class RewardRunner(Closing):
         self._terms = terms_of(rewards)
         self._workers = [reward_worker(term.path, timeout_s, user) for term in self._terms]
         self.report = RewardReport()
-        """The failures since the last `begin_step`, which are those of the current step."""
+        """The failures since the last `begin_step`: those of the current step."""
         try:
             for worker in self._workers:
                 worker.start()
@@ -118,8 +121,9 @@ class RewardRunner(Closing):
     def score_group(self, group: SampleGroup, texts: list[str], *, step_samples: int) -> Tensor:
         """Return the rewards of one group of the step, f32[G], and update `report`.
 
-        `group.reward_parts` is also set; it is None for a single reward without parts. `score`
-        describes NaN rewards, `step_samples` and when RunFailed is raised.
+        `group.reward_parts` is also set; it is None for a single reward without parts. The
+        docstring of `score` explains NaN rewards and `step_samples`, and says when RunFailed is
+        raised.
         """
         request = _request(group, texts)
         entries: list[list[Entry]] = []
@@ -147,7 +151,8 @@ class RewardRunner(Closing):
     def _call_term(
         self, number: int, request: dict[str, Any], source: str
     ) -> tuple[list[Entry], dict[int, str]]:
-        """Return one reward function's entries for all samples, and error messages by sample index.
+        """Return one reward function's entries for all samples of a group, and a dict of error
+        messages by sample index.
 
         Only samples on which the function failed have an error message; their entry is None.
         """

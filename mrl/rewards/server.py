@@ -39,8 +39,8 @@ function."""
 class _WorkerThread:
     """A worker process and the thread that starts and calls it.
 
-    A worker is killed when the thread that started it ends. The thread of a request ends with the
-    request, so it cannot be the thread that starts a worker.
+    A worker process is killed when the thread that started it ends. The thread that handles an HTTP
+    request ends with the request, so each worker needs a thread that lives longer.
     """
 
     def __init__(self, spec: str, timeout_s: float) -> None:
@@ -98,8 +98,8 @@ class RewardServer(Closing):
     def url(self) -> str:
         """The address for clients.
 
-        If port 0 was requested, it has the port that the system chose. If the server listens on all
-        addresses, it has the machine's host name.
+        If port 0 was requested, the address has the port that the system chose. If the server
+        listens on all network interfaces, the address has the machine's host name.
         """
         host, port = str(self._http.server_address[0]), self._http.server_port
         if ipaddress.ip_address(host).is_unspecified:
@@ -245,7 +245,8 @@ def _seconds(text: str) -> float | None:
 
 
 def _checked(request: Any) -> dict[str, Any]:
-    """Return a request without unknown keys. Raises ValueError if the request is invalid."""
+    """Return a copy of the request that has only the known keys. Raises ValueError if the request
+    is invalid."""
     if not isinstance(request, dict):
         raise ValueError("expected a JSON object")
     prompts, completions = request.get("prompts"), request.get("completions")

@@ -33,7 +33,8 @@ def all_terms(recipe: Recipe) -> list[RewardConfig]:
 def combined(
     terms: Sequence[RewardConfig], entries: Sequence[Sequence[Entry]], failed: Mapping[int, str]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the reward of each of the G samples, and the values f32[G] of each part by name.
+    """Return the rewards of the G samples, and a dict from the name of each reward part to its
+    values f32[G].
 
     `entries[i][j]` is what reward function `i` returned for sample `j`. As in TRL, a sample's
     reward is the weighted sum of the functions' rewards that are not None. It is NaN if all of them

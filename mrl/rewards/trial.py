@@ -32,10 +32,11 @@ PROBLEMS = {
     "gold": "did not score the gold answer above the wrong ones",
     "constant": "returned the same value for everything, or for all of a row: nothing can be learned",
 }
-"""The kinds of findings, in the order in which they are shown."""
+"""The kinds of findings and a description of each, in the order in which they are shown."""
 MAX_HANGS = 3
-"""A trial ends after hangs on this many rows. Each hang costs the time limit twice: once for the
-row, and once for the completion that causes the hang."""
+"""A trial ends after the function hung on this many rows. Each such row costs the time limit twice:
+once when all completions are scored, and once when the completion that causes the hang is scored
+alone."""
 NUM_ROWS_ALONE = 8
 TOLERANCE = 1e-6
 """Allowed difference between two results of the same call."""
@@ -65,7 +66,8 @@ class Trial:
     """Number of rows that were tried. After too many hangs, the remaining rows are not tried."""
     num_unscored: int = 0
     num_compared: int = 0
-    """Number of rows with several different completions, all of which have a reward."""
+    """Number of rows that have at least two different completions, and whose completions all have a
+    reward."""
     num_level: int = 0
     """How many of the `num_compared` rows give all completions the same reward."""
     num_gold: int = 0
@@ -175,7 +177,7 @@ def _blame(
     encode: Callable[[str], list[int]],
     failure: _Failure,
 ) -> None:
-    """Add a finding for a failed call with all completions of a row.
+    """Add a finding after the call with all completions of a row has failed.
 
     The finding names the first completion that also fails when it is scored alone, if there is one.
     """

@@ -28,8 +28,8 @@ class Case:
     """`file:line`."""
     prompt: Any
     texts: tuple[str, ...]
-    """The completions in the row's column `completion`. Without that column, the gold answer in each of
-    SPELLINGS (left out if the row has no gold answer), followed by wrong answers."""
+    """The completions in the row's column `completion`. If the row has no such column, the gold
+    answer in each of SPELLINGS, if the row has a gold answer, followed by wrong answers."""
     num_gold: int
     """How many of the `texts` are spellings of the gold answer. They come first."""
     columns: dict[str, Any]

@@ -91,7 +91,8 @@ def _number(reward: Any, what: str) -> float | None:
 
 
 def serve(spec: str, timeout_s: float, connection: WorkerConnection) -> None:
-    """Load the reward function, and answer requests until the other side closes the connection.
+    """Load the reward function, and answer requests until the process that sends them closes the
+    connection.
 
     `timeout_s` is the time limit of one call to a reward server.
     """

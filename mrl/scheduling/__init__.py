@@ -1,2 +1,2 @@
-"""Decides what is generated before the trainer needs it. The package does no I/O and has no threads
-or clock."""
+"""Decides which prompts are generated ahead of the steps that train on them. The package does no
+I/O and has no threads or clock."""

@@ -16,7 +16,7 @@ from mrl.scheduling.records import Finished, Lease, Partial, Tally
 from mrl.scheduling.staleness import Bound
 
 TOO_OLD = "too_old"
-"""The cause under which groups dropped by `async.at_bound: drop` are counted."""
+"""With `async.at_bound: drop`, groups that are too old are dropped, and counted under this cause."""
 
 
 class Ledger:
@@ -40,7 +40,7 @@ class Ledger:
         self.bound = Bound(prompts_per_step, max_staleness)
         self._at_bound, self._session = at_bound, session
         self.step = 0
-        """The next step that has not taken its groups yet."""
+        """The first step that has not taken its groups yet."""
         self.tally = Tally()
         self._next_item = self._next_lease = 0
         self.prompts: dict[int, Any] = {}
@@ -60,7 +60,8 @@ class Ledger:
     # Workers
 
     def join(self, worker: int) -> None:
-        """Admit a worker. A worker that joined earlier with the same number is lost."""
+        """Admit a worker. If a worker with the same number has joined earlier, the earlier one is
+        treated as lost."""
         self.lose(worker)
         self._workers.add(worker)
 
@@ -85,12 +86,13 @@ class Ledger:
         return list(added)
 
     def num_to_draw(self, version: int, most: int) -> int:
-        """Return how many prompts must be added so that `lease(worker, version, most)` does not run
-        out of prompts."""
+        """Return how many prompts must be added before `lease(worker, version, most)`, so that the
+        call does not run out of prompts."""
         return max(0, min(most, self.capacity(version)) - len(self.waiting))
 
     def capacity(self, version: int) -> int:
-        """Return how many more groups may be started whose oldest token is of version `version`."""
+        """Return how many more groups may be started if the weights `version` sample the oldest
+        token of each."""
         in_flight = [*self.leases.values(), *self.finished.values()]
         return self.bound.room(self.step, [each.oldest for each in in_flight], version)
 
@@ -217,7 +219,7 @@ class Ledger:
     # Checkpoints and metrics
 
     def counts(self) -> dict[str, Any]:
-        """Return the counts of the whole run for `load`, as a JSON-serializable dict."""
+        """Return the counts of the whole run, which `load` takes, as a JSON-serializable dict."""
         return {
             "tally": self.tally.state_dict(),
             "next_item": self._next_item,

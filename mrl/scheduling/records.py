@@ -16,7 +16,7 @@ class Partial:
     payload: Any
     """The unfinished group. The ledger does not read it."""
     oldest: int
-    """The oldest version that sampled one of the tokens."""
+    """The oldest version of the weights that sampled any of the tokens."""
     num_tokens: int
 
 
@@ -25,11 +25,12 @@ class Lease:
     """The right of one worker to generate the group of one prompt."""
 
     lease_id: str
-    """`session:number`. It is unique even after a resume, because `session` differs then."""
+    """`session:number`. It is unique even after a resume, because a resumed run has another
+    `session`."""
     item_id: int
     """The number of the prompt, in the order in which prompts were drawn."""
     prompt: Any
-    """The ledger does not read it."""
+    """The prompt, which the ledger only passes on."""
     worker: int
     version: int
     """The version of the engine's weights when the prompt was leased."""
@@ -39,7 +40,7 @@ class Lease:
 
     @property
     def oldest(self) -> int:
-        """The oldest version that may have sampled a token of the group."""
+        """The oldest version of the weights that may have sampled a token of the group."""
         return self.version if self.partial is None else min(self.version, self.partial.oldest)
 
     def check_versions(self, oldest: int, newest: int, step: int) -> None:
@@ -59,9 +60,9 @@ class Finished:
 
     item_id: int
     group: Any
-    """The ledger does not read it."""
+    """The group, which the ledger only passes on."""
     oldest: int
-    """The oldest version that sampled one of the group's tokens."""
+    """The oldest version of the weights that sampled any of the group's tokens."""
     num_tokens: int
     """Number of tokens that were generated for the group."""
 
@@ -81,8 +82,8 @@ class Tally:
     kept_tokens: int = 0
     """Number of tokens in partial rollouts that a later lease has continued."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """The number of groups of the last step, by the age of their oldest token in versions. It is
-    not saved in checkpoints."""
+    """How many groups the last step trained on, by the age of the group's oldest token in versions.
+    It is not saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         state = {**vars(self), "dropped": dict(self.dropped)}
@@ -95,7 +96,8 @@ class Tally:
         return cls(**{**state, "dropped": Counter(state["dropped"])})
 
     def metrics(self, max_staleness: int) -> dict[str, float]:
-        """Return the counts as metrics."""
+        """Return the counts as metrics `async/*`. Staleness has one metric for each age from 0 to
+        `max_staleness`."""
         counts = {
             "async/duplicates": self.duplicates,
             "async/discarded_tokens": self.discarded_tokens,

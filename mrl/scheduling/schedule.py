@@ -22,11 +22,12 @@ class Receiver(Protocol):
 
 R = TypeVar("R", bound=Receiver)
 Message = tuple[int, dict[str, Any], bytes]
-"""A message to a worker: the number of its engine, the message, and the body."""
+"""A message to a worker: (number of the worker's engine, message as a dict, binary body)."""
 
 
 class Schedule(Protocol):
-    """Decides when workers receive weights, and may lease them prompts besides assigned work items.
+    """Decides when workers receive weights. It may also lease prompts to workers, in addition to
+    the work that the coordinator assigns to them.
 
     The coordinator holds its lock during every call. After a call that may have added messages, it
     sends the result of `take_messages`.

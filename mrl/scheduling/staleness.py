@@ -9,12 +9,13 @@ version of the engine instead of the trainer's version. An engine with the weigh
 start as many groups as the steps up to `version + n` still have room for, after the groups in
 flight that are due in these steps. So for every step d
 
-    number in flight that is due in step d or before  <=  (d - s + 1) * B                          (1)
+    number of groups in flight that are due in step d or before <= (d - s + 1) * B    (1)
 
-and d = s + n is AReaL's inequality: accepted + running <= (n + s + 1) * B, accepted = s * B +
-queue. Each step takes the groups that are due first. With `at_bound: wait`, a step waits while more
-groups are leased than later steps could train on before these groups become too old. docs/async.md
-proves that then no finished group is ever too old, and that there is no deadlock.
+For d = s + n, this is AReaL's inequality: accepted + running <= (n + s + 1) * B, where
+accepted = s * B + queue. Each step takes the groups that are due first. With `at_bound: wait`, a
+step waits as long as the steps after it could not train on all leased groups before these become
+too old. docs/async.md proves that then no finished group is ever too old, and that there is no
+deadlock.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from mrl.types import SampleGroup
 
 @dataclass(frozen=True)
 class Bound:
-    """The rule (1) for given B and n."""
+    """The staleness rule: inequality (1) of the module's docstring with B = `prompts_per_step` and
+    n = `max_staleness`."""
 
     prompts_per_step: int
     max_staleness: int
@@ -39,12 +41,13 @@ class Bound:
         return oldest + self.max_staleness
 
     def room(self, step: int, in_flight: Iterable[int], oldest: int) -> int:
-        """Return how many more groups inequality (1) allows if their oldest token is of version
-        `oldest`.
+        """Return how many more groups may be started by the staleness rule if their oldest token is
+        of version `oldest`.
 
         `step` is the next step that has no batch yet. `in_flight` has the version of the oldest
-        token of each group in flight. The result is 0 if such groups would be too old for `step`,
-        and also if (1) does not hold because the recipe has changed.
+        token of each group that is leased or finished. The result is 0 if groups of version
+        `oldest` would be too old for `step`. It is also 0 if the groups in flight break the rule,
+        because the recipe has changed.
         """
         first, last = min(self.due(oldest), self.due(step)), self.due(step)
         if first < step:
@@ -92,7 +95,9 @@ def count_by_staleness(
 def in_flight(
     newest: int, engines: Iterable[int | None], queue: Collection[int], num_leased: int
 ) -> dict[str, float]:
-    """Return the metrics of the groups and versions in flight.
+    """Return metrics `async/*`: the numbers of leased and of finished groups, the age of the
+    oldest token in finished groups, the number of versions in use, and how many versions the
+    slowest engine is behind.
 
     `newest` is the version of the trainer's weights. `engines` has the version of each engine, or
     None for an engine without weights. `queue` has the version of the oldest token of each finished

@@ -43,11 +43,11 @@ SHARED = (
     "watch",
     "checkpoint",
 )
-"""Sections of a recipe in which keys belong to the service if the service's configuration has them.
-Other keys in these sections belong to the tenant."""
+"""Sections of a recipe that the service and the tenant share. A key of these sections belongs to
+the service if the service's configuration has the same key, and otherwise to the tenant."""
 OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
-"""Keys in these sections for which a tenant may give its own value, within limits that `_beyond`
-checks."""
+"""Keys in the sections of `SHARED` for which a tenant may give its own value, within limits that
+`_beyond` checks."""
 FREE_FORM = ("megatron", "rollout.server_args", "watch.limits")
 """Mappings with arbitrary keys. A key that only the recipe sets counts as a difference too."""
 NATIVE = ("auto", "local")
@@ -68,8 +68,9 @@ def resolve_tenant(
     """Return a tenant's complete recipe, with which `mrl train` could run the tenant alone.
 
     `tree`: the keys of the tenant's recipe, which may omit keys that belong to the service.
-    `source`: the name of the recipe in error messages. `is_record`: see the module docstring.
-    Raises InputError if `recipe_of` or `check_tenant` refuses the recipe.
+    `source`: the name of the recipe in error messages. `is_record`: whether the recipe was resolved
+    before (see the module docstring). Raises InputError if the recipe is not valid or does not fit
+    the service.
     """
     filled = copy.deepcopy(dict(tree))
     if isinstance(model := filled.setdefault("model", {}), dict):
@@ -84,7 +85,7 @@ def resolve_tenant(
 
 def check_tenant(service: ServiceConfig, recipe: Recipe, *, is_record: bool = False) -> None:
     """Raise InputError if the recipe does not fit the service. The message names all keys that do
-    not fit."""
+    not fit. `is_record`: whether the recipe was resolved before (see the module docstring)."""
     shared = list(_differences(service, recipe, is_record=is_record))
     if shared:
         shared.append(

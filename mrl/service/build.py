@@ -64,7 +64,8 @@ def build_service(
     """Return the service on this trainer rank. Its engines are not started yet. A collective of the
     trainer ranks.
 
-    `registry` and `publish`: see `Service`. Raises InputError if the model cannot be served with
+    `registry`: the tenants of the service; None on all ranks except rank 0. `publish`: rank 0 calls
+    it with each row of the service's metrics. Raises InputError if the model cannot be served with
     this configuration.
     """
     if roles.num_rollout:
@@ -73,7 +74,7 @@ def build_service(
 
 
 def share_local(config: ServiceConfig, mesh: Mesh) -> SharedResources[SharedLocalEngine]:
-    """Load the base model and create this rank's part of an engine, which is not started yet. A
+    """Load the base model, and prepare the engine to which this rank belongs without starting it. A
     collective."""
     base = _load_base(config, mesh)
     rollout, world = config.rollout_config(), dist.get_world_size()
@@ -95,8 +96,8 @@ def share_local(config: ServiceConfig, mesh: Mesh) -> SharedResources[SharedLoca
 def _share_remote(
     config: ServiceConfig, roles: Roles, mesh: Mesh
 ) -> SharedResources[SharedRemoteEngines]:
-    """Load the base model; on rank 0, open the coordinator that the rollout ranks join. A
-    collective of the trainer ranks."""
+    """Load the base model. On rank 0, also open the coordinator, which the rollout ranks join and
+    which tells these ranks about the tenants. A collective of the trainer ranks."""
     coordinator = open_coordinator(config, roles) if mesh.rank == 0 else None
     base = _load_base(config, mesh)
     engines = SharedRemoteEngines(coordinator, config.rollout.start_timeout_s, roles.world)

@@ -29,9 +29,10 @@ class Limits:
     num_headers: int = 64
     body_bytes: int = 1 << 20
     operation_bytes: int = 8 << 20
-    """The largest body of a session's operation, which may hold many tokens."""
+    """Like `body_bytes`, but for a body that posts an operation of a session. It may hold many
+    tokens."""
     depth: int = 32
-    """The deepest nesting of objects and lists in the body."""
+    """Maximum depth to which objects and lists may be nested in the body."""
     head_s: float = 5.0
     """Seconds within which the head of the request, which contains the token, must arrive."""
     request_s: float = 10.0
@@ -59,9 +60,9 @@ caller. Before the answer, only reading is shut down, so that the reason can sti
 class Callers:
     """Counts the callers of one socket; each socket has its own counts.
 
-    Each stage has its own count, and so have the requests that are being answered. Hence a caller
-    without a valid token cannot take the place of an authenticated caller, and a caller that sends
-    or receives slowly does not delay others.
+    Each stage of a request has its own count, and the requests that are being answered are counted
+    separately. Hence a caller without a valid token cannot take the place of an authenticated
+    caller, and a caller that sends or receives slowly does not delay others.
     """
 
     def __init__(self, limits: Limits) -> None:

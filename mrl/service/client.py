@@ -21,8 +21,8 @@ tenant's recipe and data."""
 START_S = 900.0
 """Seconds to wait for a service that is starting."""
 AGAIN_S = 30.0
-"""Seconds for which a call is repeated if its answer was lost or the service had too many
-callers."""
+"""If the answer to a call was lost, or the service had too many callers, the call may be repeated
+for this many seconds."""
 FIRST_WAIT_S, LAST_WAIT_S = 0.05, 1.0
 
 
@@ -87,9 +87,10 @@ class ControlClient:
     def pause(
         self, name: str, reason: str | None = None, sequence: int | None = None
     ) -> dict[str, Any]:
-        """Pause a tenant. If `sequence` is given, the service refuses the request unless it is the
-        sequence (`Tenant.sequence`) of the tenant that has this name at present. The same holds for
-        `resume` and `remove`."""
+        """Pause a tenant. `sequence` is the number that distinguishes the tenant from other tenants
+        that had the same name (`Tenant.sequence`). If it is given, and the tenant that has the name
+        now has another number, the service refuses the request. The same holds for `resume` and
+        `remove`."""
         body = {"sequence": sequence} | ({} if reason is None else {"reason": reason})
         return self.call("POST", f"/tenants/{check_name(name)}/pause", body)
 
@@ -117,8 +118,8 @@ class ControlClient:
         return self.call("POST", "/tokenizer/encode", {"texts": texts}, may_repeat=True)["tokens"]
 
     def encode_chat(self, body: dict[str, Any]) -> list[int]:
-        """Return the token ids of messages, rendered with the model's chat template. `body`: see
-        `ChatBody`."""
+        """Return the token ids of messages, rendered with the model's chat template. `body` has the
+        key `messages`, and may have `add_generation_prompt` and `tools`."""
         return self.call("POST", "/tokenizer/encode_chat", body, may_repeat=True)["tokens"]
 
     def decode(self, tokens: list[list[int]], *, skip_special: bool) -> list[str]:

@@ -35,9 +35,11 @@ from parallel.policy import Policy
 
 
 class RecipeMember:
-    """Represents a tenant with a recipe's training loop in the rollout phases of a service.
+    """Takes part in the rollout phases of a service for a tenant whose training loop the service
+    runs.
 
-    The class has the same methods as `SessionSampler`. All of them except `generate` are
+    The class has the methods and properties that a rollout phase uses. `SessionSampler` has them
+    too, for the other kind of tenant, a session. All of these methods except `generate` are
     collectives.
     """
 
@@ -70,8 +72,8 @@ class RecipeMember:
 
     @contextmanager
     def _syncing(self) -> Iterator[Policy]:
-        """Mount the tenant's adapter and yield the tenant's policy. The duration of the `with`
-        block is counted as sync time."""
+        """Bring the tenant's adapter to the device, and yield the tenant's policy. The duration of
+        the `with` block is counted as sync time."""
         with self._run.clock.part("sync"):
             policy = self._run.trainer.policy
             policy.mount(adapter_only=True)
@@ -129,8 +131,8 @@ class ColocatedService(Service[Runs]):
         self._wanting.pop(name, None)
 
     def run_turn(self) -> None:
-        """Run one rollout phase for several tenants, then train each of these tenants on its own
-        samples."""
+        """Run one rollout phase for several tenants. Then train each of these tenants on its own
+        samples, if its samples are for training."""
         begin_step(self._round)
         self._engine.begin_step()
         clock = Clock()
@@ -156,8 +158,9 @@ class ColocatedService(Service[Runs]):
         return self._phase.start(capacity or sum(wanting.values()), wanting)
 
     def _collect(self, runs: Sequence[Runs], clock: Clock) -> dict[str, float]:
-        """Generate and score one step's samples for each tenant. Return the gate statistics
-        (`GateTimes`) of this rank's engine, summed over the time in which the engine generated."""
+        """Generate and score one step's samples for each tenant. Return statistics that say how
+        full this rank's engine was and whose requests filled it (see `GateTimes`), summed over the
+        time in which the engine generated."""
         names, times = [run.name for run in runs], []
         for run in runs:
             self._attempt(run, run.begin)

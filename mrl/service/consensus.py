@@ -1,9 +1,9 @@
 """Makes the ranks agree on whether the work for a tenant failed, before they do anything else
 together.
 
-If the work raises an error on some ranks only, the other ranks may be waiting for these ranks in a
-collective of that work. So the ranks agree in a process group that is used for nothing else, and a
-rank on which the work failed waits for the other ranks only for a limited time.
+If the work raises an error on some ranks only, the other ranks may be waiting for the failed ranks
+in a collective that belongs to the work. So the ranks agree in a process group that is used for
+nothing else, and a failed rank waits for the other ranks only for a limited time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mrl.exchange.sharing import share_bytes
 from mrl.system.heartbeat import beat
 
 ALONE_S = 120.0
-"""Seconds for which a rank on which a tenant's work failed waits for the other ranks to end that
-work."""
+"""If a tenant's work fails on a rank, that rank waits at most this many seconds for the other ranks
+to end the work."""
 LOOK_S = 0.05
 
 
 class FailedAlone(RunFailed):
-    """A tenant's work failed on this rank, and the other ranks wait for this rank in a
-    collective."""
+    """A tenant's work failed on this rank, and the other ranks did not end the work in time. They
+    probably wait for this rank in a collective."""
 
     exit_code = ExitCode.HUNG_RANK
 

@@ -12,8 +12,8 @@
     POST   /tokenizer/encode      {"texts": [...]}; also encode_chat and decode
     GET    /metrics
 
-Threads of rank 0 answer the requests. A change is in the registry and on disk before its request is
-answered; the loop of the service reads it from the registry.
+Threads of rank 0 answer the requests. Before a request for a change is answered, the change is in
+the registry and on disk. The loop of the service reads the change from the registry.
 """
 
 from __future__ import annotations

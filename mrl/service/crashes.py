@@ -35,8 +35,8 @@ class _Ends(NamedTuple):
 
 
 class Crashes:
-    """Counts how often the service ended during each tenant's work, on the rank that has the
-    service folder. Nothing is counted on other ranks."""
+    """Counts how often the service's process ended during each tenant's work. Only the rank that
+    has the service folder counts."""
 
     def __init__(self, root: Path | None) -> None:
         """Read the counts that the previous process of the service left in the service folder
@@ -47,8 +47,8 @@ class Crashes:
             self._read(self._file)
 
     def pop_crash_looping(self) -> list[str]:
-        """Return the tenants that must be paused because of their counts, and set these counts to
-        0."""
+        """Return the tenants during whose work the service has ended MAX_ENDS times, and set their
+        counts to 0. These tenants must be paused."""
         names = [name for name, ends in self._ends.items() if ends.number >= MAX_ENDS]
         for name in names:
             self.forget(name)

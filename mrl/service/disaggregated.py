@@ -26,13 +26,14 @@ from mrl.system.heartbeat import beat
 POLL_S = 0.05
 """Seconds between two checks for messages of workers, while there is nothing to do."""
 Stage = Literal["new", "to send", "sent", "waiting to train"]
-"""How far a tenant is with its step. "to send": its prompts are chosen, but its weights have not
-been sent to the workers. "sent": the workers generate its samples."""
+"""How far a tenant is in its current step. "new": the step has not begun. "to send": the prompts
+are chosen, but the tenant's weights have not been sent to the workers. "sent": the workers generate
+the samples. "waiting to train": the samples are complete."""
 
 
 @dataclass
 class _Progress:
-    """A tenant's progress with its step."""
+    """A tenant's progress in its current step."""
 
     stage: Stage = "new"
     waits_since: float = 0.0
@@ -98,14 +99,14 @@ class DisaggregatedService(Service[TenantRun]):
         return bool(actions)
 
     def _send(self, run: TenantRun) -> None:
-        """Send the tenant's adapter to the workers, which have room for it."""
+        """Send the tenant's adapter to the workers, which must have room for it."""
         with run.clock.part("sync"):
             run.trainer.policy.mount(adapter_only=True)
             run.collector.sync(run.trainer.policy, run.step)
         self._progress[run.name].stage = "sent"
 
     def _take(self, run: TenantRun) -> None:
-        """Take the tenant's samples, which have arrived, and score those that are not scored
+        """Take the samples of the tenant that have arrived, and score those that are not scored
         yet."""
         run.collector.rollout(run.clock)
         run.score()
@@ -122,10 +123,12 @@ class DisaggregatedService(Service[TenantRun]):
         self._queue.ready(run.name, progress.waits_since)
 
     def _next_actions(self) -> dict[str, tuple[NextAction, str]]:
-        """Return rank 0's (next action, failure) for each tenant that rolls out, by name.
+        """Return a pair (action, failure) for each tenant that has something to do in its rollout,
+        by tenant name. Rank 0 determines the pairs; every rank returns the same result.
 
-        The failure is an error of the tenant's workers; empty if there is none. Tenants that have
-        to wait are left out. The result is the same on every rank.
+        The action is "send" (send the tenant's weights) or "take" (take its samples). The failure
+        is an error that a worker reported for the tenant, and is otherwise empty. With a failure
+        the action is "wait"; tenants that merely have to wait are left out.
         """
         found: dict[str, tuple[NextAction, str]] = {}
         if self._coordinator is not None:

@@ -59,8 +59,9 @@ class SharedLocalEngine:
     def make_part(
         self, name: str, weight: float, recipe: Recipe, adapter: Adapter, canaries: list[Prompt]
     ) -> EnginePart:
-        """Register a tenant with the engine, and return the tenant's part of the engine. `name`:
-        the tenant's name in the engine (`mrl.service.record.engine_name`).
+        """Register a tenant with the engine, and return the object through which the tenant uses
+        the engine. `name`: the tenant's name in the engine (`mrl.service.record.engine_name`).
+        `canaries`: prompts on which the log-probs of trainer and engine are compared.
 
         Raises InputError if the engine has no room for the adapter.
         """
@@ -86,8 +87,9 @@ class SharedLocalEngine:
         )
 
     def take_times(self) -> dict[str, float]:
-        """Return the gate statistics (`GateTimes`) of this rank's engine since the last call; empty
-        if this rank does not lead an engine."""
+        """Return statistics that say how full this rank's engine was since the last call, and whose
+        requests filled it (see `GateTimes`). The result is empty if this rank does not lead an
+        engine."""
         gate = None if self.server is None else self.server.gate
         return {} if gate is None else gate.take_times()
 

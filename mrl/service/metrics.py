@@ -23,10 +23,12 @@ def add_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
-    """Return `sums` with each engine name of a tenant replaced by the tenant's name.
+    """Return the engine statistics `sums` with keys that contain the tenants' own names, instead of
+    the names by which engines know the tenants.
 
-    `names`: the tenants' names, by engine name. Keys of other tenants, such as tenants that have
-    left, are dropped, but the totals still include those tenants.
+    `names`: maps an engine's name for a tenant to the tenant's own name. Statistics of tenants that
+    are not in `names`, for example because they have left, are dropped, but the totals over all
+    tenants still include them.
     """
     found: dict[str, float] = {}
     for key, value in sums.items():
@@ -39,8 +41,9 @@ def of_names(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, f
 
 
 def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of how full the engines were over the period of `sums`, and of each tenant's
-    share of the requests. A ratio is left out if its denominator is 0."""
+    """Return metrics that say how full the engines were, and which share of the requests each
+    tenant had. `sums`: the engines' statistics over some period (see `GateTimes`). A ratio is left
+    out if its denominator is 0."""
 
     def ratio(part: str, whole: str, *, at_most: float = math.inf) -> float | None:
         found = _ratio(sums.get(part, 0.0), sums.get(whole, 0.0))
@@ -70,8 +73,8 @@ def trainer_shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 class OverRounds(NamedTuple):
-    """Totals and means of one tenant over some rounds. A field is None if no round has a value for
-    it."""
+    """Totals and means of one tenant over some rounds. Fields other than `tokens` are None if no
+    round has a value for them."""
 
     trainer_share: float | None
     """The trainer's seconds for the tenant's swaps and updates, divided by the sum over all
@@ -80,10 +83,10 @@ class OverRounds(NamedTuple):
     """Number of tokens that were generated for the tenant."""
     tokens_share: float | None
     gate_wait_s: float | None
-    """Seconds that a request of the tenant waited to be sent to the engine; the mean over the
-    rounds."""
+    """Seconds that a request of the tenant waited before it was sent to the engine, averaged over
+    the rounds."""
     queue_age_s: float | None
-    """Seconds that the tenant waited for its update after its samples were complete; the mean over
+    """Seconds that the tenant waited for its update after its samples were complete, averaged over
     the rounds."""
 
 
@@ -93,10 +96,10 @@ def over_rounds(
     """Return the totals and means of each of these tenants over the rounds in `rows`. Shares are
     relative to the sum over these tenants.
 
-    `tenants`: the sequence (`Tenant.sequence`) of each tenant, by name. A value of a row is left
-    out if the row's `service/NAME/sequence` shows that the value belongs to another tenant of that
-    name. Rows that an older version of mrl wrote lack this key. Values that are not finite numbers
-    are left out too.
+    `tenants`: for each tenant name, the number that distinguishes the tenant from others with the
+    same name (`Tenant.sequence`). A value of a row is left out if the row's `service/NAME/sequence`
+    shows that the value belongs to another tenant of that name. Rows that an older version of mrl
+    wrote lack this key. Values that are not finite numbers are left out too.
     """
     names = list(tenants)
     own = [_own(row, tenants) for row in rows]
@@ -129,7 +132,8 @@ def finite(value: Any) -> float | None:
 
 
 def _own(row: Mapping[str, Any], tenants: Mapping[str, int]) -> dict[str, float]:
-    """Return the finite numbers of a row, without those of other tenants with the same names."""
+    """Return the finite numbers of a row, without those that belong to other tenants with the same
+    names as `tenants` (see `over_rounds`)."""
     others = tuple(
         f"service/{name}/"
         for name, number in tenants.items()

@@ -15,7 +15,7 @@ RUNS = "runs"
 
 def run_folder(root: Path, given: str) -> Path:
     """Return the output_dir `given` with symbolic links resolved. Raises InputError if `given` is
-    not absolute, or overlaps the service folder `root` outside of `root/runs`."""
+    not absolute, or if it overlaps the service folder `root` without being inside `root/runs`."""
     if not os.path.isabs(given):
         raise InputError(f"output_dir is {given!r}; expected an absolute path")
     real, runs = Path(os.path.realpath(given)), root / RUNS
@@ -30,11 +30,12 @@ def run_folder(root: Path, given: str) -> Path:
 def check_place(
     name: str, output: Path, present: Sequence[Tenant], known: Iterable[Tenant], limit: int
 ) -> None:
-    """Raise InputError if the name or the folder belongs to another tenant, or if the service is
-    full.
+    """Raise InputError if a new tenant may not have this name and run folder, or if the service is
+    full. The name must not belong to a present tenant. The folder must not overlap the folder of a
+    present tenant, or of a removed tenant with the same name.
 
-    `present`: tenants that were not removed. `known`: both the present and the removed tenants.
-    `limit`: the maximum number of active tenants.
+    `output`: the run folder. `present`: tenants that were not removed. `known`: both the present
+    and the removed tenants. `limit`: the maximum number of active tenants.
     """
     if any(tenant.name == name for tenant in present):
         raise InputError(f"there is a tenant {name} already; give another name")

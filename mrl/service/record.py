@@ -72,18 +72,21 @@ class Tenant(Branch):
 
 
 def name_of(incarnation: str) -> str:
-    """Return the name of the tenant that has this incarnation."""
+    """Return the tenant's name, which is part of the id `incarnation` (see
+    `Tenant.incarnation`)."""
     return incarnation.split("-", 2)[2]
 
 
 def sequence_of(incarnation: str) -> int:
-    """Return the sequence (`Tenant.sequence`) of the tenant that has this incarnation."""
+    """Return the tenant's number (`Tenant.sequence`), which is part of the id `incarnation` (see
+    `Tenant.incarnation`)."""
     return int(incarnation.split("-", 1)[0])
 
 
 def engine_name(incarnation: str) -> str:
-    """Return the engine's name for an incarnation: its first 63 characters, because engines allow
-    no longer names. The name is unique, because the numbers at its beginning are unique."""
+    """Return the name by which engines know a tenant: the first 63 characters of the tenant's id
+    `incarnation`, because engines allow no longer names. The name is unique, because the numbers at
+    its beginning are unique."""
     return incarnation[:63]
 
 

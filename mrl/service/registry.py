@@ -104,8 +104,8 @@ class Registry(Closing):
         return sorted(kept, key=lambda tenant: tenant.sequence)
 
     def get(self, name: str) -> Tenant:
-        """Return a tenant, which may have been removed. Raises NoTenant if no tenant ever had this
-        name."""
+        """Return the newest tenant with this name, which may have been removed. Raises NoTenant if
+        no tenant ever had this name."""
         with self._changing:
             if (found := self._tenants.get(name)) is None:
                 known = ", ".join(t.name for t in self.tenants()) or "none"
@@ -137,10 +137,11 @@ class Registry(Closing):
         """Add a tenant with the state "queued", and return it. If `loop` is "client", the tenant is
         a session.
 
-        `tree` and `is_record`: see `mrl.service.agreement.resolve_tenant`; the output_dir in `tree`
-        must be absolute. `request`: see `Tenant.request`. If the same request has added a tenant
-        before, nothing is added, and that tenant is returned in its present state. Raises
-        InputError if an argument is not allowed, or if the service has no room for the tenant.
+        `tree`: the keys of the tenant's recipe, whose output_dir must be absolute. `is_record`:
+        whether the recipe was resolved before (see `mrl.service.agreement`). `request`: a digest of
+        the request to add the tenant, or empty. If the same request has added a tenant before,
+        nothing is added, and that tenant is returned in its present state. Raises InputError if an
+        argument is not allowed, or if the service has no room for the tenant.
         """
         check_name(name)
         if (known := self._of_request(name, request)) is not None:
@@ -188,13 +189,13 @@ class Registry(Closing):
             return next((t for t in found if (t.name, t.request) == (name, request)), None)
 
     def move(self, name: str, state: State, reason: str = "", number: int | None = None) -> Tenant:
-        """Change the state of a tenant, and return its new record. If `number` is given, the tenant
-        must have this sequence.
+        """Change the state of a tenant, and return its new record. If `number` is given, it must
+        equal the tenant's `sequence`.
 
         When a paused tenant is queued again, its recipe is checked against the service, and the
-        tenant gets a new incarnation. When a session is paused, done or removed, the operations in
-        its queue are lost. Raises NoTenant, WrongState if the tenant's present state or sequence
-        does not allow the change, and InputError if the recipe no longer fits.
+        tenant gets a new id (`Tenant.incarnation`). When a session is paused, done or removed, the
+        operations in its queue are lost. Raises NoTenant, WrongState if the tenant's present state
+        or sequence does not allow the change, and InputError if the recipe no longer fits.
         """
         found = self.get(name)
         if number not in (None, found.sequence):
@@ -215,12 +216,12 @@ class Registry(Closing):
             return tenant
 
     def try_move(self, incarnation: str, state: State, reason: str = "") -> bool:
-        """Change the state of the tenant that has this incarnation, as `move` does. Return whether
-        the state was changed.
+        """Change the state of the tenant that has the id `incarnation` (see `Tenant.incarnation`),
+        as `move` does. Return whether the state was changed.
 
-        Nothing is changed if a user has changed the tenant meanwhile, so that it has another
-        incarnation or a state that does not allow the change. If the disk refuses the new state,
-        that state is kept in memory: see `kept`.
+        Nothing is changed if a user has changed the tenant meanwhile, so that its id or state no
+        longer allows the change. If the disk refuses the new state, that state is kept in memory:
+        see `kept`.
         """
         name = name_of(incarnation)
         try:
@@ -248,8 +249,8 @@ class Registry(Closing):
         return written
 
     def require_same(self, tenant: Tenant) -> Tenant:
-        """Return the current record of a tenant. Raises WrongState if the incarnation that has this
-        name now is not that of `tenant`."""
+        """Return the current record of `tenant`. Raises WrongState if the tenant has been resumed
+        since `tenant` was read, or if another tenant has its name now."""
         if (found := self.get(tenant.name)).incarnation != tenant.incarnation:
             raise WrongState(f"tenant {tenant.name} was changed by somebody else; look at it again")
         return found
@@ -270,8 +271,8 @@ class Registry(Closing):
         """Update the stored recipes of queued and running tenants with the service's values.
 
         Tenants whose recipe no longer fits are paused. Reading a recipe can run code of its tenant,
-        so it counts as work in `Crashes`. Tenants during whose work the service ended too often are
-        paused, and their recipes are not read.
+        so `Crashes` counts it as the tenant's work. Tenants during whose work the service ended too
+        often are paused, and their recipes are not read.
         """
         crashes = Crashes(self.root)
         crash_looping = crashes.pop_crash_looping()

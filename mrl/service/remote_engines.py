@@ -29,7 +29,7 @@ class SharedRemoteEngines:
     """Engines on rollout ranks. Implements `mrl.service.shared.SharedEngines`."""
 
     coordinator: TenantCoordinator | None
-    """None on all ranks except rank 0."""
+    """Tells the rollout ranks which tenants the service has. None on all ranks except rank 0."""
     start_timeout_s: float
     """How many seconds the engines may take to start."""
     world: int
@@ -72,8 +72,8 @@ class SharedRemoteEngines:
 
 
 def open_coordinator(config: ServiceConfig, roles: Roles) -> TenantCoordinator:
-    """Open the coordinator, and publish its address in the launcher's store, where the rollout
-    ranks find it.
+    """Open the coordinator, which tells the rollout ranks about the tenants, and publish its
+    address in the launcher's store, where the rollout ranks find it.
 
     Raises InputError if a rollout rank has reported an error in the configuration.
     """
@@ -85,7 +85,7 @@ def open_coordinator(config: ServiceConfig, roles: Roles) -> TenantCoordinator:
 
 
 def job_of_service(config: ServiceConfig) -> Job:
-    """Return the job that the rollout ranks of a service run in their worker processes."""
+    """Return the description of the worker process that each rollout rank of a service runs."""
     settings = {"service": config.model_dump(mode="json")}
     wait_s = START_S + config.rollout.start_timeout_s
     timeout_s = config.asynchronous.worker_timeout_s

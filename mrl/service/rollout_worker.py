@@ -1,4 +1,4 @@
-"""`python -m mrl.service.rollout_worker` is the worker process of a rollout rank of a service.
+"""The worker process (`python -m mrl.service.rollout_worker`) of a service on a rollout rank.
 
 The process owns an engine, which all tenants share. The coordinator on the trainer's rank 0
 announces the tenants. For each tenant, the process runs the same worker as in a run without a
@@ -49,9 +49,9 @@ class TenantWork:
         limits: TenantLimits,
         former: TenantWork | None = None,
     ) -> None:
-        """`settings`: the settings of this process, and the tenant's settings from the trainer.
-        `former`: earlier work for the same tenant, which must end before this work begins; None if
-        there is none."""
+        """`settings`: the settings of this process, merged with the settings that the trainer sent
+        for the tenant. `former`: earlier work for the same tenant, which must end before this work
+        begins; None if there is none."""
         self._settings, self._limits = settings, limits
         self._server, self._owner = server, owner
         self._name = str(settings["tenant"])
@@ -183,7 +183,7 @@ class ServiceWorker:
                 )
 
     def _pulse(self) -> None:
-        """Send heartbeats to the supervisor, and the gate statistics of the engine to the
+        """Send heartbeats to the supervisor, and statistics of how full the engine was to the
         coordinator."""
         with suppress(OSError, WireClosed):
             while not self._wire.is_closed:

@@ -1,8 +1,8 @@
 """This module is the scheduling policy of a service with many tenants.
 
-TrainingQueue   which of the tenants that have their samples is trained next
-Admission       which waiting requests go to an engine now, given the KV memory that is left
-Phase           which tenants roll out together if trainer and engine share the GPUs
+TrainingQueue   chooses the tenant that is trained next, among the tenants with complete samples
+Admission       chooses the waiting requests that go to an engine now, given its free KV memory
+Phase           chooses the tenants that roll out together if trainer and engine share the GPUs
 
 All of it is deterministic and reads no clock: `now` is in seconds on any clock that does not go back.
 When the service is restarted, all debts are zero again, and costs are measured again.
@@ -49,12 +49,13 @@ class _Entry:
 class TrainingQueue:
     """Chooses whose samples are trained next: deficit round-robin, with a bound on the wait.
 
-    **Debts.** A tenant's debt is the seconds of swap and update that its share has not paid for yet.
-    The tenant in line with the smallest debt per weight is next; among equals, the one that joined
-    first. If all tenants in line have debts, every tenant is first forgiven its weight times the
-    smallest debt per weight among the tenants in line. (This is deficit round-robin that charges once
-    the cost is known, with the smallest quantum that lets one tenant run.) No debt falls below zero, so
-    no tenant saves up time while away.
+    **Debts.** A tenant's debt is the seconds of training that its share has not paid for yet. They
+    include the swap, which brings the tenant's state to the device. The tenant in line with the
+    smallest debt per weight is next; among equals, the one that joined first. If all tenants in
+    line have debts, every tenant is first forgiven its weight times the smallest debt per weight
+    among the tenants in line. (This is deficit round-robin that charges once the cost is known,
+    with the smallest quantum that lets one tenant run.) No debt falls below zero, so no tenant
+    saves up time while away.
 
     **The bound.** A tenant i that gets in line at time r is promised a start by D = r + max(max_wait_s,
     B). B would be the wait of i if all tenants were served in the order in which they came: the rest
@@ -82,7 +83,7 @@ class TrainingQueue:
         self._count = 0
 
     def ages_s(self, now: float) -> dict[str, float]:
-        """Return how long each tenant in line has waited, the longest first."""
+        """Return how many seconds each tenant in line has waited, the longest wait first."""
         return {entry.tenant: now - entry.since for entry in self._line()}
 
     def join(self, tenant: str, weight: float = 1.0) -> None:
@@ -187,8 +188,9 @@ class Admission:
     WINDOW = 512
 
     def __init__(self, max_over_commit: float = 4.0) -> None:
-        """A `max_over_commit` below 1 counts as 1. With 1, every admitted request has room for its
-        maximum length."""
+        """`max_over_commit`: how many times the KV memory the admitted requests may take if all of
+        them reach their maximum length. A value below 1 counts as 1; with 1, every admitted request
+        has room for its maximum length."""
         self.max_over_commit = max(1.0, _positive("max_over_commit", max_over_commit))
         self._lengths: dict[str, tuple[int, float]] = {}
         self._passed: dict[str, int] = {}

@@ -52,7 +52,8 @@ class Wanted(NamedTuple):
     weight: float
     loop: Loop
     waiting_tokens: int
-    """The result of `Operations.waiting_tokens` for a session; 0 for other tenants."""
+    """For a session, the number of tokens in the `sample` operations of its next turn, at least 1
+    if any operation waits; 0 for other tenants."""
     tree: dict[str, object]
     """The tenant's resolved recipe; empty if the tenant's run is open already."""
 
@@ -70,7 +71,8 @@ class Service(ABC, Generic[Run]):
         self._is_main = registry is not None
         self._runs: dict[str, Run] = {}
         self._opened: dict[str, str] = {}
-        """The incarnation that was opened last, by tenant name."""
+        """For each tenant name, the id (`Tenant.incarnation`) of the tenant whose run was opened
+        last."""
         self._queue = TrainingQueue(config.schedule.max_wait_s)
         limit_s = config.checkpoint.stop_limit_s
         self._stop = StopRequest(limit_s, lost=LOST.format(limit_s))
@@ -81,8 +83,8 @@ class Service(ABC, Generic[Run]):
         """The number of completed turns."""
 
     def serve(self, *, until_done: bool = False) -> int:
-        """Give tenants turns until a signal comes, then save every tenant. Return the signal, a key
-        of `mrl.system.stop.WHO`, or 0 if there was none.
+        """Give tenants turns until a signal comes, then save every tenant. Return which signal it
+        was, as a key of `mrl.system.stop.WHO`, or 0 if there was none.
 
         `until_done`: also end when no tenant has anything left to do.
         """
@@ -137,7 +139,8 @@ class Service(ABC, Generic[Run]):
         return [self._runs[name] for name in names if name in self._runs]
 
     def _stop_signal(self) -> int:
-        """Return the signal that any rank has received; 0 if no rank has received one."""
+        """Return which signal any rank has received, as a key of `mrl.system.stop.WHO`; 0 if no
+        rank has received one."""
         return max((int(each) for each in share_bytes(b"%d" % self._stop.source)), default=0)
 
     def follow_registry(self) -> bool:
@@ -182,9 +185,9 @@ class Service(ABC, Generic[Run]):
         return {name: Wanted(*each) for name, each in json.loads(share_bytes(said)[0]).items()}
 
     def _recipe_of(self, tenant: Tenant) -> dict[str, object]:
-        """Return the recipe of a tenant, or an empty dict if its run is open already. Raises
-        InputError if the recipe is refused, and WrongState if the tenant's name belongs to another
-        incarnation by now."""
+        """Return the recipe of a tenant, or an empty dict if the tenant's run is open already.
+        Raises InputError if the recipe is refused, and WrongState if the tenant was resumed or
+        replaced meanwhile."""
         assert self._registry is not None
         if tenant.name in self._runs and self._opened[tenant.name] == tenant.incarnation:
             return {}
@@ -245,8 +248,8 @@ class Service(ABC, Generic[Run]):
 
     def _attempt(self, run: Run, action: Callable[[], object]) -> bool:
         """Call `action` for one tenant, and pause the tenant if the call fails on any rank. Return
-        whether the call succeeded; False without a call if the tenant's run is not open any
-        more."""
+        whether the call succeeded. If the tenant's run is not open any more, nothing is called, and
+        the result is False."""
         if run.name not in self._runs:
             return False
         if failure := self._failure_of(run.name, action):
@@ -308,8 +311,8 @@ class Service(ABC, Generic[Run]):
 
     def _write_row(self, row: dict[str, float], times: dict[str, float]) -> None:
         """Write and publish a row of the service's metrics, on rank 0. The engines' metrics and the
-        tenants' sequences are added to `row`. `times`: the gate statistics (`GateTimes`), summed
-        over all engines."""
+        tenants' sequences are added to `row`. `times`: statistics of how full the engines were (see
+        `GateTimes`), summed over all engines."""
         assert self._registry is not None
         names = {engine_name(each): name for name, each in self._opened.items()}
         row |= engine_metrics(of_names(times, names))

@@ -30,8 +30,8 @@ class SharedEngines(Protocol):
     def make_collector(
         self, plan: Plan, mesh: Mesh, folder: RunFolder, name: str, weight: float
     ) -> Collector:
-        """Return the collector of one tenant's sample groups. `name`: the tenant's name in the
-        engines (`mrl.service.record.engine_name`).
+        """Return the object that collects one tenant's sample groups. `name`: the tenant's name in
+        the engines (`mrl.service.record.engine_name`).
 
         Raises InputError if the engines have no room for the adapter.
         """
@@ -47,7 +47,7 @@ Engines = TypeVar("Engines", bound=SharedEngines)
 
 @dataclass
 class SharedResources(Generic[Engines]):
-    """The objects of a rank that exist once and that all tenants use."""
+    """The objects that exist once on a rank and are used by all tenants."""
 
     config: ServiceConfig
     mesh: Mesh
@@ -55,8 +55,8 @@ class SharedResources(Generic[Engines]):
     engines: Engines
 
     def bytes_held(self) -> str:
-        """Describe how much of this rank's memory each holder in the memory ledger has, for the
-        report of an out-of-memory error."""
+        """Return one line for the message about an out-of-memory error: how many bytes of this
+        rank's memory each kind of tensor takes, and the peak."""
         where, device = self.base.ledger.where(), self.mesh.device
         parts = [f"{k} {bytes_in_words(n.device)}" for k, n in where.items() if n.device]
         on_host = sum(count.host for count in where.values())

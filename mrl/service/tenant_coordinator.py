@@ -22,7 +22,8 @@ class TenantCoordinator:
     may call its methods."""
 
     def __init__(self, num_engines: int, hosts: Sequence[str]) -> None:
-        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach."""
+        """Listen for workers on an address that the machines of the rollout ranks can reach.
+        `num_engines`: the number of engines of the service. `hosts`: those machines."""
         self.hosts = hosts
         self._tenants: dict[str, dict[str, Any]] = {}
         self._times: dict[str, float] = {}
@@ -48,7 +49,8 @@ class TenantCoordinator:
         self._connections.check()
 
     def take_times(self) -> dict[str, float]:
-        """Return the gate statistics (`GateTimes`) since the last call, summed over all engines."""
+        """Return statistics that say how full the engines were since the last call, and whose
+        requests filled them (see `GateTimes`), summed over all engines."""
         with self._lock:
             taken, self._times = self._times, {}
             return taken
@@ -87,6 +89,6 @@ class TenantCoordinator:
             self._connections.send(peer, message)
 
     def _handle(self, peer: Peer, message: dict[str, Any], body: bytes) -> None:
-        """Add one engine's gate statistics to the sums over all engines."""
+        """Add the statistics that one engine's worker has sent to the sums over all engines."""
         if message["type"] == "times":
             self._times = add_up([self._times, message["sums"]])

@@ -59,7 +59,8 @@ class TenantRun:
         self, incarnation: str, weight: float, recipe: Recipe, shared: SharedResources[Any]
     ) -> None:
         """Check the recipe and load the tenant's newest checkpoint, if there is one. `incarnation`:
-        see `Tenant`.
+        the tenant's id (`Tenant.incarnation`). `weight`: the tenant's share, relative to the
+        weights of the other tenants.
 
         Raises InputError if the recipe cannot start, and RunFailed if the checkpoint cannot be
         read.
@@ -134,8 +135,8 @@ class TenantRun:
             self.collector.begin_evaluation(self.trainer.step)
 
     def score(self) -> None:
-        """Share the sample groups of the current round and their rewards with all ranks. Does
-        nothing if samples of the round are still missing because an engine was lost."""
+        """Share the collected sample groups and their rewards with all ranks. Does nothing if some
+        samples are still missing because an engine was lost."""
         self.collector.score(self.clock)
         self._is_evaluated |= self.is_done and self.collector.is_over
 

@@ -15,8 +15,8 @@ from mrl.config import LoggingConfig
 from mrl.system.plugins import Kind, resolve
 
 JSONL = "jsonl"
-"""The name of metrics.jsonl in `logging.trackers`. The file is written even if a recipe does not
-name it."""
+"""The name that stands for metrics.jsonl in `logging.trackers`. The file is written even if the
+recipe does not list this name."""
 
 KIND = Kind(
     noun="logging.trackers",
@@ -30,7 +30,7 @@ KIND = Kind(
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as it is described to a tracker."""
+    """What a tracker gets to know about a run."""
 
     folder: Path
     """The run folder. A tracker that writes files makes its own folder or file in it."""
@@ -48,10 +48,10 @@ class Started:
     """The result of starting a tracker."""
 
     run_id: str
-    """The id of the run in the service. It is kept in trackers.json and passed to the next
-    start."""
+    """The id of the run in the service. The id is kept in trackers.json and passed to `start` when
+    the tracker is started again."""
     next_step: int
-    """The first step that the service does not have. Logging continues with this step."""
+    """The first step that the service does not have yet. Logging continues with this step."""
 
 
 class Tracker(Protocol):
@@ -64,7 +64,7 @@ class Tracker(Protocol):
 
     @staticmethod
     def packages(config: LoggingConfig) -> Sequence[str]:
-        """Return the packages that this tracker needs, by the names under which they are imported."""
+        """Return the import names of the packages that this tracker needs."""
         ...
 
     def start(self, run_id: str | None, next_step: int) -> Started:
@@ -89,7 +89,7 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until everything that was logged would survive a kill of this process.
+        """Wait until all logged data is safe even if this process is killed.
 
         Returns at once if the service cannot guarantee that.
         """

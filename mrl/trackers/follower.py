@@ -27,7 +27,7 @@ run."""
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a tracker has come, as trackers.json records it."""
+    """The state of a tracker in trackers.json: its run in the service, and the next step to send."""
 
     run_id: str | None = None
     next_step: int = 0
@@ -147,7 +147,7 @@ class Follower:
         self.failure = None
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines of metrics.jsonl that were not sent yet, in order."""
+        """Yield the complete rows of metrics.jsonl that have not been sent yet, in order."""
         if not self._folder.metrics.exists():
             return
         with self._folder.metrics.open("rb") as file:

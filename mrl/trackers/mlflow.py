@@ -90,7 +90,7 @@ class Tracker:
 
 
 def _remote_uri(config: LoggingConfig) -> str | None:
-    """Return the tracking URI that the user chose; None for the database in the run folder."""
+    """Return the tracking URI that the user chose; None if the run folder's database is used."""
     return config.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
 
 

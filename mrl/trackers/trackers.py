@@ -19,7 +19,7 @@ from mrl.trackers.base import JSONL, Run, load_tracker
 from mrl.trackers.follower import Follower, Progress
 
 FOLDER = "run_folder"
-"""The key of trackers.json that identifies the run folder."""
+"""The key of trackers.json whose value identifies the run folder."""
 CLOSE_TIMEOUT_S = 60.0
 """The seconds to wait for all trackers together at the end of a run."""
 
@@ -105,10 +105,10 @@ class Trackers:
 
 
 def _identity(folder: Path) -> dict[str, str]:
-    """Return the path and the inode of a run folder. A copy of the folder has another path and inode.
+    """Return the path and the inode of a run folder, which together tell the folder from a copy.
 
-    A folder that was moved keeps its inode, and a folder that another machine mounts keeps its
-    path.
+    A copy has another path and another inode. A folder that was moved keeps its inode, and a folder
+    that another machine mounts keeps its path.
     """
     found = folder.stat()
     return {"path": str(folder.resolve()), "inode": f"{found.st_dev}:{found.st_ino}"}

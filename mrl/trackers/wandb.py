@@ -88,7 +88,7 @@ class Tracker:
         self._samples = {"samples": wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=data)}
 
     def flush(self) -> None:
-        """Do nothing, because W&B's own process writes and sends, and offers nothing to wait for."""
+        """Do nothing: a process of W&B writes and sends the data, and one cannot wait for it."""
 
     def close(self, *, failed: bool) -> None:
         if self._wandb_run is not None:
@@ -96,7 +96,7 @@ class Tracker:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value for a table, whose columns must each have one type.
+    """Convert a value for a cell of a table, because all values of a column must have the same type.
 
     Values that are not numbers or None become strings, for example chat prompts, which are lists.
     """

@@ -1,7 +1,7 @@
 """Reads a run folder, to which the run may still be writing, as JSON-able data for the page.
 
 The folder must have metrics.jsonl or config.yaml. If another file is missing, the page lacks the
-part that shows that file. The page also shows `notes`, which say what had to be left out.
+part that would show the file. The page also shows `notes`, which say what had to be left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 from parallel.versions import installed_version
 
 MAX_STEPS = 12
-"""The largest number of steps with samples, if `--steps` does not choose the steps."""
+"""The page has samples of at most this many steps, unless `--steps` chooses the steps."""
 MAX_SAMPLE_BYTES = 24_000_000
 """The largest number of bytes of all samples together. Browsers open a page of this size without
 delay."""
@@ -89,7 +89,8 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
 
 
 def require_run(folder: Path) -> None:
-    """Raise InputError if `folder` has neither of the files that make it a run folder."""
+    """Raise InputError if `folder` is not a run folder, because it has neither metrics.jsonl nor
+    config.yaml."""
     if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
         return
     what = "is not a folder"
@@ -104,8 +105,8 @@ def require_run(folder: Path) -> None:
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
     """Choose at most `limit` of the steps with a token record, and return them in ascending order.
 
-    The last, the first and the worst steps (WORST_BY) are chosen first, and then evenly spaced
-    steps.
+    The last step, the first step and the steps in which the metrics of WORST_BY are largest come
+    first. Evenly spaced steps fill the rest.
 
     recorded: the steps with a token record, ascending. rows: the rows of metrics.jsonl.
     """
@@ -198,8 +199,9 @@ def _read_diagnosis(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the findings for the top of the page.
 
-    These are the first two findings of the step with the worst diagnosis, and the first two of the last
-    step. The sample browser shows all findings of each step.
+    A step's first finding is its diagnosis. The result has the first two findings of the step with
+    the most severe diagnosis, and the first two findings of the last step. The sample browser shows
+    all findings of each step.
     """
     if not steps:
         return []
@@ -222,7 +224,8 @@ def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) ->
 
 
 def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:
-    """Return pairs (name, version): the packages that made this page, and those that made the run.
+    """Return pairs (package name, version): first for the packages that made this page, then for
+    the packages that made the run.
 
     The versions of the run are from the newest checkpoint whose manifest can be read. They are left
     out if there is no such checkpoint.

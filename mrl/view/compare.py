@@ -17,7 +17,7 @@ from mrl.view.service import is_service
 from mrl.view.units import units_of
 
 MAX_RUNS = 8
-"""The number of colours of curves."""
+"""The largest number of runs that can be compared: there are this many colours for curves."""
 COMPARED = (
     r"reward/mean", r"eval/[^/]+/(avg|pass)@\d+", r"response_len/mean", r"response_len/truncated",
     r"entropy", r"mismatch/logprob_abs_mean", r"mismatch/logprob_abs_max", r"mismatch/k3",
@@ -26,14 +26,14 @@ COMPARED = (
 )  # fmt: skip
 """Patterns of the metrics that have a chart, in the order of the charts."""
 UNCOMPARED = ("output_dir",)
-"""Keys of the recipe that differ in all runs and say nothing."""
+"""Keys of the recipe that are not compared, because their values always differ between runs."""
 
 
 def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return everything that the page of several runs shows.
+    """Return the data of the page that compares these runs.
 
-    Raises InputError if a folder is given twice, is not a run folder, or if there are more than
-    MAX_RUNS.
+    Raises InputError if a folder is given twice or is not a run folder, or if there are more than
+    MAX_RUNS folders.
     """
     if len(folders) > MAX_RUNS:
         raise InputError(f"{len(folders)} runs: expected at most {MAX_RUNS}, one for each colour")
@@ -95,7 +95,8 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _flat(recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the values of a recipe by dotted key; none, and a note, if it contains itself."""
+    """Return the values of a recipe by dotted key. If the recipe is nested too deeply (in YAML a
+    mapping can contain itself), return {} and append a note to `notes`."""
     try:
         return flatten(recipe)
     except RecursionError:
@@ -104,18 +105,21 @@ def _flat(recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' last parts; their whole paths if last parts are equal."""
+    """Return a name for each run: the last part of its folder's path, or the whole path for every
+    run if two last parts are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def _series(key: str, number: int) -> str:
-    """Return the key of a metric of run `number`. It has no space, at which the page splits keys."""
+    """Return the key of the curve that shows the metric `key` in run `number`. It contains no
+    space, because the page splits lists of keys at spaces."""
     return f"{key}#{number}"
 
 
 def _table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, list[str]]]:
-    """Return (name of a figure, its value in each run); the detail follows the value."""
+    """Return a pair (name, values) for each figure: its name, and for each run a string with its
+    value and, in parentheses, its detail. A dash replaces a missing figure."""
     order = dict.fromkeys(figure.name for each in outcomes for figure in each)
     found = [
         {figure.name: f"{figure.value} ({figure.detail})" for figure in each} for each in outcomes
@@ -124,7 +128,8 @@ def _table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, lis
 
 
 def _differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return (key, its value in each run) of the recipe keys whose values differ."""
+    """Return a pair (key, values) for each recipe key whose value differs between runs: the key,
+    and its value in each run as a string. A dash replaces a missing value."""
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     rows = [
         (key, ["\u2013" if key not in recipe else str(recipe[key]) for recipe in recipes])

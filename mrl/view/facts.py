@@ -31,7 +31,8 @@ def read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def named_values(tree: dict[str, Any], wanted: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Return a list of (name, values as one string), one for each (name, keys...) in `wanted`.
+    """Return a pair (name, text) for each tuple (name, keys...) in `wanted`. The text contains the
+    values of these keys, joined by " x ".
 
     An entry is left out if `tree` has none of its keys.
     """

@@ -15,13 +15,15 @@ from mrl.view.series import short, with_step
 ENDS = 5
 """The number of steps at each end of a run over which the reward is averaged."""
 Z = 1.96
-"""Standard errors on each side of a 95% confidence interval."""
+"""Half the width of a 95% confidence interval, as a multiple of the standard error."""
 MAX_TURN = 1500
-"""The largest number of characters of a turn of a sample; the middle of a longer turn is left out."""
+"""The largest number of characters that are shown of a turn; the middle of a longer turn is left
+out."""
 MAX_TURNS = 20
-"""The largest number of turns of a sample; the middle of a longer conversation is left out."""
+"""The largest number of turns that are shown of a conversation; the middle of a longer conversation
+is left out."""
 NUM_SHOWN = 2
-"""The largest number of best samples, and of worst samples."""
+"""The page shows at most this many best samples and this many worst samples."""
 
 Row = dict[str, Any]
 
@@ -35,9 +37,11 @@ class Figure(NamedTuple):
 
 
 def read_evaluations(run: Path, notes: list[str]) -> list[Row]:
-    """Return evals/step_*.json by ascending step; damaged files are left out, with a note.
+    """Return one row from each file evals/step_*.json, by ascending step. Damaged files are left
+    out, and a note is appended to `notes`.
 
-    A row has `step`, the number of steps after which the weights were evaluated, and `eval/*`.
+    A row has the metrics `eval/*`, and `step`, the number of steps after which the weights were
+    evaluated.
     """
     rows = []
     for file in sorted((run / "evals").glob("step_*.json")):
@@ -55,7 +59,8 @@ def read_evaluations(run: Path, notes: list[str]) -> list[Row]:
 def with_evaluations(rows: list[Row], evaluations: Sequence[Row]) -> list[Row]:
     """Return the rows of metrics.jsonl, and after them a row for the evaluation of the final weights.
 
-    It has a row of its own because no step follows it, whose row would have it.
+    That evaluation needs a row of its own, because no step follows it. Other evaluations are in the
+    row of the step that follows them.
     """
     last = rows[-1]["step"] if rows else -1
     found = {row["step"]: row for row in evaluations if row["step"] > last}
@@ -63,7 +68,8 @@ def with_evaluations(rows: list[Row], evaluations: Sequence[Row]) -> list[Row]:
 
 
 def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[Figure]:
-    """Return the final reward, the score of each evaluation set and the mismatch."""
+    """Return the final reward, the score of each evaluation set, and the difference between the
+    log-probs of engine and trainer."""
     found = []
     rewards = _numbers(rows, "reward/mean")
     if rewards:
@@ -85,8 +91,8 @@ def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[Figure]:
 
 
 def _score_keys(evaluations: Sequence[Row]) -> list[str]:
-    """Return one score of each evaluation set of the last evaluation: `avg@k`, or else the first
-    `pass@k`."""
+    """Return the key of one score for each evaluation set in the last evaluation: `avg@k`, or the
+    first `pass@k` if there is no `avg@k`."""
     sets: dict[str, list[str]] = {}
     for key in evaluations[-1] if evaluations else ():
         parts = key.split("/")
@@ -120,9 +126,9 @@ def _interval(row: Row, key: str) -> str:
 def best_and_worst(run: Path) -> list[Row]:
     """Return the samples with the highest and the lowest reward of the newest step that has any.
 
-    A sample has `name` (`best` or `worst`), `step`, `reward` and `turns`, the list of (role, text).
-    Samples without a finite reward are left out, and texts that occur twice. The result is empty if
-    there are no samples, or if the file is damaged.
+    A sample has `name` (`best` or `worst`), `step`, `reward`, and `turns`, a list of pairs (role,
+    text). Samples without a finite reward are left out. The best samples have different prompts,
+    and so do the worst. The result is empty if there are no samples, or if the file is damaged.
     """
     numbers = {
         file: file.stem.removeprefix("step_") for file in (run / "rollouts").glob("step_*.jsonl")
@@ -156,7 +162,7 @@ def _chosen(step: int, rows: Sequence[Row]) -> list[Row]:
 
 
 def _different(rows: Iterable[Row]) -> list[Row]:
-    """Return the first NUM_SHOWN rows with different prompts."""
+    """Return the first row of each prompt, for the first NUM_SHOWN different prompts."""
     found: dict[str, Row] = {}
     for row in rows:
         if len(found) < NUM_SHOWN:
@@ -165,7 +171,8 @@ def _different(rows: Iterable[Row]) -> list[Row]:
 
 
 def _turns(turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return a conversation for the page, without the middle of long texts and of many turns."""
+    """Return a conversation, as pairs (role, text), shortened for the page: without the middle
+    turns if there are many, and without the middle of each long text."""
     half, num_left_out = MAX_TURNS // 2, len(turns) - MAX_TURNS
     if num_left_out > 0:
         turns = [*turns[:half], ("", f"[... {num_left_out} turns ...]"), *turns[-half:]]

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     scripts: tuple[str, ...]
     """The names of the scripts, which run in this order and in one scope."""
     drawn: tuple[str, ...]
-    """The keys of `data` that the scripts read."""
+    """The keys of the page's data that the scripts read."""
 
 
 RUN = Kind(

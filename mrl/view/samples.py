@@ -23,11 +23,12 @@ from mrl.types import NATIVE_ROUTE
 from mrl.view.series import short
 
 EXTREME = 0.6931471805599453
-"""The `|d|` above which the ratio `exp(d)` is outside [1/2, 2]."""
+"""ln 2. If `|d|` of a token is above it (`d` is the token's old log-prob minus its rollout
+log-prob), the probability ratio `exp(d)` is outside [1/2, 2]."""
 
 MAX_TEXT = 60
-"""The list of samples shows only the ends of prompt and completion: at most this many characters of
-each."""
+"""The list of samples shows only the end of the prompt and the end of the completion, each with at
+most this many characters."""
 
 
 def pack_step(
@@ -35,9 +36,9 @@ def pack_step(
 ) -> dict[str, Any]:
     """Pack one step for the page.
 
-    The result has at most `max_samples` samples, in the order of `choose_samples`. If a sample would
-    make the result exceed `max_bytes`, its routes are left out, or the whole sample if that does not
-    suffice.
+    The result has at most `max_samples` samples, in the order of `choose_samples`. A sample that
+    would make the result exceed `max_bytes` loses its routes; if it is still too large, the sample
+    is left out.
 
     rows: the rows of rollouts/step_*.jsonl; empty if they are missing.
     """
@@ -74,8 +75,10 @@ def pack_step(
 def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]:
     """Choose at most `limit` samples in turn from four rankings, and return their indices.
 
-    The samples are ranked by largest max `|d|`, by largest `|advantage|`, by highest reward and by
-    lowest reward. Samples without a reward come last in the rankings by reward.
+    The first ranking is by the largest absolute difference between a token's old and rollout
+    log-probs, the second by the largest absolute advantage. The third begins with the highest
+    reward, the fourth with the lowest. Samples without a reward come last in the rankings by
+    reward.
     """
 
     def ranked(key: str, sign: int, size: Callable[[float], float] = float) -> list[int]:
@@ -92,7 +95,8 @@ def choose_samples(summaries: Sequence[dict[str, Any]], limit: int) -> list[int]
 
 
 def routes_differ(record: TokenRecord, tokens: slice) -> Tensor:
-    """Return bool[n, L]: whether the captured set of experts differs from the trainer's choice.
+    """Return bool[n, L] for n tokens and L MoE layers: whether the set of experts captured from the
+    engine differs from the set that the trainer's router chose.
 
     An entry is false for a token without a captured route.
     """
@@ -147,7 +151,8 @@ def _text(row: dict[str, Any]) -> str | None:
 def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
     """Return the values of each token of the i-th sample.
 
-    Instead of the old log-prob, the result has `d`, so that a tiny `d` keeps its digits.
+    Instead of the old log-prob, the result has `d`, the old log-prob minus the rollout log-prob, so
+    that a tiny difference keeps its digits.
     """
     tokens = record.sample(i)
     rollout, mask = record.rollout_logprobs[tokens], record.loss_mask[tokens]
@@ -169,8 +174,8 @@ def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:
 def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
     """Return the captured routes of the i-th sample; {} if no routes were captured.
 
-    For tokens and layers whose routes differ from the trainer's choice, the result also has the
-    trainer's choice and the margin of the trainer's router.
+    Where the set of experts differs from the choice of the trainer's router, the result also has
+    the router's choice, and its margin: the K-th highest minus the (K+1)-th highest score.
     """
     if record.expert_ids is None or record.native_ids is None:
         return {}
@@ -187,7 +192,8 @@ def _routes(record: TokenRecord, i: int) -> dict[str, Any]:
 
 
 def _load(record: TokenRecord) -> list[list[int]]:
-    """Return [L][E]: for each layer and expert, how many of the record's tokens the engine sent there.
+    """Return a list [L][E] of numbers of tokens: how many of the record's tokens the engine sent to
+    each of the E experts of each of the L MoE layers.
 
     Returns [] if no routes were captured.
     """
@@ -201,7 +207,8 @@ def _load(record: TokenRecord) -> list[list[int]]:
 
 
 def _runs(values: Tensor) -> list[list[float | int | None]]:
-    """Return the run-length encoding of values [n]: pairs [value, number of times in a row].
+    """Return the run-length encoding of the tensor `values` [n]: pairs [value, number of
+    consecutive repetitions], with at least 1 repetition.
 
     The encoding is short for masks, versions and advantages, which seldom change.
     """

@@ -33,7 +33,7 @@ LARGEST = 1e100
 computes differences of values."""
 
 Curve = dict[int, float | None]
-"""The values of a metric by row index, in ascending order."""
+"""The values of a metric, by the index of the row, in ascending order of the index."""
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -64,13 +64,13 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
     """Return the curves of all metrics in `rows`, as JSON-able data.
 
     `steps` are the steps of the rows. `series` has an entry for each metric key. An entry has the
-    list `v` of values, and the list `at` of the indices of their steps in `steps`; `at` is left out
-    if every step has a value. `thinned` says whether any curve was thinned, and `clipped` has
-    the keys with values above LARGEST.
+    list `v` of values, and the list `at` of their indices into `steps`; `at` is left out if every
+    step has a value. `thinned` says whether any curve was thinned, and `clipped` has the keys with
+    values above LARGEST.
 
-    A curve has at most `max_points` values. Curves whose keys match the same pattern in TOGETHER are
-    thinned together: at most `max_points` steps are chosen for the pattern, and each of its curves
-    keeps the values that it has at those steps.
+    A curve keeps at most `max_points` values. Curves whose keys match the same pattern in TOGETHER
+    are thinned at the same steps: at most `max_points` steps are chosen for the pattern, and each
+    curve keeps every value that it has at those steps.
     """
     found: dict[str, Curve] = {}
     clipped: set[str] = set()
@@ -116,7 +116,8 @@ def notes_of(drawn: Mapping[str, Any], what: str) -> list[str]:
 
 
 def _group(key: str) -> str | re.Pattern[str]:
-    """Return the pattern of TOGETHER that the key matches, or the key itself if it matches none."""
+    """Return the first pattern of TOGETHER that the key matches; the key itself if it matches
+    none."""
     return next((pattern for pattern in TOGETHER if pattern.fullmatch(key)), key)
 
 

@@ -115,8 +115,8 @@ def _table(
 ) -> list[dict[str, Any]]:
     """Return the rows of the table of tenants; removed tenants come last.
 
-    past: removed tenants whose name another tenant has now. rows: the rounds. near: the folder of
-    the page.
+    past: removed tenants whose name another tenant has now. rows: the rows of metrics.jsonl, one
+    for each round. near: the folder of the page.
     """
     table = []
     found = over_rounds(rows, {tenant.name: tenant.sequence for tenant in present})

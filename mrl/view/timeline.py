@@ -1,7 +1,8 @@
 """Reads timeline.jsonl and the staleness metrics for the timeline on the page.
 
-The timeline shows what the trainer and each engine did, and when. A lane has the spans of the
-trainer or of one engine. The kind of a span is its activity, which is shown by a text and a colour.
+The timeline shows what the trainer and each engine did, and when. It has one lane for the trainer
+and one for each engine. A lane consists of spans of time; the kind of a span is the activity in it,
+which is shown by a text and a colour.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mrl.run.timeline import MAX_SECONDS, Timeline
 from mrl.system.json_text import is_number
 
 MAX_STEPS = 20
-"""The number of steps that are drawn by default, which are the last steps of the run."""
+"""By default, the last steps of the run are drawn, at most this many."""
 MAX_LANES = 17
 MAX_SPANS = 1500
 """The largest number of spans of a lane. If a lane has more spans, the longest spans are kept."""
@@ -99,7 +100,7 @@ def _why(known: list[dict[str, Any]], placement: Any) -> str:
 
 
 def _pieces(rows: list[dict[str, Any]], role: str, number: int) -> list[Piece]:
-    """Return the spans of one lane as (begin, end, kind), in seconds since 1970.
+    """Return the spans of one lane as tuples (begin, end, kind), with times in seconds since 1970.
 
     Invalid spans are left out. Consecutive spans of an engine that have the same kind are joined if
     the gap is shorter than MERGED_S.

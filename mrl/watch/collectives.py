@@ -35,17 +35,17 @@ METHODS = {
     "send": ("send",),
     "recv": ("recv", "recv_anysource"),
 }
-"""The methods of ProcessGroup, by the name of the collective. Each version of torch has some of
-the methods."""
+"""The methods of ProcessGroup that are replaced, by the name of the collective. A version of torch
+may lack some of the methods."""
 
 
 @contextmanager
 def noting_collectives() -> Iterator[None]:
     """Record the collectives of this process in its heartbeat page during the block.
 
-    A collective is recorded as over when `wait` has returned and the collective is done. On GPUs
-    torch's `wait` only makes the stream wait. If the device has not finished the collective when
-    `wait` returns, the collective is recorded as queued. Calls of `wait` in a thread that has begun no
+    A collective is recorded as over when `wait` has returned and the collective is done. On GPUs,
+    torch's `wait` only makes the stream wait. So the collective may not be done when `wait`
+    returns; then it is recorded as queued. Calls of `wait` in a thread that has begun no
     collective, such as a thread that sends weights, are ignored.
     """
     process_group, work = TORCH.take("ProcessGroup"), TORCH.take("Work")
@@ -62,7 +62,7 @@ def noting_collectives() -> Iterator[None]:
 
 
 def _replace(owner: type, method: str, undo: ExitStack) -> Callable[..., Any]:
-    """Return the original of a method that will be replaced in its class, and let `undo` restore it.
+    """Return a method of the class `owner` before it is replaced; make `undo` restore it later.
 
     `undo` restores the entry of the class's `__dict__`, because the function that pybind11 returns
     for the attribute would not be bound to instances.

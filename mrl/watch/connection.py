@@ -20,14 +20,15 @@ from mrl.system.heartbeat import LEFT, Collective, Pulse
 from mrl.watch.verdict import GONE, UNKNOWN, Observation
 
 SILENT_S = 60.0
-"""Seconds without a message after which rank 0's monitor counts another node as lost, and after
-which the monitor of another node counts rank 0's node as lost."""
+"""Seconds without a message after which rank 0's monitor counts another node as lost. The monitors
+of other nodes count rank 0's node as lost after the same time."""
 QUIET_S = 2.0
-"""Seconds after which a node's last message is too old to show whether the node's ranks hang."""
+"""If the last message of a node is older than this number of seconds, it does not show whether the
+node's ranks hang now."""
 CONNECT_S = 1.0
 """The time limit in seconds for an attempt to connect."""
 MAX_BYTES = 4 << 20
-"""The largest size of a message, and the largest number of bytes that may wait to be sent."""
+"""The largest size of a message in bytes, and the largest number of bytes that may wait to be sent."""
 MAX_UNAUTHENTICATED = 16
 """The largest number of open connections that have not sent the token."""
 MAX_STACKS = 1 << 18
@@ -139,7 +140,7 @@ class Node:
         self.was_heard = True
 
     def present(self) -> list[Observation]:
-        """Return the observations of those ranks of this node that are still running.
+        """Return an `Observation` for each rank of this node that is still running.
 
         Returns [] before the first message of the node, and after the node has finished the run.
         """
@@ -148,7 +149,7 @@ class Node:
 
 
 def report_of(seen: Mapping[int, Observation]) -> dict[str, Any]:
-    """Return the message with which a node reports the observations of its ranks."""
+    """Return the message in which a node sends the observations of its ranks to rank 0's monitor."""
     return {"ranks": {str(rank): [*each] for rank, each in seen.items()}}
 
 
@@ -200,13 +201,13 @@ class MonitorServer:
     def lost(self) -> Node | None:
         """Return the lost node that has been silent the longest; None if no node is lost.
 
-        A node is lost if it has sent messages before, and then none for SILENT_S.
+        A node is lost if it has sent messages, but none in the last SILENT_S seconds.
         """
         silent = [n for n in self._silent(SILENT_S) if n.was_heard]
         return max(silent, key=lambda node: node.silent_s, default=None)
 
     def unreached(self) -> list[Node]:
-        """Return the nodes that have sent no message within SILENT_S of the start.
+        """Return the nodes that have sent no message in the first SILENT_S seconds.
 
         Each node is returned only once.
         """
@@ -221,7 +222,7 @@ class MonitorServer:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last message of some node is too old to show whether the node's ranks hang."""
+        """Whether some node's last message is too old to show whether the ranks of that node hang."""
         return any(node.was_heard for node in self._silent(QUIET_S))
 
     def _silent(self, seconds: float) -> list[Node]:
@@ -234,9 +235,9 @@ class MonitorServer:
                 node.connection.send(message)
 
     def stacks(self, limit_s: float) -> dict[int, str]:
-        """Wait, at most `limit_s` seconds, for the stacks that the nodes were asked to send.
+        """Wait at most `limit_s` seconds for the stack traces that the nodes were asked to send.
 
-        Returns the stacks that have arrived, by rank.
+        Returns the stack traces that have arrived, by rank.
         """
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and any(

@@ -58,12 +58,12 @@ this line, the rank has failed."""
 LAST_TICK_S = 0.05
 """Seconds between ticks after the parent rank has finished, because the other ranks finish soon."""
 REPORT_S = 20.0
-"""Time limit in seconds for writing the stacks and the report. There is a limit because the rank may
-hang on a disk that hangs."""
+"""Time limit in seconds for writing the stack traces and the report. There is a limit because the
+disk itself may hang, and may be the reason why the rank hangs."""
 PRINT_S = 2.0
 """Time limit in seconds for printing, which may block, for example while the terminal is paused."""
 SENT_S = 5.0
-"""The seconds that the stacks of other nodes may take to arrive after they were written."""
+"""The seconds that the stack traces of other nodes may take to arrive after they were written."""
 
 
 def main() -> None:
@@ -192,7 +192,7 @@ def end_last(found: Verdict, ranks: Sequence[Process], head: MonitorServer | Non
 
 
 def kill_last(ranks: Sequence[Process], number: int) -> None:
-    """Kill a rank after the run, if it is on this node. Tell the launcher that this is no failure."""
+    """Kill a rank after the run if it is on this node. The launcher is told that it did not fail."""
     for rank in [rank for rank in ranks if rank.rank == number]:
         if folder := os.environ.get(LAUNCH_FOLDER):
             with suppress(OSError):
@@ -201,7 +201,7 @@ def kill_last(ranks: Sequence[Process], number: int) -> None:
 
 
 def lost_node(head: MonitorServer) -> Verdict | None:
-    """Return a verdict on a node that no longer sends messages; None if no node is lost."""
+    """Return a verdict about a node that no longer sends messages; None if there is no such node."""
     node = head.lost()
     if node is None:
         return None

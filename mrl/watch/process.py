@@ -18,13 +18,13 @@ from mrl.watch.verdict import GONE, Observation
 
 TICK_S = 0.2
 STACKS_S = 2.0
-"""The seconds that ranks may take to write their stacks."""
+"""The seconds that ranks may take to write the stack traces of their threads."""
 MOVES_BYTES = ("load", "save")
 """The phases in which reading or writing files counts as progress. It does not count in other phases,
 because ranks may also read and write files there while they wait."""
 BEAT_BYTES = 1 << 16
-"""The number of bytes read or written that counts as one sign of progress. Polling a file reads
-fewer."""
+"""A process shows progress each time it has read or written this many more bytes. Polling a file
+reads fewer bytes."""
 
 NO_FILE = -1
 
@@ -37,8 +37,8 @@ class Process:
     pid: int
     page: mmap.mmap
     stacks: int
-    """The file descriptor of the file to which faulthandler writes the stacks; NO_FILE if it
-    could not be opened."""
+    """The file descriptor of the file to which faulthandler writes the stack traces; NO_FILE if the
+    file could not be opened."""
     started: str
     """The start time of the process, which distinguishes it from a later process with the same
     pid."""
@@ -92,7 +92,7 @@ class Process:
 
 
 def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
-    """Make every rank, even a stopped one, write the stacks of its threads; return the stacks by rank.
+    """Make every rank, even a stopped one, write its threads' stack traces; return them by rank.
 
     This takes at most STACKS_S seconds. A rank that has written nothing within this time is left
     out.
@@ -115,16 +115,16 @@ def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
 def kill(ranks: Iterable[Process], last: int) -> None:
     """Kill ranks. Their engines and workers die with them.
 
-    The rank with the pid `last` is killed last, because this process dies with that rank.
+    The rank with the pid `last` is killed last, because the calling process dies with that rank.
     """
     for rank in sorted(ranks, key=lambda rank: rank.pid == last):
         rank.send(signal.SIGKILL)
 
 
 def innermost(stacks: str) -> list[str]:
-    """Return the innermost calls of the main thread, whose stack faulthandler writes last.
+    """Return the innermost calls of the main thread, whose stack trace is the last in `stacks`.
 
-    Returns [] if `stacks` has no thread.
+    Returns [] if `stacks` contains no stack trace.
     """
     lines = stacks.splitlines()
     heads = [i for i, line in enumerate(lines) if "hread 0x" in line]

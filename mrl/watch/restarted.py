@@ -1,8 +1,8 @@
 """The monitor of a node, which is started again if it is lost.
 
 The rank that starts the monitor also watches it. A monitor that is killed, or is stopped for more
-than `STOPPED_S` seconds, is replaced. The new monitor does not know the phase times that the old
-one had learned.
+than `STOPPED_S` seconds, is replaced. The new monitor does not know how long phases took, which the
+old monitor had measured.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PROGRAM = (
 )
 LOOK_S = 1.0
 STOPPED_S = 20.0
-"""The seconds that the monitor may be stopped. The other nodes wait longer than this for its
-messages."""
+"""The seconds for which the monitor may be stopped (by SIGSTOP) before it is replaced. The other
+nodes wait longer than this for its messages."""
 MAX_STARTS = 4
 ENDS_S, LEFT_S = 5.0, 1.0
 """The seconds that `close` waits for the monitor to end. After a failure it waits ENDS_S, and
@@ -37,7 +37,7 @@ on until all ranks of its node have finished."""
 
 
 class RestartedMonitor(Closing):
-    """The monitor of this node. A thread of this process starts another one if the monitor is lost."""
+    """The monitor of this node. A thread of this process starts it again if it is lost."""
 
     def __init__(self, job: Mapping[str, Any], server: socket | None = None) -> None:
         """Start the monitor, and the thread that watches it.
@@ -75,10 +75,10 @@ class RestartedMonitor(Closing):
                 process.wait()
 
     def _restart(self) -> None:
-        """Start the monitor again whenever it is lost, up to MAX_STARTS starts in all.
+        """Start the monitor again whenever it is lost, up to MAX_STARTS starts in total.
 
-        The monitor dies with the thread that started it, so this thread runs until the monitor has
-        ended.
+        This runs in a thread of its own. The monitor dies with the thread that started it, so the
+        thread runs until the monitor has ended.
         """
         for num_starts in range(1, MAX_STARTS + 1):
             code = self._wait()

@@ -32,8 +32,8 @@ from mrl.watch.restarted import RestartedMonitor
 
 PREFIX = "mrl_watch"
 RANK, JOB = "rank", "job"
-"""Prefixes of keys in the launcher's store. The key `rank_N` has what the monitor must know
-about rank N, which leads engines. The key `job_N` has the job of the monitor that rank N must
+"""Prefixes of keys in the launcher's store. Rank N, which leads engines, writes `rank_N`: what the
+monitor must know about rank N. Rank 0 writes `job_N`: the input of the monitor that rank N must
 start."""
 _Node = tuple[str, str, str]
 _FILES_S = 600.0
@@ -41,7 +41,7 @@ _FILES_S = 600.0
 
 
 class EngineRanks:
-    """The ranks that lead engines, as rank 0 of the trainers finds them in the launcher's store."""
+    """Access of the trainers' rank 0, through the launcher's store, to the ranks that lead engines."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], wait_s: float) -> None:
         """Set up access to the store.
@@ -52,7 +52,7 @@ class EngineRanks:
         self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
 
     def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
-        """Return, for each rank, its node and what the node's monitor must know about the rank.
+        """Return (the rank's node, what the node's monitor must know about the rank) for each rank.
 
         Raises RankLost if a rank does not register in time, or if the launcher's store is gone.
         """
@@ -69,7 +69,7 @@ class EngineRanks:
         return [((node[0], node[1], node[2]), own) for node, own in registered]
 
     def start_monitor(self, rank: int, job: Mapping[str, Any]) -> None:
-        """Make a rank start the monitor of its node, because no rank on the node trains."""
+        """Make rank `rank` start the monitor of its node; used for nodes on which no rank trains."""
         self._store.set(f"{JOB}_{rank}", json.dumps(job))
 
 
@@ -120,7 +120,7 @@ def watching(
 
     Args:
         config: the recipe's `watch`.
-        least: the least limit of each phase, in seconds, from `least_limits`.
+        least: the smallest time limit of each phase, in seconds, from `least_limits`.
         folder: the run folder.
         command: the command that continues the run.
         engine_ranks: the ranks that lead engines; None if no ranks do.
@@ -187,8 +187,9 @@ def _share_contact(
 ) -> tuple[socket.socket | None, dict[str, Any]]:
     """Share the token and the address with which the other nodes' monitors reach rank 0's monitor.
 
-    Returns the socket on which rank 0's monitor will listen (None on other ranks, and if there is
-    only one node), and the entries of the monitor's job. A collective if there are several nodes.
+    Returns two values. The first is the socket on which rank 0's monitor will listen; None on other
+    ranks, and if there is only one node. The second has the entries that this adds to the monitor's
+    input. A collective if there are several nodes.
     """
     if len(nodes) == 1:
         return None, {"nodes": []}
@@ -210,14 +211,14 @@ def _share_contact(
 
 
 def _addresses(job: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the addresses at which this node may reach the monitor of rank 0, without duplicates."""
+    """Return the distinct [host, port] pairs at which this node may reach rank 0's monitor."""
     host, port = job["head"]
     known = dict.fromkeys((host, os.environ.get("MASTER_ADDR", ""), job["host"]))
     return [[each, port] for each in known if each]
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:
-    """Return the least limit of the watchdog for each phase of a recipe, in seconds.
+    """Return the smallest time limit, in seconds, for the watchdog in each phase of a recipe.
 
     A phase may contain waits that have time limits of their own: calls of an engine, the start of
     another engine, and reward calls. The watchdog must allow at least that much time, because the run
@@ -228,7 +229,7 @@ def least_limits(recipe: Recipe) -> dict[str, float]:
 
 
 def least_limits_of_service(config: ServiceConfig) -> dict[str, float]:
-    """Return the least limit of the watchdog for each phase of a service, in seconds.
+    """Return the smallest time limit, in seconds, for the watchdog in each phase of a service.
 
     A service has one time limit for all rewards of a step.
     """

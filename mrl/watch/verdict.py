@@ -19,8 +19,9 @@ from mrl.system.heartbeat import LEFT, SUPERVISE, Collective, Pulse, kind_of
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
 MAX_TICK_S = 1.0
-"""The largest number of seconds that a tick counts as. If more time has passed, the monitor itself
-did not run, for example because the whole job was suspended, and the ranks did not run either."""
+"""The largest number of seconds that is counted for one tick. If more time has passed since the
+last tick, the monitor did not run, for example because the whole job was suspended. Then the ranks
+did not run either."""
 STOPPED = ("T", "t")
 GONE = ("Z", "X", "")
 UNKNOWN = Pulse("", -1, 0, 0)
@@ -29,22 +30,23 @@ UNKNOWN = Pulse("", -1, 0, 0)
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits on the seconds that a phase may go without progress."""
+    """How many seconds a rank may show no progress in a phase before it counts as hung."""
 
     given: Mapping[str, float]
     """The recipe's `watch.limits`, in seconds by kind of phase. They replace all other limits."""
     least: Mapping[str, float]
-    """The least limit of each kind of phase, in seconds, which allows for waits with time limits
-    of their own (`mrl.watch.start.least_limits`)."""
+    """The smallest limit of each kind of phase, in seconds. It is large enough for waits that have
+    time limits of their own (`mrl.watch.start.least_limits`)."""
     first_s: float
-    """The least limit of a phase, in seconds, until every rank has completed the phase once."""
+    """The smallest limit of a phase, in seconds. It applies only while some rank has not yet
+    completed the phase once."""
 
     def of(self, phase: str, longest_s: float | None, *, is_stopped: bool = False) -> float:
         """Return the limit of a phase in seconds.
 
-        `longest_s` is the longest time that the phase has gone without progress so far; None until
-        every rank has completed the phase once. `first_s` and `least` do not apply to a stopped
-        rank, because it does not wait for anything.
+        `longest_s` is the longest time in seconds that any rank has gone without progress in this
+        phase before it went on; None if some rank has not yet completed the phase once. `first_s`
+        and `least` do not apply to a stopped rank, because it does not wait for anything.
         """
         kind = kind_of(phase)
         if kind in self.given:
@@ -77,7 +79,7 @@ class Observation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The judgment that a rank hangs, or that it has used half of its limit."""
+    """The judgment that a rank hangs, or that it has shown no progress for half of its time limit."""
 
     rank: int
     how: str
@@ -87,10 +89,10 @@ class Verdict(NamedTuple):
     since_s: float
     limit_s: float
     node: str = ""
-    """The name and the ranks of the node, if the node is lost; otherwise empty."""
+    """The host name and the ranks of the node if `how` is `lost`; otherwise empty."""
     suspects: tuple[int, ...] = ()
-    """The ranks that may be at fault, if it is not known which of them is; otherwise empty.
-    `rank` is one of them."""
+    """All ranks that may be at fault, if it is not known which one is; otherwise empty. `rank` is
+    one of them."""
 
     def text(self) -> str:
         """Return the verdict in one line."""
@@ -113,15 +115,15 @@ class Verdict(NamedTuple):
 
 
 _Work = tuple[str, str]
-"""A phase and its tenant. The times learned for one tenant's phases do not apply to another
-tenant."""
+"""A phase and its tenant (a user of a service). Times measured in one tenant's phases do not apply
+to another tenant."""
 
 
 @dataclass
 class _Rank:
     seen: Observation
     age_s: float = 0.0
-    """The seconds for which the rank has shown no progress."""
+    """The seconds since the rank last showed progress."""
     halted_s: float = 0.0
     """The seconds for which the process has been stopped or gone."""
 
@@ -155,10 +157,10 @@ class Watch:
         return self._worst(1.0)
 
     def late(self) -> Verdict | None:
-        """Return a verdict on a rank that has used half of its limit, or None.
+        """Return a verdict about a rank that has shown no progress for half of its limit, else None.
 
-        A rank that is stuck is returned only if other ranks wait for it. The same rank in the same
-        phase is returned only once.
+        A rank that is stuck counts only if other ranks are ahead of it and thus wait for it. There
+        is only one verdict for the same rank in the same phase.
         """
         found = self._worst(0.5)
         if found is None or (found.rank, found.pulse.position) in self._warned:
@@ -187,7 +189,7 @@ class Watch:
         rank.age_s = 0.0
 
     def _forget(self, tenant: str) -> None:
-        """Forget the times of a tenant that is loading.
+        """Forget the measured phase times of a tenant that is loading.
 
         The tenant may be a new one that reuses the name of a former tenant.
         """
@@ -196,7 +198,7 @@ class Watch:
                 del known[work]
 
     def _worst(self, share: float) -> Verdict | None:
-        """Return a verdict on the rank at fault if it has used up `share` of its limit; else None."""
+        """Return a verdict if the rank at fault has used up `share` of its time limit, else None."""
         halted = [v for n in range(len(self._ranks)) if (v := self._halted(n, share))]
         if halted:
             return max(halted, key=lambda verdict: verdict.since_s)
@@ -224,13 +226,13 @@ class Watch:
     def _blamed_first(self, number: int) -> tuple[bool, int, float]:
         """Return a key that sorts ranks in the same phase by how likely they are at fault.
 
-        Ranks that wait in a collective come last, because they wait for a rank that does not.
+        Ranks that wait in a collective come last, because they wait for a rank that is not in it.
         """
         rank = self._ranks[number]
         return self._waits(number), rank.seen.pulse.beats, -rank.age_s
 
     def _waits(self, number: int) -> bool:
-        """Return whether a rank waits in the call of a collective."""
+        """Return whether a rank is waiting inside the call of a collective."""
         collective = self._ranks[number].seen.collective
         return not (collective.is_over or collective.is_queued)
 

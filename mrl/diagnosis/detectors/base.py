@@ -17,12 +17,13 @@ from torch import Tensor
 from mrl.diagnosis.tokens import TokenRecord
 
 HALF_PRECISION_GAP = 0.01
-"""The approximate mean `|d|` between two correct implementations that compute in bfloat16."""
+"""The approximate mean of `|old - rollout|`, the absolute difference of the log-probs, between two
+correct implementations that compute in bfloat16."""
 MIN_TOKENS = 30
 """Detectors that judge a distribution report nothing for fewer tokens than this."""
 MAX_LISTED = 10
-"""The largest number of tokens listed in a finding, of samples named in the text of a `not_finite`
-finding, and of samples that `worst_samples` returns."""
+"""The largest number of tokens or samples that a finding lists, and that `worst_tokens` and
+`worst_samples` return by default."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Finding:
     text: str
     """The finding as an English phrase, with its numbers."""
     where: dict[str, Any] = field(default_factory=dict)
-    """The samples, tokens, layers, experts or versions that the finding concerns, and its
-    numbers, as JSON-able values."""
+    """The samples, tokens, layers, experts or weight versions that the finding is about, and the
+    numbers in its text, as JSON-able values."""
     is_cause: bool = False
     """Whether the finding is a fault that causes the mismatch. If not, the finding only
     describes the mismatch."""
@@ -125,7 +126,7 @@ class LossTokens:
 
 
 def layer_experts(routes: Tensor, num_experts: int) -> Tensor:
-    """Return `layer * E + expert` for each expert id, which numbers the experts over all layers.
+    """Return `layer * E + expert` for each expert id: one numbering of the experts of all layers.
 
     `routes` and the result are i64[M, L, K]; `layer` is the index among the L layers. num_experts: E.
     """
@@ -133,10 +134,11 @@ def layer_experts(routes: Tensor, num_experts: int) -> Tensor:
 
 
 def excess_share(square: Tensor, inside: Tensor) -> float:
-    """Return the share of `square.sum()` that is due to larger values of the tokens in `inside`.
+    """Return the share of `square.sum()` that the larger values of the tokens in `inside` cause.
 
-    This share would vanish if the mean of `square` over the tokens in `inside` fell to its mean over
-    the other tokens. The result is 0 if the first mean is not larger, or if either set is empty.
+    It is the share by which the sum would fall if the mean over the tokens in `inside` were equal
+    to the mean over all other tokens. The result is 0 if the mean inside is not larger, or if all
+    or no tokens are inside.
 
     square: f64[M], one value per loss token. inside: bool[M].
     """

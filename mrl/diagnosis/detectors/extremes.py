@@ -17,9 +17,9 @@ share of the squared mismatch."""
 def detect_tokens(tokens: LossTokens) -> Finding | None:
     """Report extreme tokens, or that few tokens account for most of the squared mismatch.
 
-    A token is extreme if its ratio `exp(d)` is outside [0.5, 2]. The few tokens are the 1% with the
-    largest `|d|`; they are reported if their share of the squared mismatch is at least
-    CONCENTRATED. Returns None for fewer than MIN_TOKENS loss tokens.
+    A token is extreme if the ratio `exp(d)` of the trainer's probability to the engine's is outside
+    [0.5, 2]. The 1% of the tokens with the largest `|d|` are reported if their share of the squared
+    mismatch is at least CONCENTRATED. Returns None for fewer than MIN_TOKENS loss tokens.
     """
     num, d = len(tokens.d), tokens.d.abs()
     if num < MIN_TOKENS or not tokens.square_sum:
@@ -68,9 +68,10 @@ def detect_samples(tokens: LossTokens) -> Finding | None:
 
 
 def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return one JSON-able entry for each of the `limit` loss tokens with the largest `|d|`.
+    """Return one JSON-able entry for each of the `limit` loss tokens with the largest mismatch.
 
-    The token with the largest `|d|` comes first.
+    The mismatch of a token is `|d|`, the absolute difference between the log-probs of trainer and
+    engine. The token with the largest mismatch comes first.
     """
     record, rows = tokens.record, []
     for i in tokens.d.abs().topk(min(limit, len(tokens.d))).indices.tolist():
@@ -95,9 +96,10 @@ def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, 
 
 
 def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return one JSON-able entry for each of the `limit` samples with the largest sum of `d^2`.
+    """Return one JSON-able entry for each of the `limit` samples with the largest squared mismatch.
 
-    The sample with the largest sum comes first. Samples without loss tokens are left out.
+    The squared mismatch of a sample is the sum of the squared log-prob differences of its loss
+    tokens. The sample with the largest sum comes first. Samples without loss tokens are left out.
     """
     if not len(tokens.d):
         return []

@@ -25,10 +25,11 @@ class LayerRoutes:
     number: int
     """Megatron's 1-based number of the layer."""
     disagreement: float
-    """The share of the captured expert choices that the trainer's router would not make; 0
-    without a captured row."""
+    """The share of the engine's expert choices, in the captured rows, that the trainer's router
+    would not make; 0 without a captured row."""
     margin: float
-    """The median of `TokenRecord.margins` in the layer; NaN without a captured row."""
+    """The median margin of the layer's router: the K-th highest minus the (K+1)-th highest score of
+    a row. NaN without a captured row."""
     margin_at_disagreement: float
     """The median margin of the rows whose choices differ; NaN without such a row. A value near 0 means
     that two experts were nearly tied. A value as large as `margin` means that the routers of trainer
@@ -103,7 +104,7 @@ def _differs(captured: Tensor, native: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expert_gaps(tokens: LossTokens) -> Tensor | None:
-    """Return f64[L, E]: the mean `|d|` of the loss tokens that went through each expert.
+    """Return f64[L, E]: for each expert, the mean mismatch `|d|` of the loss tokens routed to it.
 
     An entry is NaN for an expert without tokens. Returns None without routes.
     """

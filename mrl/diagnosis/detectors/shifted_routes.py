@@ -28,11 +28,11 @@ so that at least this many rows are left."""
 
 @dataclass(frozen=True)
 class Fit:
-    """How well one layer's captured routes agree with the trainer's own, with and without a shift."""
+    """How well the engine's routes in one layer agree with the trainer's, with and without a shift."""
 
     shift: int
     layer: int
-    """The index of the layer among the L layers."""
+    """The index of the layer among the L MoE layers, from 0."""
     here: float
     """The share of the captured expert choices in a row t that are also in the trainer's row t."""
     moved: float
@@ -43,7 +43,7 @@ class Fit:
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Report the shift that makes captured routes agree much better with the trainer's, if any does.
+    """Report a shift if the engine's routes agree much better with the trainer's after the shift.
 
     The gain in agreement must be at least MIN_GAIN, and at least MIN_Z standard errors.
     """

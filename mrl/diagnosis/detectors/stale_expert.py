@@ -1,12 +1,12 @@
 """Detect that the engine's weights of one expert differ from the trainer's.
 
-Here `d` is the trainer's log-prob of a token minus the engine's. The tokens of such an expert have a
-larger `|d|` than comparable tokens. Tokens are comparable if
-they have about the same log-prob, because `|d|` is smaller for likely tokens. Among comparable
-tokens, `|d|` is replaced by its rank, so that a few extreme tokens cannot decide the result, and
-the ranks are converted to normal scores. Experts that are often chosen together with the faulty
-expert also get high scores. Therefore the scores are regressed on the most suspect experts jointly,
-and an expert is reported only if it is far ahead of the next expert.
+Here `d` is the trainer's log-prob of a token minus the engine's. The tokens of such an expert have
+a larger `|d|` than comparable tokens. Tokens are comparable if they have about the same log-prob,
+because `|d|` is smaller for likely tokens. Among comparable tokens, `|d|` is replaced by its rank,
+so that a few extreme tokens cannot decide the result, and the ranks are converted to normal scores.
+Experts that are often chosen together with the faulty expert also get high scores. Therefore the
+scores are regressed on the most suspect experts jointly, and an expert is reported only if it is
+far ahead of the next expert.
 
 Dimensions: M loss tokens, L MoE layers, K experts per token, E experts of a layer, C candidates.
 """
@@ -46,7 +46,8 @@ MIN_COUNT = 10
 """An expert with fewer tokens than this is not judged."""
 MIN_RATIO = 1.5
 """An expert counts as faulty only if the median `|d|` of its tokens is at least this many times the
-median `|d|` of the other tokens."""
+median `|d|` of the other tokens. `|d|` is the absolute difference between the log-probs that
+trainer and engine computed for a token."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Suspect:
     """The expert that most likely has different weights in the engine, and the evidence."""
 
     layer: int
-    """The index of the layer among the L layers."""
+    """The index of the layer among the L MoE layers, from 0."""
     expert: int
     t: float
     """The t value of the expert in the joint regression."""
@@ -63,8 +64,8 @@ class Suspect:
     inside: Tensor
     """bool[M]: the tokens that went through the expert."""
     ratio: float
-    """The median `|d|` of the tokens in `inside`, divided by the median `|d|` of the other
-    tokens."""
+    """The median absolute log-prob difference between trainer and engine for the tokens in
+    `inside`, divided by its median for the other tokens."""
 
     @property
     def stands_out(self) -> bool:
@@ -107,11 +108,12 @@ def detect(tokens: LossTokens) -> Finding | None:
 
 
 def expert_z(tokens: LossTokens) -> Tensor | None:
-    """Return f64[L, E]: how much larger `|d|` is for each expert's tokens than for comparable tokens.
+    """Return f64[L, E]: a score of how much larger the mismatch `|d|` is for each expert's tokens.
 
-    An entry is the sum of the normal scores of the expert's tokens, divided by the standard error
-    of this sum. The entry is -inf for an expert with fewer than MIN_COUNT tokens. Returns None without
-    routes, or with fewer than MIN_TOKENS loss tokens.
+    The expert's tokens are compared with tokens of about the same log-prob. An entry is the sum of
+    the normal scores of the expert's tokens, divided by the standard error of this sum. The entry
+    is -inf for an expert with fewer than MIN_COUNT tokens. Returns None without routes, or with
+    fewer than MIN_TOKENS loss tokens.
     """
     if tokens.routes is None or len(tokens.d) < MIN_TOKENS:
         return None

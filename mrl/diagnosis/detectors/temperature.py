@@ -39,7 +39,7 @@ temperature causes it."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:
-    """Report the engine's temperature if it differs from the trainer's and thus explains d.
+    """Report the engine's temperature if it differs from the trainer's and explains the mismatch d.
 
     The difference must explain at least MIN_R2 of the variance of d. Returns None for fewer than
     MIN_TOKENS loss tokens, or if the entropy of a token is unknown (NaN).

@@ -22,7 +22,8 @@ def fused_experts(
 ) -> Tensor:
     """Return the result of `mrl.kernels.fused_experts` as f64[T, H].
 
-    The arguments are the same, but the fields of `activation` are separate arguments.
+    The arguments are those of `mrl.kernels.fused_experts`, except that the fields of `activation`
+    are separate arguments.
     """
     out = torch.zeros(*x.shape, dtype=torch.float64)
     size = w2.shape[2]

@@ -44,9 +44,9 @@ def moe_sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def moe_permute(rows: Tensor, ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy each token's row once per chosen expert; return the copies f64[m, H] and f64[m].
+    """Copy each token's row once per chosen expert; return the copies f64[m, H] and values f64[m].
 
-    The second result has the table's value for the token and expert of each copy. rows: [n, H]. table:
+    The values are those of the table for the token and expert of each copy. rows: [n, H]. table:
     [n, E].
     """
     rows, table = rows.double(), table.double()

@@ -42,9 +42,10 @@ def policy_loss(
 ) -> OracleLoss:
     """Compute in fp64 what `mrl.kernels.policy_loss` computes, if no sequence is split over ranks.
 
-    The arguments have the same meaning, and floats may have any dtype. frozen: f64[N], the log-probs
-    at which factors without a gradient are evaluated; None for `logprobs` itself. A finite-difference
-    test keeps `frozen` fixed while it varies `logprobs`.
+    The arguments have the same meaning as those of `mrl.kernels.policy_loss`, but floating-point
+    tensors may have any dtype. frozen: f64[N], the log-probs at which factors without a gradient
+    are evaluated; None for `logprobs` itself. A finite-difference test keeps `frozen` fixed while
+    it varies `logprobs`.
     """
     logp = logprobs.double()
     held = logp.detach() if frozen is None else frozen.double()
@@ -71,9 +72,9 @@ def policy_loss(
 
 
 class _Taker:
-    """Selects the loss tokens, whose indices are `at`, of a tensor x and converts them to fp64.
+    """A function of a tensor x: select the elements at the indices `at`, and convert them to fp64.
 
-    Returns None if x is None.
+    The indices are those of the loss tokens. The result is None if x is None.
     """
 
     def __init__(self, at: Tensor) -> None:
@@ -131,9 +132,9 @@ def _kl_terms(kind, d):
 
 
 def _objective(r, seen, a, logp, clip):
-    """Return f(r, A) per token, and the masks of the tokens whose ratio is clipped above and below.
+    """Return the clipped objective f(r, A) per token, and masks of the ratios clipped above and below.
 
-    seen: r without its gradient. a: the advantages A.
+    r: the probability ratios. seen: r without its gradient. a: the advantages A.
     """
     never = torch.zeros_like(a, dtype=torch.bool)
     low, high = 1 - clip.low, 1 + clip.high

@@ -18,7 +18,7 @@ UINT32 = 0xFFFFFFFF
 def seeded_sample(
     scores: Tensor, seeds: Tensor, positions: Tensor, *, are_probs: bool = False
 ) -> Tensor:
-    """Return i64[B]: for each row, the first token with the largest log-prob + Gumbel noise.
+    """Return i64[B]: for each row, the first token whose log-prob plus Gumbel noise is the largest.
 
     The arguments are those of `mrl.kernels.seeded_sample`.
     """

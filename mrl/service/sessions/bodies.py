@@ -31,7 +31,7 @@ Count = Annotated[int, Strict(), Field(ge=1)]
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits of the model for a sequence."""
+    """Limits on a sequence, which depend on the model."""
 
     vocab_size: int
     context_len: int

@@ -1,10 +1,9 @@
-"""The operations of all sessions of a service: those that wait or are under way, and the answers of
-those that have ended.
+"""The operations of all sessions of a service: operations that wait or are under way, and the
+answers of operations that have ended.
 
-The operations are only in the memory of rank 0. Each incarnation of a session
-(`Tenant.incarnation`) has its own *life*, whose number is part of the ids of its operations. An
-operation of an earlier life ended before the session was closed, or is lost; it is never carried
-out later.
+The operations are only in the memory of rank 0. A session begins a new *life* each time that it is
+added or resumed. The number of the life is part of the ids of its operations. An operation of an
+earlier life ended before the session was closed, or is lost; it is never carried out later.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ MAX_KEPT = 64
 """Maximum number of answers that are kept for a session; the oldest are dropped first."""
 MAX_KEPT_BYTES = 64 << 20
 MAX_PAST = 8
-"""Maximum number of sessions whose answers are kept after the end of their life."""
+"""Maximum number of closed sessions whose answers are still kept."""
 KEPT_S = 3600.0
 """How long an answer is kept, in seconds."""
 MAX_KEYS = 4096
-"""Maximum number of idempotency keys that are remembered for a life; the oldest are dropped first.
-A repeated request with a remembered key adds no operation."""
+"""Maximum number of idempotency keys that are remembered for an open session; the oldest are
+dropped first. A repeated request with a remembered key adds no operation."""
 ID = re.compile(r"([0-9a-f]{8})-([1-9][0-9]{0,11})")
 LOST = (
     "lost: the session was left before it was done, and is at its newest checkpoint when it is opened "
@@ -50,8 +49,8 @@ class TooMany(InputError):
 
 
 class OtherLife(InputError):
-    """The session has another life than the one that the caller names, or accepts no more
-    operations."""
+    """The session was reopened after the life that the caller names (see the module docstring), or
+    accepts no more operations."""
 
 
 class NoOperation(InputError):
@@ -69,17 +68,18 @@ class Operation:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is kept of an operation that has ended."""
+    """The stored answer of an operation that has ended."""
 
     state: State
     text: bytes
-    """The result or, if the operation failed or was lost, the reason, as JSON."""
+    """The result of the operation as JSON text. If the operation failed or was lost, the reason as
+    JSON text."""
     since_s: float
 
 
 @dataclass
 class _Life:
-    """The operations of one incarnation of a session."""
+    """The operations of a session from when it is added or resumed until it is closed."""
 
     number: str = field(default_factory=lambda: secrets.token_hex(4))
     is_left: bool = False
@@ -97,8 +97,8 @@ class _Life:
 class Operations:
     """Keeps the operations of all sessions. Any thread may call the methods.
 
-    The argument `session` is the incarnation of a tenant; only `look` takes a tenant's name
-    instead.
+    The argument `session` is the id `Tenant.incarnation` of a session, which changes when the
+    session is resumed. Only `look` takes the session's name instead.
     """
 
     def __init__(self) -> None:
@@ -150,8 +150,8 @@ class Operations:
             return operation.id
 
     def show(self, session: str) -> dict[str, Any]:
-        """Return the number of a session's life, the version of its weights, and the number of
-        operations in its queue."""
+        """Return an object with the id of the session's current `life` (it changes when the session
+        is reopened), the `version` of the weights, and the number of `queued` operations."""
         with self._changing:
             mine = self._life(session)
             return {"life": mine.number, "version": mine.version, "queued": len(mine.waiting)}
@@ -197,7 +197,8 @@ class Operations:
                 self._lose(mine, ("queued",))
 
     def end(self, session: str) -> None:
-        """End the life of a session. Operations that wait or are under way are lost."""
+        """Close a session entirely. Operations that wait, and also operations under way, are
+        lost."""
         with self._changing:
             if (mine := self._lives.pop(session, None)) is not None:
                 self._keep_past(name_of(session), mine)
@@ -209,8 +210,8 @@ class Operations:
             mine.answers[each.id] = _Answer("lost", json.dumps(LOST).encode(), time.monotonic())
 
     def _keep_past(self, name: str, mine: _Life) -> None:
-        """Keep the answers of a life that has ended, and drop the oldest such life if there are too
-        many."""
+        """Keep the answers of the life `mine` of a session, which has ended. If there are too many
+        such lives, drop the oldest."""
         self._lose(mine, ("queued", "running"))
         mine.keys.clear()
         self._past[name] = mine
@@ -219,8 +220,8 @@ class Operations:
             self._past.popitem(last=False)
 
     def waiting_tokens(self, session: str) -> int:
-        """Return the number of tokens in the `sample` operations of a session's next turn, but at
-        least 1 if any operation waits. Return 0 if no operation waits."""
+        """Return the number of tokens in the `sample` operations of a session's next turn (see
+        `take`), but at least 1 if any operation waits. Return 0 if no operation waits."""
         with self._changing:
             turn = self._turn(session)
             samples = [num_tokens(each.body) for each in turn if each.body.kind == "sample"]
@@ -253,8 +254,8 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        """Return the life of an incarnation; begin one if there is none yet. When a life begins,
-        earlier lives of the same tenant name end if their sessions were never open."""
+        """Return the current life of a session, and begin one if there is none yet. Earlier lives
+        of a session with the same name then end if the session was never open in them."""
         if session not in self._lives:
             name = name_of(session)
             for key, life in list(self._lives.items()):

@@ -23,7 +23,7 @@ kept."""
 @dataclass
 class _Kept:
     """An answer that is kept. `advantages` and `old_logprobs` come from the first forward_backward
-    on the answer before the next version of the weights; None if there was none."""
+    that trains on the answer before the weights change; they are None until then."""
 
     source: str
     prompt_number: int

@@ -44,7 +44,7 @@ class SessionRun:
     not."""
 
     is_done = is_over = False
-    """A session has no last step."""
+    """Always false, because a session has no last step."""
 
     def __init__(
         self,
@@ -57,9 +57,10 @@ class SessionRun:
     ) -> None:
         """Open the session at its newest checkpoint, or at version 0 if there is none.
 
-        `incarnation`: see `Tenant`. `operations`: None on all ranks except rank 0. `agree` returns
-        the failure text of the first rank that has one (`FailureConsensus.first`). Raises
-        InputError if the recipe cannot start, and RunFailed if the checkpoint cannot be read.
+        `incarnation`: the session's id (`Tenant.incarnation`). `operations`: the operations of all
+        sessions; None on all ranks except rank 0. `agree` returns the failure text of the first
+        rank that has one (`FailureConsensus.first`). Raises InputError if the recipe cannot start,
+        and RunFailed if the checkpoint cannot be read.
         """
         self.name, self._incarnation = (name := name_of(incarnation)), incarnation
         self.cost = TurnCost()

@@ -31,7 +31,7 @@ MAX_ROUTE_BYTES = 256 << 20
 dropped first."""
 CANARY_TOKENS = 16
 MAX_ENDED = 3
-"""A session is paused after this many of its operations have each killed an engine."""
+"""A session is paused after this many of its operations have killed an engine."""
 ENDS_TOO_OFTEN = (
     f"{MAX_ENDED} samples of this session have each killed the engine twice, once among others and "
     "once alone; no other is tried, and the session is paused: see the log of the engine, then "
@@ -82,7 +82,7 @@ class SessionSampler:
     """
 
     def __init__(self, recipe: Recipe, mesh: Mesh, part: EnginePart, policy: Policy) -> None:
-        """`part`: the session's part of this rank's engine."""
+        """`part`: the object through which the session uses this rank's engine."""
         self._recipe, self._mesh, self.part, self._policy = recipe, mesh, part, policy
         tp = recipe.rollout.tensor_parallel_size
         self._number, self._num_engines = mesh.rank // tp, mesh.dims.world // tp
@@ -137,8 +137,8 @@ class SessionSampler:
 
     def prepare_sync(self) -> None:
         """Find out whether any engine lacks the current version of the weights. If so, compute the
-        log-probs that the engine must give to the canaries. The base model must be on the
-        device."""
+        trainer's log-probs of the canary prompts, with which `check_sync` compares the engine's.
+        The base model must be on the device."""
         self._policy.mount(adapter_only=True)
         endpoint = self.part.active_endpoint
         lacks = endpoint is not None and endpoint.weight_version != self._version
@@ -155,8 +155,8 @@ class SessionSampler:
             self.part.raise_failures()
 
     def check_sync(self) -> None:
-        """Compare the engine's log-probs of the canaries with the trainer's, if the adapter was
-        sent. The engine's KV cache must be awake. Raises RunFailed if they differ too much."""
+        """If the adapter was sent, compare the engine's log-probs of the canary prompts with the
+        trainer's. The engine's KV cache must be awake. Raises RunFailed if they differ too much."""
         if self._sends:
             self.part.check_sync()
 
@@ -259,8 +259,8 @@ def _prompt(name: str, number: int, tokens: Sequence[int]) -> Prompt:
 
 
 def canary_prompts(vocab_size: int, config: RolloutConfig) -> list[Prompt]:
-    """Return the canary prompts, which are the same in all sessions with this vocabulary and
-    configuration."""
+    """Return random prompts on which the log-probs of trainer and engine are compared. All sessions
+    with this vocabulary and configuration get the same prompts."""
     draw = random.Random("canaries of a session")
     size = min(CANARY_TOKENS, config.context_len or CANARY_TOKENS)
     lists = [

@@ -38,8 +38,8 @@ class SessionTrainer:
     optimizer step.
 
     Each optimizer step and each `load` makes a new version and writes one row of metrics.jsonl. No
-    version number is used twice while the session is open. The policy must be mounted when a method
-    is called.
+    version number is used twice while the session is open. The policy's state must be on the device
+    (`Policy.mount`) when a method is called.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class SessionTrainer:
         self._gradients = KeptGradients(policy)
         self._loss = 0.0
         self._failed = ""
-        """The id of the first failed forward_backward since the last optimizer step, whose
-        gradients are missing; empty if none has failed."""
+        """The id of the first forward_backward operation that has failed since the last optimizer
+        step, so that its gradients are missing; empty if none has failed."""
         self.checkpoints = make_checkpoints(recipe, mesh, folder)
         self.version = 0
 
