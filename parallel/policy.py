@@ -25,9 +25,13 @@ from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.options.read import read_options
 from parallel.pass_output import PassOutput
+from parallel.quantized import FakeQuantize, fake_quantized
 from parallel.reduce import merge
 from parallel.reference import ReferenceWeights
 from parallel.weights import WeightMap
+
+BUCKET_BYTES = 256 << 20
+"""The size of the buckets in which weights are gathered to be fake-quantised."""
 
 
 class Policy(MegatronModel):
@@ -188,6 +192,18 @@ class Policy(MegatronModel):
         swapped = nullcontext() if self._reference is None else self._reference.swapped_in()
         adapter_off = nullcontext() if self.lora is None else self.lora.off()
         with swapped, adapter_off, self.runner.replaying_gates(False):
+            yield
+
+    @contextmanager
+    def fake_quantized(
+        self, fake_quantize: FakeQuantize, dtype: torch.dtype | None
+    ) -> Iterator[None]:
+        """Replace the weights inside the block with those that an engine with quantised weights holds
+        (see `parallel.quantized.fake_quantized`). `dtype` is the dtype of the export. A collective."""
+        self.require_parameters()
+        self.gather_parameters()
+        memory = self._export_memory
+        with fake_quantized(self.weights, fake_quantize, BUCKET_BYTES, memory, dtype):
             yield
 
     def statistics(self, output: PassOutput) -> Statistics:

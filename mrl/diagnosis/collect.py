@@ -7,8 +7,10 @@ before the update, so they exist even if the update fails.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from mrl.config import Recipe
 from mrl.diagnosis.decompose import decompose
 from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
+from mrl.quantization import SCHEMES, fake_quantize
 from mrl.run.folder import RunFolder
 from mrl.system.files import write_whole
 from mrl.types import MicroBatch, Sample
 from parallel.hf_config import HfModel
+from parallel.implementation import choose_dtype
 from parallel.mesh import Mesh
 from parallel.pass_output import Observe, PassOutput
 from parallel.policy import Policy
@@ -146,6 +150,16 @@ class Diagnosis:
             self._pieces |= dict(zip(new, texts, strict=True))
         return {i: self._pieces[i] for i in token_ids}
 
+    def _quantized(self) -> Callable[[], AbstractContextManager[None]] | None:
+        """Return what makes a context in which the policy has the engines' quantised weights; None if
+        engines have the policy's own weights."""
+        rollout = self.recipe.rollout
+        if rollout.quantization == "none":
+            return None
+        dtype = choose_dtype(rollout.engine_dtype(self.recipe.model))
+        quantize = partial(fake_quantize, SCHEMES[rollout.quantization])
+        return partial(self.policy.fake_quantized, quantize, dtype)
+
     def _decompose(self, step: int, batch: MicroBatch) -> dict[str, float]:
         """Decompose the mismatch of one micro-batch per rank; rank 0 writes the combined result.
 
@@ -154,7 +168,8 @@ class Diagnosis:
         config = self.recipe.diagnosis
         (captured,) = self.policy.runner.captured([batch])
         layers = self.model.moe_layer_numbers
-        found = decompose(self.policy, batch, captured, layers, config.decompose_layers)
+        most = config.decompose_layers
+        found = decompose(self.policy, batch, captured, layers, most, self._quantized())
         if self.mesh.rank == 0:
             self.folder.diagnosis.mkdir(exist_ok=True)
             text = json.dumps({"step": step, **found.as_json()}, allow_nan=False)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,8 @@ class Decomposition:
     levels: dict[str, dict[str, float]]
     """The MEASURES of the mismatch by level of replay, such as `levels["ids"]["k3"]`. The level
     `none` replays nothing. The level `ids` replays the expert ids, if the engine reported them. The
-    level `weights` also replays the gate weights, if the engine reported them."""
+    level `weights` also replays the gate weights, if the engine reported them. The level `quantized`
+    replays what `ids` does, with the engine's quantised weights in the trainer."""
     layers: list[LayerGap]
     """One entry per MoE layer; empty if the engine reported no routes."""
     first_divergent_layer: int | None
@@ -99,6 +101,7 @@ def decompose(
     captured: Mapping[int, Route],
     layer_numbers: Sequence[int],
     max_layers: int,
+    quantized: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Decomposition:
     """Measure how much mismatch remains when different parts of the engine's routes are replayed.
 
@@ -107,14 +110,17 @@ def decompose(
 
     captured: the engine's routes by layer number, for this rank's rows and layers, as
     `PipelineRunner.captured` returns them. layer_numbers: the numbers of all L MoE layers of the
-    model, ascending. max_layers: the largest number of layers to examine one by one.
+    model, ascending. max_layers: the largest number of layers to examine one by one. quantized:
+    makes a context in which the policy has the weights of engines with quantised weights; None if
+    the engines have the policy's own weights.
     """
     runs = _Runs(policy, batch)
     available = reduce_statistics(_available_routes(captured))
     native = runs.run("none", None, keep_states=True)
     examined: list[int] = []
+    ids_of_routes = None
     if available["ids"]:
-        ids = {n: ids_of(route) for n, route in captured.items()}
+        ids = ids_of_routes = {n: ids_of(route) for n, route in captured.items()}
         replayed = runs.run("ids", ids, keep_states=True)
         runs.stats |= _state_differences(native, replayed, runs.counted)
         examined = spread(layer_numbers, max_layers)
@@ -122,6 +128,9 @@ def decompose(
             runs.run(f"without/{layer}", _only(ids, set(layer_numbers) - {layer}))
             if layer != layer_numbers[-1]:  # replay up to the last layer is the pass `ids`
                 runs.run(f"first/{layer}", _only(ids, {n for n in layer_numbers if n <= layer}))
+    if quantized is not None:
+        with quantized():
+            runs.run("quantized", ids_of_routes)
     if available["weights"]:
         with policy.runner.replaying_gates(True):
             runs.run("weights", captured)
@@ -217,7 +226,7 @@ def summarize(
     """
     levels = {
         level: {key: found[f"{level}/{key}"] for key in MEASURES}
-        for level in ("none", "ids", "weights")
+        for level in ("none", "ids", "weights", "quantized")
         if f"{level}/k3" in found
     }
     layers = []

@@ -17,7 +17,7 @@ from mrl.exchange.sharing import sum_over_ranks
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import Prompt
 from mrl.weight_sync.engine_group import EngineGroup
-from mrl.weight_sync.load import Canaries, WeightLoader, canary_sequences
+from mrl.weight_sync.load import Canaries, CanaryMaker, WeightLoader
 from mrl.weight_sync.quantize import quantized_buckets
 from mrl.weight_sync.transports import local_buckets
 from parallel.implementation import choose_dtype
@@ -57,7 +57,7 @@ class EnginePart:
         self._quantized = SharedMemory()
         """The buckets with quantised weights, on CPUs."""
         self._loader = WeightLoader(config, model, self.metrics)
-        self._canary_sequences = canary_sequences(prompts, config.canary_prompts)
+        self._canary_maker = CanaryMaker(config, model, prompts)
         self._canaries: Canaries | None = None
         self._failure: Exception | None = None
 
@@ -72,10 +72,8 @@ class EnginePart:
 
         The policy must be on the device.
         """
-        sequences = self._canary_sequences
         with self.metrics.verifying():
-            expected = policy.sequence_logprobs(sequences) if sequences else []
-        self._canaries = Canaries(sequences, expected)
+            self._canaries = self._canary_maker.make(policy)
 
     def send(self, policy: Policy, version: int, wake: Callable[[], None] | None = None) -> None:
         """Export the policy's weights, and load them into the engine, which compares their digests

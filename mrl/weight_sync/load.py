@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.engines.base import PolicyEndpoint
 from mrl.errors import NotFinite, RunFailed
+from mrl.quantization import SCHEMES, fake_quantize
 from mrl.types import Prompt, WeightBucket
 from parallel.implementation import choose_dtype
+from parallel.policy import Policy
 
 MAX_TOKENS = 64
 TOLERANCE_FLOAT32 = 1e-3
@@ -30,6 +33,11 @@ TOLERANCE_FLOAT32, because in half precision a few tokens are routed to other ex
 differs by more than 1."""
 
 
+QUANTIZATION_FACTOR = 4.0
+"""How much of the difference that quantised weights make is added to the tolerance. The engine also
+quantises the layers' inputs, which makes a difference of about the same size; the rest is margin."""
+
+
 @dataclass(frozen=True)
 class Canaries:
     """Prompts that test whether an engine computes the trainer's model: token sequences i64[T], and
@@ -37,6 +45,9 @@ class Canaries:
 
     sequences: list[Tensor]
     logprobs: list[Tensor]
+    quantization_abs_mean: float = 0.0
+    """Mean |difference| of the trainer's log-probs that quantising its weights makes on the
+    sequences; 0 for engines without quantised weights."""
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
@@ -51,6 +62,36 @@ def canary_sequences(prompts: Sequence[Prompt], num: int) -> list[Tensor]:
     tokens."""
     long_enough = [p.token_ids[:MAX_TOKENS] for p in prompts if p.token_ids.numel() > 1]
     return long_enough[:num]
+
+
+class CanaryMaker:
+    """Computes the trainer's log-probs of the canaries for each weight sync."""
+
+    def __init__(
+        self, config: RolloutConfig, model: ModelConfig, prompts: Sequence[Prompt]
+    ) -> None:
+        self._sequences = canary_sequences(prompts, config.canary_prompts)
+        self._scheme = SCHEMES.get(config.quantization)
+        self._dtype = choose_dtype(config.engine_dtype(model))
+        self._effect: float | None = None
+        """`Canaries.quantization_abs_mean`, which is measured before the first sync."""
+
+    def make(self, policy: Policy) -> Canaries:
+        """Return the canaries with the log-probs of `policy`, which must be on the device. A
+        collective."""
+        if not self._sequences:
+            return Canaries([], [])
+        logprobs = policy.sequence_logprobs(self._sequences)
+        if self._scheme is not None and self._effect is None:
+            with policy.fake_quantized(partial(fake_quantize, self._scheme), self._dtype):
+                quantized = policy.sequence_logprobs(self._sequences)
+            self._effect = _mean_difference(quantized, logprobs)
+        return Canaries(self._sequences, logprobs, self._effect or 0.0)
+
+
+def _mean_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Return the mean |a - b| over all tokens but the first of each sequence."""
+    return float(torch.cat([(x - y)[1:].abs() for x, y in zip(a, b, strict=True)]).mean())
 
 
 def check_canaries(
@@ -128,5 +169,6 @@ class WeightLoader:
         if canaries is None or not canaries.sequences:
             return
         with self._metrics.verifying():
-            found = check_canaries(endpoint, canaries.sequences, canaries.logprobs, self._tolerance)
+            tolerance = self._tolerance + QUANTIZATION_FACTOR * canaries.quantization_abs_mean
+            found = check_canaries(endpoint, canaries.sequences, canaries.logprobs, tolerance)
         self._metrics.canary_abs_mean = max(self._metrics.canary_abs_mean, found)

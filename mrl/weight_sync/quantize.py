@@ -1,7 +1,7 @@
 """Quantises the buckets of an export before they are sent to engines (`rollout.quantization`).
 
-The values that are quantised are those of the export, which the trainer's own forward pass uses, and not
-the optimizer's float32 copies.
+The values that are quantised are those of the export, which the trainer's own forward pass uses. The
+optimizer's float32 copies would be quantised to other values.
 
 The export's digests prove that a bucket was gathered correctly. They are compared here, and the bucket
 gets new digests, of what the engine will hold: on GPUs the quantised weights and their scales, on CPUs
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mrl.engines.quantization import SCHEMES, Scheme, is_quantized
 from mrl.kernels.digest import add_digests, digests_of
+from mrl.quantization import SCHEMES, Scheme, is_quantized
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 

@@ -11,8 +11,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,7 +176,7 @@ class PairReceiver:
         first = group.receive_header()
         if first["version"] != version:
             raise RuntimeError(f"got weights of version {first['version']}, expected {version}")
-        staging.begin(version, _receive_canaries(group, first["canaries"]))
+        staging.begin(version, _receive_canaries(group, first))
         is_last = False
         while not is_last:
             header = group.receive_header()
@@ -197,7 +198,8 @@ def _reason(error: Exception) -> str:
 
 def _send_first(group: PairGroup, version: int, canaries: Canaries) -> None:
     lengths = [len(sequence) for sequence in canaries.sequences]
-    group.send_header({"version": version, "canaries": lengths})
+    effect = canaries.quantization_abs_mean
+    group.send_header({"version": version, "canaries": lengths, "quantization_abs_mean": effect})
     if lengths:
         group.send(torch.cat(canaries.sequences).to(torch.int64))
         group.send(torch.cat(canaries.logprobs).to(torch.float32))
@@ -213,14 +215,16 @@ def _bucket_job(bucket: WeightBucket) -> Job:
     return send
 
 
-def _receive_canaries(group: PairGroup, lengths: list[int]) -> Canaries | None:
+def _receive_canaries(group: PairGroup, first: Mapping[str, Any]) -> Canaries | None:
+    lengths = first["canaries"]
     if not lengths:
         return None
     tokens = torch.empty(sum(lengths), dtype=torch.int64)
     logprobs = torch.empty(sum(lengths), dtype=torch.float32)
     group.receive(tokens)
     group.receive(logprobs)
-    return Canaries(list(tokens.split(lengths)), list(logprobs.split(lengths)))
+    effect = float(first["quantization_abs_mean"])
+    return Canaries(list(tokens.split(lengths)), list(logprobs.split(lengths)), effect)
 
 
 def _connect(address: tuple[str, int], timeout_s: float) -> dist.Store:

@@ -31,7 +31,7 @@ from mrl.system.heartbeat import phase
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import SampleGroup, Statistics
 from mrl.weight_sync.base import WeightSender
-from mrl.weight_sync.load import Canaries, canary_sequences
+from mrl.weight_sync.load import CanaryMaker
 from mrl.weight_sync.quantize import quantized_buckets
 from mrl.weight_sync.transports import make_sender, transfer_device
 from parallel.implementation import choose_dtype
@@ -89,7 +89,7 @@ class RemotePool:
         self._wait_s = 0.0
         """Seconds that this rank has waited for engines in this step."""
         self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
-        self._canaries = canary_sequences(plan.prompts, recipe.rollout.canary_prompts)
+        self._canaries = CanaryMaker(recipe.rollout, recipe.model, plan.prompts)
         self._sender: WeightSender | None = None
         self._quantized = SharedMemory()
         """The buckets with quantised weights, on CPUs."""
@@ -199,7 +199,7 @@ class RemotePool:
         policy.onload()
         self._policy = policy
         assert self._sender is not None
-        expected = policy.sequence_logprobs(self._canaries) if self._canaries else []
+        canaries = self._canaries.make(policy)
         pairs, present = self.ask_coordinator(lambda coordinator: coordinator.next_update(version))
         if not pairs:
             return  # all workers have these weights already
@@ -214,7 +214,7 @@ class RemotePool:
             self._plan.recipe.rollout.quantization,
             self._quantized,
         )
-        failed = self._sender.send(buckets, version, own, Canaries(self._canaries, expected))
+        failed = self._sender.send(buckets, version, own, canaries)
         everywhere: list[Any] = [None] * world
         dist.all_gather_object(everywhere, failed)
         if self.coordinator is not None:

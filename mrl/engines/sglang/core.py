@@ -7,13 +7,13 @@ from typing import Any
 
 from mrl.config.adapter import AdapterLimits
 from mrl.engines.base import EngineConfig, EngineLost
-from mrl.engines.quantization import SCHEMES
 from mrl.engines.sglang.connection import ServerConnection
 from mrl.engines.sglang.device_memory import DeviceMemory
 from mrl.engines.sglang.http import CallTimeouts
 from mrl.engines.sglang.launch import read_launch
 from mrl.engines.sglang.manifest import Manifest
 from mrl.engines.sglang.route_memory import RouteReader
+from mrl.quantization import SCHEMES
 
 FLUSH_TIMEOUT_S = 60.0
 

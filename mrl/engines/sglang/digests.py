@@ -33,7 +33,9 @@ def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, i
     digests are all equal, and as different pieces otherwise. Raises RuntimeError if a rank is missing,
     or replicas differ.
     """
-    lines = {name: texts for name, texts in _lines(answer).items() if not name.startswith(QUANTIZED)}
+    lines = {
+        name: texts for name, texts in _lines(answer).items() if not name.startswith(QUANTIZED)
+    }
     parts: list[tuple[str, int]] = []
     dtypes: set[str] = set()
     for name, by_rank in lines.items():

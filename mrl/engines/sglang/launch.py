@@ -17,6 +17,7 @@ from mrl.engines.base import EngineConfig, engine_seed
 from mrl.engines.sglang.adapter.limits import refuse_layout
 from mrl.engines.sglang.decode import RouteShape, refuse_unfaithful, refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models
+from mrl.engines.sglang.quantized import check_quantization
 from mrl.engines.sglang.settings import server_environment, server_settings
 from mrl.errors import InputError
 
@@ -79,6 +80,7 @@ def read_launch(
         adapters = AdapterLimits.around([config.adapter])
     if adapters is not None:
         refuse_layout(rollout, adapters, num_nodes)
+    check_quantization(hf_config, rollout, rollout.weight_sync)
     weights = rollout.return_routing_weights
     if weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)

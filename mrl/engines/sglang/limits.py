@@ -10,6 +10,7 @@ from mrl.config import RolloutConfig
 from mrl.engines.sglang.arguments import check_server_args
 from mrl.engines.sglang.decode import refuse_unfaithful, refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models, refuse_unknown
+from mrl.engines.sglang.quantized import check_quantization
 from mrl.engines.sglang.requests import longest_in_cache
 from mrl.engines.sglang.settings import CPU_MAX_TOTAL_TOKENS
 from mrl.errors import InputError
@@ -32,6 +33,7 @@ def check_limits(
         raise InputError(f"model.path: {file} cannot be read: {error}") from None
     refuse_unknown(str(getattr(hf_config, "model_type", "")))
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
+    check_quantization(hf_config, config, config.weight_sync)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
 

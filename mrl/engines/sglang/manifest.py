@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mrl.engines.quantization import Scheme, engine_modules, is_quantized
+from mrl.engines.sglang.quantized import engine_modules
 from mrl.errors import InputError
 from mrl.kernels.digest import digest_place
+from mrl.quantization import Scheme, is_quantized
 from mrl.types import WeightBucket
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from mrl.config.adapter import AdapterLimits
 from mrl.engines.base import EngineConfig
-from mrl.engines.quantization import BLOCK
 from mrl.engines.sglang.adapter.manifest import sglang_modules
 from mrl.engines.sglang.arguments import check_server_args
+from mrl.engines.sglang.quantized import quantization_settings
 from mrl.engines.sglang.requests import RESERVED_TOKENS
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -72,7 +71,6 @@ def server_settings(
         }
         if config.true_on_policy or config.batch_invariant:
             settings["enable_deterministic_inference"] = True
-        settings |= quantization_settings(config.quantization)
     else:
         settings |= {
             "device": "cpu",
@@ -82,29 +80,10 @@ def server_settings(
             "sleep_on_idle": True,
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
-    return settings | adapter_settings(adapters, on_gpu=on_gpu) | config.server_args
-
-
-def quantization_settings(quantization: str) -> dict[str, Any]:
-    """Return the fields of ServerArgs for an engine on GPUs whose weights are quantised. The engine does
-    not read the checkpoint, whose weights are in another format; the first update sends all weights.
-
-    This has not run on a GPU yet.
-    """
-    if quantization == "none":
-        return {}
-    if quantization == "int8":
-        return {"quantization": "w8a8_int8", "load_format": "dummy"}
-    config = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    }
-    if quantization == "fp8_block_ue8m0":
-        config["scale_fmt"] = "ue8m0"
-    overrides = json.dumps({"quantization_config": config})
-    return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
+    settings |= adapter_settings(adapters, on_gpu=on_gpu) | config.server_args
+    if on_gpu:
+        settings |= quantization_settings(config.quantization, config.server_args)
+    return settings
 
 
 def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[str, Any]:

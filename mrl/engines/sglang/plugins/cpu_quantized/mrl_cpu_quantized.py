@@ -6,9 +6,8 @@ plugin on their path. It does two things:
 1. A bucket contains quantised weights and their scales. Here they are dequantised, and the engine holds
    the result in its own dtype.
 2. On GPUs, the input of a quantised layer is quantised too: in fp8 for each token and 128 inputs, in
-   int8 for each token. Here the inputs of the same layers are quantised and dequantised, and the products
-   are computed in the engine's dtype. A quantised layer of experts has two inputs, of the first and of
-   the last projection.
+   int8 for each token. Here the inputs of the same layers are quantised and dequantised, and products
+   are computed in the engine's dtype. A layer of experts has two such inputs, one for each projection.
 
 The products of a GPU differ from these by rounding only.
 
@@ -20,8 +19,9 @@ import os
 import torch
 import torch.nn.functional as F
 
-from mrl.engines.quantization import SCHEMES, engine_module
 from mrl.engines.sglang.compat import hook
+from mrl.engines.sglang.quantized import engine_module
+from mrl.quantization import SCHEMES
 
 SCHEME = SCHEMES[os.environ["MRL_QUANTIZATION"]]
 """The format of the weights (`rollout.quantization`)."""
@@ -34,17 +34,15 @@ def register():
     hook("moe_forward_native", run_experts, "AROUND")
 
 
-class Loading:
-    """The model that is being loaded, by the names of its modules."""
-
-    modules = {}
+MODULES = {}
+"""The modules of the model, by name, from the first update on."""
 
 
 def note_model(updater, *args, **options):
     # 0.5.12 has a worker instead of the updater.
     model = updater.get_model() if hasattr(updater, "get_model") else updater.model_runner.model
-    if not Loading.modules:
-        Loading.modules = dict(model.named_modules())
+    if not MODULES:
+        MODULES.update(model.named_modules())
 
 
 def dequantize(original, bucket):
@@ -54,7 +52,7 @@ def dequantize(original, bucket):
     scales = {name: tensors.pop(name + SCHEME.suffix) for name in list(tensors)
               if name + SCHEME.suffix in tensors}  # fmt: skip
     for name, scale in scales.items():
-        module = Loading.modules.get(engine_module(name))
+        module = MODULES.get(engine_module(name))
         if module is None:
             raise RuntimeError(f"{name} is quantised, and no module {engine_module(name)} holds it")
         weight = getattr(module, "weight", None)

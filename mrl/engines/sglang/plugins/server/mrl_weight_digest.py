@@ -74,8 +74,8 @@ def digests(model):
     [E, ...] has one digest for each expert, and the experts' indices in the whole model. The names of
     modules that compute with quantised weights follow QUANTIZED, with an empty text.
     """
-    from mrl.engines.quantization import DTYPES
     from mrl.kernels.digest import MODULUS, weight_sums
+    from mrl.quantization import DTYPES
 
     modules = dict(model.named_modules())
     quantized = [

@@ -1,7 +1,7 @@
-"""Quantised weights of engines (`rollout.quantization`): which layers, in which format, under which names.
+"""Formats of quantised weights in engines (`rollout.quantization`), and which weights are quantised.
 
 The trainer quantises the weights that its own forward pass uses, before they are sent
-(`mrl.weight_sync.quantize`). Only the matrices of attention and of MLPs and experts are quantised. Router,
+(`mrl.weight_sync.quantize`). Only the matrices of attention, MLPs and experts are quantised. Router,
 embeddings, output layer, norms, biases and shared-expert gates keep the dtype of the export, as in
 DeepSeek-V3 (arXiv 2412.19437, 3.3). A layer is chosen by the whole name of its last module, so that
 `mlp.gate` cannot mean `mlp.gate_proj`.
@@ -11,7 +11,7 @@ Dimensions: a weight [N, K] has N outputs and K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,20 +29,14 @@ from mrl.kernels.block_quant import (
 
 BLOCK = 128
 DTYPES = (torch.float8_e4m3fn, torch.int8)
-PACKED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "o_proj": "o_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "down_proj": "down_proj",
-    # Mixtral's experts
-    "w1": "gate_up_proj",
-    "w2": "down_proj",
-    "w3": "gate_up_proj",
-}
-"""The quantised modules of Hugging Face's models, mapped to the engine's modules that contain them."""
+MODULES = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+        *("w1", "w2", "w3"),  # Mixtral's experts
+    }
+)
+"""The names of the modules whose weights are quantised."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +101,12 @@ def is_quantized(name: str, num_dims: int) -> bool:
     """Return whether the weight `name` (in Hugging Face's format) with `num_dims` dimensions is
     quantised."""
     *path, module, leaf = name.split(".")
-    return num_dims == 2 and leaf == "weight" and module in PACKED and "layers" in path
+    return num_dims == 2 and leaf == "weight" and module in MODULES and "layers" in path
 
 
-def engine_module(name: str) -> str:
-    """Return the name of the engine's module that contains the quantised weight `name`. All experts of
-    a layer are in one module, `...experts`."""
-    *path, module, _ = name.split(".")
-    if "experts" in path:
-        return ".".join(path[: path.index("experts") + 1])
-    return ".".join([*path, PACKED[module]])
-
-
-def engine_modules(names: Iterable[str]) -> set[str]:
-    """Return `engine_module` of those `names` that are names of quantised weights."""
-    return {engine_module(name) for name in names if is_quantized(name, 2)}
+def fake_quantize(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
+    """Return the values that an engine holds for the weight `name`, in the same dtype: quantised and
+    dequantised if the weight is one of those that are quantised, and otherwise the weight itself."""
+    if not is_quantized(name, weight.dim()):
+        return weight
+    return scheme.dequantize(*scheme.quantize(weight), weight.dtype)

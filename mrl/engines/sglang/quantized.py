@@ -1,0 +1,90 @@
+"""What SGLang needs for quantised weights (`rollout.quantization`): its arguments, the names of its
+modules, and the models that it can run with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mrl.config.rollout import SharedRolloutConfig
+from mrl.errors import InputError
+from mrl.quantization import BLOCK, is_quantized
+
+PACKED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Modules of Hugging Face's models that are parts of a module of SGLang, mapped to that module."""
+MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""The architectures whose quantised modules are known, by `model_type` of config.json."""
+
+
+def engine_module(name: str) -> str:
+    """Return the name of SGLang's module that contains the quantised weight `name`. All experts of a
+    layer are in one module, `...experts`."""
+    *path, module, _ = name.split(".")
+    if "experts" in path:
+        return ".".join(path[: path.index("experts") + 1])
+    return ".".join([*path, PACKED.get(module, module)])
+
+
+def engine_modules(names: Iterable[str]) -> set[str]:
+    """Return `engine_module` of those `names` that are names of quantised weights."""
+    return {engine_module(name) for name in names if is_quantized(name, 2)}
+
+
+def quantization_settings(quantization: str, server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ServerArgs for an engine on GPUs whose weights are quantised. The engine
+    does not read the checkpoint, whose weights are in another format. The first update sends all.
+
+    This has not run on a GPU yet.
+    """
+    if quantization == "none":
+        return {}
+    if quantization == "int8":
+        return {"quantization": "w8a8_int8", "load_format": "dummy"}
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    if quantization == "fp8_block_ue8m0":
+        config["scale_fmt"] = "ue8m0"
+    given = json.loads(server_args.get("json_model_override_args") or "{}")
+    overrides = json.dumps({**given, "quantization_config": config})
+    return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
+
+
+def check_quantization(config: Any, rollout: SharedRolloutConfig, weight_sync: str) -> None:
+    """Raise InputError if an engine with `rollout.quantization` cannot run the model or be updated.
+
+    `config` is the content of config.json. `weight_sync` is `rollout.weight_sync`.
+    """
+    key = f"rollout.quantization={rollout.quantization}"
+    if rollout.quantization == "none":
+        return
+    if config.model_type not in MODEL_TYPES:
+        raise InputError(
+            f"{key} with model {config.model_type!r}: which of its layers SGLang quantises is known "
+            f"for {', '.join(MODEL_TYPES)} only; set it to none"
+        )
+    if weight_sync != "tensor":
+        raise InputError(
+            f"{key} with rollout.weight_sync={weight_sync}: quantised weights are sent by tensor only; "
+            "leave rollout.weight_sync at tensor"
+        )
+    if rollout.batch_invariant or getattr(rollout, "true_on_policy", False):
+        raise InputError(
+            f"{key} with rollout.batch_invariant or rollout.true_on_policy: their layers are not "
+            "quantised; turn one of the keys off"
+        )
+    if "load_format" in rollout.server_args:
+        raise InputError(
+            f"{key} with rollout.server_args.load_format: mrl sets it, because the checkpoint is in "
+            "another format; leave it out"
+        )
