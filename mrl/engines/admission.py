@@ -34,14 +34,16 @@ class AdmissionPolicy(Protocol):
     """
 
     def tokens_each(self, tenant: str, max_tokens: int) -> int:
-        """Return how many tokens a request of the tenant is expected to hold, at most `max_tokens`."""
+        """Return how many tokens of KV memory a request of the tenant is expected to hold when it ends.
+        The result is at most `max_tokens`, the length of the prompt plus the longest allowed answer."""
         ...
 
     def admit(
         self, free_tokens: int, capacity_tokens: int, demands: Sequence[Demand]
     ) -> Mapping[str, int]:
-        """Return how many of each tenant's waiting requests to send now. `free_tokens` is
-        `capacity_tokens` minus the tokens in flight of all tenants, and at least 0."""
+        """Return how many of each tenant's waiting requests to send now. `capacity_tokens` is the size
+        of the KV memory. `free_tokens` is `capacity_tokens` minus the tokens in flight of all tenants,
+        or 0 if that is negative."""
         ...
 
     def finished(self, tenant: str, num_tokens: int) -> None:

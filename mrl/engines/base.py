@@ -60,15 +60,15 @@ class EngineLost(RuntimeError):
     """
 
     is_explained = False
-    """Whether the cause is known: a call that ran alone in the engine. That call is not retried."""
+    """Whether a call that ran alone in the engine caused the loss. Such a call is not retried."""
 
 
 class RequestFailed(RunFailed):
-    """The engine refused one request, or died twice while it was in flight; others can go on."""
+    """One request was refused, or was in flight when two engines died. Other requests can go on."""
 
 
 class EndsEngine(RequestFailed):
-    """Two engines died with this request in flight, and its call ran alone in the second one."""
+    """Two engines died with this request in flight; in the second one, its call was running alone."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Completion:
     tokens if there is a sampling mask, otherwise over the whole vocabulary."""
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: tuple[VersionSpan, ...]
-    """The version of the weights that sampled each token: spans that cover [P, P + C) in order."""
+    """Spans that cover [P, P + C) in order: each has the version of the weights that sampled it."""
     routing: RoutingTrace | None
     """Routes of all P + C - 1 routed tokens; None if routes are off or nothing was generated."""
     num_retractions: int = 0
@@ -108,7 +108,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Size and timings of a weight update. The rest of its time was spent on gathering weights."""
+    """Size and timings of a weight update. The time not listed here was spent on gathering weights."""
 
     num_bytes: int
     push_s: float
@@ -134,11 +134,11 @@ class EngineConfig:
     """Seed of the engine's own random numbers, which change with every start(). They matter only where
     sampling ignores the seeds of requests: on GPUs without deterministic inference."""
     keep_weights_on_host: bool = False
-    """Whether sleep(1) is allowed on GPUs. It takes host memory for a copy of the weights."""
+    """Whether sleep(1), which keeps a copy of the weights in host memory, is allowed on GPUs."""
     num_nodes: int = 1
     """Number of nodes over which the `rollout.tensor_parallel_size` ranks are spread evenly."""
     weight_push: Callable[..., Any] | None = None
-    """`Push` of the transport (mrl/weight_sync/transports); None selects the engine's default."""
+    """Sends the weights: `Push` of a module in mrl/weight_sync/transports. None: the engine's own."""
     adapter: Adapter | None = None
     """If set, updates load only the matrices of this adapter, and only sleep(1) is allowed."""
 
@@ -192,17 +192,17 @@ class EngineServer(Protocol):
 
         `in_place` keeps the KV cache of running requests: tokens after the update attend to keys and
         values of the older weights. `retract` drops it, and it is computed again after resume(). It is
-        then unknown which weights chose the routes of the tokens before the update, so under R3 these
-        tokens are excluded from the loss. To keep them, abort() the requests, update, and send prompt
-        and partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
+        then unknown which weights chose the routes of earlier tokens, so routing replay (r3) excludes
+        these tokens from the loss. To keep them, abort() the requests, update, and send prompt and
+        partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
 
         The prefix cache stores prefixes under keys, which name the weight version. After the update, a
         request that was retracted or had not begun gets the key of the new version, so it reads nothing
         that older weights computed (plugins/server/mrl_weight_versions.py). A running request keeps the
         old key, which no later request uses. Calls with `stale_prefixes`, and calls that run alone, use
-        no key: for rows that they read from the cache, `RoutingTrace.row_versions` has the version that
-        computed the row, or UNKNOWN_VERSION. If a call that runs alone ends in a pause, the server
-        resumes.
+        no key: for rows of routes that they read from the cache, `RoutingTrace.row_versions` has the
+        version that computed them, or UNKNOWN_VERSION. If a call that runs alone ends while the server
+        is paused, the server resumes.
         """
         ...
 
@@ -273,7 +273,7 @@ class PolicyEndpoint(Protocol):
 
         All memory must be awake. All requests reach the engine at once and in order, so that on a CPU
         the same requests always give the same bits. `reuse_cache` keeps the prefix cache of the
-        previous call, for the turns of a conversation.
+        previous call: the next turn of a conversation can use it.
 
         `concurrent` allows other concurrent calls at the same time; no two open calls may share a
         request id. The engine batches requests of all calls, so the last bits depend on the other
@@ -298,10 +298,10 @@ class PolicyEndpoint(Protocol):
 
 
 class RolloutEngine(EngineServer, Protocol):
-    """A server with one policy. A module in mrl/engines/ provides it as `Engine` or `build_engine`, a
-    class or a function that takes an `EngineConfig`.
+    """A server with one policy. A module in mrl/engines/ provides it as a class `Engine` or a function
+    `build_engine`; either takes an `EngineConfig`.
 
-    A class may implement `PolicyEndpoint` too: its `endpoint` is then the object itself.
+    The class may also implement `PolicyEndpoint`; `endpoint` is then the object itself.
     """
 
     @property
@@ -315,7 +315,7 @@ class RolloutNode(Protocol):
     which takes an `EngineConfig` and the node's rank. An engine without `Node` stays on one node."""
 
     def start(self, address: str) -> None:
-        """Remove what is left of an earlier process, and begin to start a new process."""
+        """Remove the rest of an earlier process, and begin to start one that joins at `address`."""
         ...
 
     def note_ready(self) -> None:
@@ -332,18 +332,17 @@ class RolloutNode(Protocol):
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:
-    """Return the sampling seed of sample `index` of a prompt: 63 bits, the same in all runs and on all
-    machines."""
+    """Return the 63-bit sampling seed of sample `index` of a prompt. Equal arguments give equal seeds
+    in all runs and on all machines."""
     text = f"{seed}/{index}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def engine_seed(seed: int, *counts: int) -> int:
-    """Return the seed of an engine's own random numbers: 31 bits, the same in all runs and on all
-    machines.
+    """Return the 31-bit seed of an engine's own random numbers: equal everywhere for equal arguments.
 
-    `counts`, such as the engine's index, the step from which a run resumes and how often the engine
-    was started, distinguish engines that need different random numbers (see `EngineConfig.seed`).
+    `counts`, such as the engine's index, the step from which a run resumes and how often the engine was
+    started, distinguish engines that need different random numbers (see `EngineConfig.seed`).
     """
     text = "/".join(str(number) for number in (seed, *counts)).encode()
     # SGLang passes it to NumPy, which takes 32 bits.

@@ -17,8 +17,8 @@ Named = tuple[str, str]
 
 
 class CrashedRequests:
-    """The requests that were in flight when an engine died, over all of its starts. The gate calls
-    these methods under its lock."""
+    """The requests that were in flight each time an engine died, over all starts of the gate's engine.
+    The gate calls these methods under its lock."""
 
     def __init__(self) -> None:
         self._in_crash: set[Named] = set()
@@ -45,8 +45,9 @@ class CrashedRequests:
         return not self._in_crash.isdisjoint((tenant, each) for each in ids)
 
     def check(self, tenant: str, ids: Iterable[str]) -> None:
-        """Raise EndsEngine if the call of one of these requests ran alone in an engine that died. The
-        requests found are then forgotten, because a tenant may use the same id for its next request."""
+        """Raise EndsEngine if one of these requests belongs to a call that ran alone when an engine
+        died. The requests found are then forgotten, because a tenant may use the same id for its next
+        request."""
         found = self._crashed_alone & {(tenant, each) for each in ids}
         if found:
             self._crashed_alone -= found

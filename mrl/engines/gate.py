@@ -87,9 +87,12 @@ class AdmissionQueue:
             return gate.take_back(self, request_ids)
 
     def lose(self) -> bool:
-        """Record, before close(), that the engine died with requests of this queue in flight.
-        Nothing is admitted until another engine has started. Return whether the queue ran alone in
-        the engine and had requests in flight, in which case these requests killed the engine."""
+        """Record that the engine died while this queue was open; call this before close(). Nothing is
+        admitted until another engine has started.
+
+        Return True if the queue ran alone in the engine and had requests in flight: these requests then
+        killed the engine.
+        """
         with self._gate.lock:
             self.in_flight_at_loss = set(self.in_engine)
             return self._gate.note_loss(self)
@@ -128,7 +131,7 @@ class Gate:
         capacity_tokens: int = UNLIMITED,
         times: GateTimes | None = None,
     ) -> None:
-        """`capacity_tokens` is the size of the engine's KV memory; `resize` sets it later."""
+        """`capacity_tokens` is the size of the engine's KV memory in tokens; `resize` sets it later."""
         self.capacity_tokens = capacity_tokens
         self._policy = policy
         self._times = times or GateTimes()
@@ -156,8 +159,8 @@ class Gate:
 
     @property
     def has_culprit(self) -> bool:
-        """Whether requests that ran alone in a lost engine killed it. The answer is right even before
-        the thread that sent these requests has noticed that the engine is lost."""
+        """After a loss of the engine: whether requests that ran alone in it killed it. The answer is
+        right even before the thread that sent these requests has noticed the loss."""
         with self.lock:
             return self._ended_alone or (self._alone is not None and bool(self._alone.in_engine))
 
@@ -248,8 +251,8 @@ class Gate:
         return max_tokens if self._policy is None else self._policy.tokens_each(name, max_tokens)
 
     def _may_admit(self, in_flight: int) -> bool:
-        """Return whether any request may be sent now. If the engine is empty, the first queue that must
-        run alone is chosen."""
+        """Return whether any request may be sent now. If the engine has no requests, also choose the
+        first queue that must run alone, if there is one, to run next."""
         if self._alone is not None:
             return True
         queues = [queue for tenant in self._tenants.values() for queue in tenant.queues]
@@ -291,8 +294,8 @@ class Gate:
     def note_end(
         self, queue: AdmissionQueue, request_id: str, num_new: int, *, is_whole: bool
     ) -> None:
-        """Record that a request left the engine after `num_new` new tokens. A second call does
-        nothing."""
+        """Record that a request left the engine after `num_new` new tokens. `is_whole` is False if it
+        was aborted. A second call does nothing."""
         admitted, name = queue.in_engine.pop(request_id, None), queue.tenant
         if admitted is None or (tenant := self._tenants.get(name)) is None:
             return

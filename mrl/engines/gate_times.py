@@ -51,12 +51,12 @@ class GateTimes:
         self._max_running, self._cache_tokens = max_running, cache_tokens
 
     def come(self, tenant: str, number: int) -> None:
-        """Note that requests begin to wait."""
+        """Note that `number` requests of a tenant begin to wait."""
         self._advance()
         self._waiting[tenant] += number
 
     def withdraw(self, tenant: str, number: int) -> None:
-        """Note that waiting requests will not be sent."""
+        """Note that `number` waiting requests of a tenant will not be sent."""
         self._advance()
         self._waiting[tenant] -= number
         self._sums[f"{tenant}/requests"] += number
@@ -72,8 +72,8 @@ class GateTimes:
         return self._at
 
     def end(self, tenant: str, expected: int, since: float, num_prompt: int, num_new: int) -> None:
-        """Note that a request ended after `num_new` new tokens. It was sent at the time `since`, and
-        expected to hold `expected` tokens."""
+        """Note that a request with `num_prompt` prompt tokens ended after `num_new` new tokens. It was
+        sent at the time `since`, and was expected to hold `expected` tokens."""
         self._advance()
         self._sent[tenant] -= 1
         self._counted[tenant] -= expected
@@ -81,13 +81,14 @@ class GateTimes:
         self._sums[f"{tenant}/tokens"] += num_new
 
     def leave(self, tenant: str) -> None:
-        """Forget the requests of a tenant. What they have added to the sums stays."""
+        """Forget the requests of a tenant. The amounts that they have added to the sums stay."""
         self._advance()
         for counts in (self._waiting, self._sent, self._counted):
             counts.pop(tenant, None)
 
     def take(self) -> dict[str, float]:
-        """Return the sums and reset them to 0. Requests that are waiting or in the engine are kept."""
+        """Return the sums and reset them to 0. The numbers of requests that wait or are in the engine
+        stay."""
         self._advance()
         taken, self._sums = self._sums, defaultdict(float)
         return dict(taken)

@@ -1,4 +1,4 @@
-"""Buckets as one flat tensor, and handles with which another process on this machine opens them."""
+"""Weight buckets as flat tensors, and handles with which another process on this machine opens them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE_FIELD = 6
 
 
 def handle_of(flat: Tensor | None, path: str | None) -> Handle:
-    """Return a handle to `flat` u8[num_bytes], after the device has written it.
+    """Wait until the device has written `flat` u8[num_bytes], and return a handle to it.
 
     On GPUs a handle can be opened only once. On CPUs, `path` is a file that starts with the bytes of
     `flat`. Raises ValueError if the bytes are not in memory that can be shared.
@@ -48,8 +48,8 @@ def file_handle(path: str, num_bytes: int, *, is_registered: bool = False) -> Ha
 
 
 def flat_of(bucket: WeightBucket) -> Tensor:
-    """Return the bucket's tensors concatenated as u8[num_bytes]: `bucket.flat`, or a copy if that is
-    None."""
+    """Return the bucket's tensors concatenated as u8[num_bytes]. This is `bucket.flat`, or a new tensor
+    if `bucket.flat` is None."""
     if bucket.flat is not None:
         return bucket.flat
     parts = [tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket.tensors]

@@ -22,8 +22,8 @@ class SamplingParams:
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    """The sequence does not end before this many tokens. If equal to max_new_tokens, every completion
-    has exactly this length."""
+    """A completion has at least this many tokens. If equal to max_new_tokens, every completion has
+    exactly this length."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -34,8 +34,8 @@ class SamplingParams:
     """Texts that stop a completion. The token that completes such a text is the completion's last
     token."""
     sampling_mask: bool = False
-    """Whether each token of a completion comes with the set of tokens that `top_p` and `top_k`
-    kept. The log-prob of the token is then over this set."""
+    """Whether each token of a completion comes with the set of tokens that `top_p` and `top_k` kept.
+    The token's log-prob is then normalized over this set."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

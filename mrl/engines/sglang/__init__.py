@@ -1,1 +1,1 @@
-"""This engine is a real SGLang server in a child process. `engine.py` is where to start."""
+"""This engine is a real SGLang server in a child process. Start reading at `engine.py`."""

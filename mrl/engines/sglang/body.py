@@ -25,8 +25,8 @@ def version_key(version: int, cache: str = "") -> str:
 
 
 def adapter_name(version: int, name: str = "mrl") -> str:
-    """Return SGLang's name of a version of adapter `name`. The plug-in `mrl_adapter` reads the version
-    from it."""
+    """Return the name under which SGLang loads a version of adapter `name`. The plug-in `mrl_adapter`
+    reads the version from this name."""
     return f"{name}@{version}"
 
 
@@ -38,10 +38,12 @@ def build_request(
     extra_key: str | None = None,
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """Build one body for a batch of requests, which reach the scheduler together and in this order.
+    """Build the body of one POST to /generate for a batch of requests, which reach the scheduler
+    together and in this order.
 
-    `rids` are the ids by which SGLang knows the requests. `adapter` is SGLang's name of the adapter
-    that they use; None is the base model.
+    `rids` are the ids by which SGLang knows the requests. `return_routes` asks for the expert ids of
+    each token. `extra_key` is the key of the requests in the prefix cache (`version_key`). `adapter` is
+    SGLang's name of the adapter that the requests use; None is the base model.
     """
     body = {
         "rid": list(rids),
@@ -62,7 +64,8 @@ def build_request(
 
 
 def profile_request(folder: Path, name: str, *, with_stack: bool) -> dict[str, Any]:
-    """Build the body of /start_profile."""
+    """Build the body of a POST to /start_profile. SGLang writes traces whose names begin with `name`
+    into `folder`; `with_stack` adds Python stacks."""
     return {
         "output_dir": str(folder),
         "profile_prefix": name,

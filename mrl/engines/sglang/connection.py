@@ -18,7 +18,7 @@ from mrl.engines.sglang.process import ServerProcess
 from mrl.errors import EngineGone, RunFailed
 
 CONTROL_TIMEOUT_S = 600.0
-"""Limit of a control call for which the recipe sets no limit."""
+"""Time limit in seconds of a control call for which the recipe sets no limit."""
 READY_POLL_S = 0.1
 WATCH_S = 1.0
 """Interval between two checks of the server's processes, while it starts and while a call waits."""
@@ -99,9 +99,9 @@ class ServerConnection:
         self.process.stop()
 
     def new_request_id(self) -> str:
-        """Return an id that was never used before. A reused id would be aborted, because two seconds
-        after an answer SGLang aborts the answered id once more. All ids have the same length, because
-        an abort ends every request whose id starts with the given id."""
+        """Return a new id for a request. Ids are never reused: two seconds after an answer SGLang
+        aborts the answered id once more. All ids have the same length, because an abort ends every
+        request whose id starts with the given id."""
         return f"mrl-{next(self._request_numbers):012d}"
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> Any:
@@ -202,7 +202,8 @@ class ServerConnection:
             self.check_alive(wait_s=REAP_S)
 
     def too_late(self, what: str) -> RuntimeError:
-        """Return the error to raise for requests that were not answered in time; `what` describes them.
+        """Return the error to raise for requests that were not answered in time; `what` describes the
+        wait in the message.
 
         If all schedulers are idle, as when the detokenizer hangs, no answer will ever come, and the
         error is EngineLost. If a scheduler is busy, the error is RunFailed. Raises EngineLost if the
@@ -272,7 +273,8 @@ class ServerConnection:
         return json.loads(text)["internal_states"]
 
     def offers(self, path: str) -> bool:
-        """Return whether the server has this POST route, found with a GET, which does not invoke it."""
+        """Return whether the server has the POST route `path`. This sends a GET, which does not run the
+        route."""
         status, _ = self._running_client().get(path, timeout_s=CONTROL_TIMEOUT_S)
         return status != 404
 

@@ -23,7 +23,7 @@ class ServerCore:
     endpoints. It has no reference to the endpoints."""
 
     def __init__(self, config: EngineConfig, adapters: AdapterLimits | None) -> None:
-        """Raises InputError as `SGLangServer` does."""
+        """Start nothing yet. Raises InputError in the same cases as `SGLangServer`."""
         self.config = rollout = config.rollout
         self.launch = launch = read_launch(config, adapters=adapters)
         self.manifest = Manifest(
@@ -68,7 +68,8 @@ class ServerCore:
         return f"asleep ({asleep})" if asleep else "awake"
 
     def require_running(self, action: str) -> None:
-        """Raise EngineLost if the server is lost or starting, RuntimeError if none was started."""
+        """Raise EngineLost if the server is lost or starting, and RuntimeError if it was never started
+        or was stopped. `action` begins the message."""
         if self.is_starting:  # an endpoint asks while another thread starts the server again
             raise EngineLost(f"{action}: the engine is starting again")
         if not self.has_server:

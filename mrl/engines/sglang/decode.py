@@ -70,11 +70,14 @@ def refuse_unfaithful(
 ) -> None:
     """Raise InputError for a model that SGLang would run wrongly, or not at all.
 
-    `release` is SGLang's, by default the installed one. Its Qwen MoE models make every layer sparse,
-    whatever config.json says: the experts of a dense layer keep their random initialisation, and
-    nothing is logged. Its CPU attention uses the cached latents of a DeepSeek prompt as if they were
-    values. The models in UNTIED do not tie the output layer to the embedding, and except for Qwen3-MoE
-    they ignore head_dim. Before 0.5.22, Mixtral passed no layer numbers to the recorder of routes.
+    `release` is the release of SGLang, by default the installed one. SGLang has these faults:
+
+    - The Qwen MoE models make every layer sparse, whatever config.json says. The experts of a dense
+      layer keep their random initialisation, and nothing is logged.
+    - Attention on CPUs uses the cached latents of a DeepSeek prompt as if they were values.
+    - The models in UNTIED do not tie the output layer to the embedding, and except for Qwen3-MoE they
+      ignore head_dim.
+    - Before 0.5.22, Mixtral passed no layer numbers to the recorder of routes.
     """
     release = release or version("sglang")
     if (
@@ -153,7 +156,8 @@ class Expected:
     shape: RouteShape | None
     """None if routes are off."""
     retracted: bool
-    """Whether a pause retracted the running requests. Used if the answer does not count retractions."""
+    """Whether a pause retracted the running requests. Only used if the answer does not say how often
+    the request was retracted."""
     routes: RouteReader
     """Reader of the routes that the server wrote into memory."""
 
@@ -220,7 +224,8 @@ def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Com
 def _sampling_mask(
     meta: dict[str, Any], output: Sequence[int], where: str
 ) -> tuple[list[float], SamplingMask]:
-    """Return (log-probs over the truncated distribution, the tokens that were kept)."""
+    """Return (log-prob of each output token over the truncated distribution, sets of tokens that the
+    truncation kept). `where` begins error messages."""
     sets, logprobs = (meta.get(f"output_token_sampling_{name}") for name in ("mask", "logprobs"))
     if sets is None or logprobs is None:
         raise RuntimeError(
@@ -238,8 +243,8 @@ def without_last_token(completion: Completion) -> Completion:
     """Return the completion without its last token, and without the route and log-prob of that token.
 
     SGLang checks for an abort before it checks for the end of the sequence. If the last token of an
-    aborted completion ends the sequence, SGLang does not notice, and the sample would continue after
-    its end. The request that continues the sample draws this token again.
+    aborted completion ends the sequence, SGLang does not report this, and the sample would be continued
+    beyond its end. Without the token, the request that continues the sample draws the token again.
     """
     num_output = len(completion.output_ids) - 1
     trace = completion.routing if num_output else None

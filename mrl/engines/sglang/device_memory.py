@@ -9,7 +9,7 @@ from mrl.engines.sglang.connection import ServerConnection
 
 
 class DeviceMemory:
-    """Knows which tags of an engine are awake, and wakes them or puts them to sleep."""
+    """Keeps track of which tags are awake (on the device), and wakes tags or puts them to sleep."""
 
     def __init__(self, connection: ServerConnection, *, can_keep: bool, can_drop: bool) -> None:
         """`can_keep`: whether host memory can hold a copy of the weights while they sleep. `can_drop`:
@@ -24,12 +24,12 @@ class DeviceMemory:
         return [tag for tag in MEMORY_TAGS if tag not in self._awake]
 
     def reset(self, awake: Iterable[str] = ()) -> None:
-        """Note which tags are awake: `awake` after a start, none after a stop."""
+        """Note that only the tags `awake` are awake: all tags after a start, none after a stop."""
         self._awake = set(awake)
 
     def check_level(self, level: int, state: str) -> None:
-        """Raise ValueError for an unknown level of sleep, and RuntimeError for a level from which this
-        engine could not wake. `state` is part of the message."""
+        """Raise ValueError for an unknown sleep level, and RuntimeError for a level after which this
+        engine would have no weights. `state`, the engine's state in words, is part of the message."""
         if level not in (1, 2):
             raise ValueError(f"sleep: got level {level}, expected 1 (keep weights) or 2 (drop)")
         if level == 1 and not self._can_keep:

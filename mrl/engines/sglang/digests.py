@@ -1,11 +1,11 @@
-"""Compares digests of the engine's weights with digests of what was sent.
+"""Compares digests of the engine's weights with digests of the weights that were sent.
 
-There is one digest for each place, summed over the engine's R ranks. A place is a module of the model,
-such as an expert or the rest of a layer (`mrl.kernels.digest.digest_place`).
+A *place* is a module of the model, such as an expert or the rest of a layer
+(`mrl.kernels.digest.digest_place`). Each place has one digest, summed over the engine's R ranks.
 
-The engine's side is mrl/engines/sglang/plugins/server, where each rank reports what it holds. Tensor
-parallelism (also with more ranks than key and value heads), expert parallelism and DP attention need no
-special cases here.
+The engine's side is mrl/engines/sglang/plugins/server, where each rank reports digests of the weights
+that it holds. Tensor parallelism (also with more ranks than key and value heads), expert parallelism
+and DP attention need no special cases here.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ ACTION = "mrl_digest"
 QUANTIZED = "quantized:"
 """What precedes the name of a module that computes with quantised weights."""
 UNKNOWN = "?"
-"""What a report has in place of the piece if the parameter's module does not know which it holds."""
+"""A rank's report names this as the rank's piece of a parameter if the parameter's module does not know
+which piece it holds."""
 SHOWN = 3
 ADVICE = "this ends the run: start it again, it continues from its last checkpoint, and report this"
 
 
 def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, int], set[str]]:
-    """Return the digest of each place, and the dtypes, from the answer to POST /weights_checker.
+    """Return (digest of each place, dtypes of the weights) from the answer to POST /weights_checker. A
+    place is a module, such as one expert or the rest of a layer.
 
     Each rank reports which piece of a parameter it holds. Ranks with the same piece must report the
-    same digest, which counts once; digests of different pieces are added. Each expert has a place of
-    its own, whichever rank holds it. If ranks do not know their pieces, they count as replicas if their
-    digests are all equal, and as different pieces otherwise. Raises RuntimeError if a rank is missing,
-    or replicas differ.
+    same digest, which is counted once; digests of different pieces are added. If ranks do not know
+    their pieces, they count as replicas if their digests are all equal, and as different pieces
+    otherwise. Each expert has a place of its own, whichever rank holds it. Raises RuntimeError if a
+    rank is missing, or replicas differ.
     """
     lines = {
         name: texts for name, texts in _lines(answer).items() if not name.startswith(QUANTIZED)
@@ -82,7 +84,8 @@ def _lines(answer: Mapping[str, Any]) -> dict[str, dict[int, str]]:
 
 
 def _of_all_ranks(name: str, texts: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (place, digest) of one parameter, from the reports of all ranks [R]."""
+    """Yield (place, digest) for each place and piece of the parameter `name`. `texts` [R] has the line
+    about this parameter from the report of each rank."""
     by_place: dict[str, dict[str, dict[int, int]]] = {}  # place, piece, rank
     for rank, text in enumerate(texts):
         _, piece, digests, *experts = text.split()
@@ -108,8 +111,8 @@ def _of_one_piece(name: str, place: str, piece: str, by_rank: Mapping[int, int])
 
 
 def _places(name: str, experts: str) -> list[str]:
-    """Return the places of a parameter. `experts` has the indices of the experts in a fused parameter,
-    separated by commas; it is empty for other parameters."""
+    """Return the places (modules) to which the digests of a parameter belong. `experts` has the indices
+    of the experts in a fused parameter, separated by commas; it is empty for other parameters."""
     if not experts:
         return [digest_place(name)]
     before, _, after = name.rpartition(".")
@@ -124,7 +127,8 @@ def check_held(
 ) -> None:
     """Raise RuntimeError if the engine holds weights other than those sent.
 
-    `optional` places may be absent from the engine. `hint` is added to the message.
+    `sent` and `held` are digests by place (module). The places in `optional` may be absent from the
+    engine. `hint` is added to the message.
     """
     expected, got = _fold(sent, held), _fold(held, sent)
     wrong = [
@@ -140,8 +144,8 @@ def check_held(
 
 
 def _fold(digests: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return digests by place. If `other` has no place for an expert, such as a fused shared expert,
-    the digest of the expert is added to the place of its layer."""
+    """Return `digests` by place (module). The digest of an expert that has no place in `other`, such as
+    a fused shared expert, is added to the place of the expert's layer."""
     return add_digests(
         (place if place in other else place.partition(".experts.")[0], digest)
         for place, digest in digests.items()
@@ -153,6 +157,7 @@ def in_hex(digest: int | None) -> str:
 
 
 def listed(wrong: Sequence[str]) -> str:
-    """Return the first `SHOWN` of these descriptions, and how many more there are."""
+    """Join the first `SHOWN` of these descriptions into one text, which also says how many more there
+    are."""
     more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
     return "; ".join(wrong[:SHOWN]) + more

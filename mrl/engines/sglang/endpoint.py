@@ -24,9 +24,9 @@ class SGLangEndpoint:
     """`mrl.engines.base.PolicyEndpoint` for SGLang.
 
     An endpoint behind a gate shares its server with other endpoints. All of its methods may be called
-    while the other endpoints generate or update. A call of generate() that is not `concurrent` is then
-    alone only among the calls of this endpoint. It gets a new cache key instead of a flushed cache, so
-    it reads nothing that an earlier call has cached.
+    while the other endpoints generate or update. If a call of generate() is not `concurrent`, this
+    endpoint has no other open call, but the other endpoints may. Instead of flushing the prefix cache,
+    such a call uses a new cache key, so it reads nothing that an earlier call has cached.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SGLangEndpoint:
         self._shares_server = gate is not None
         self._version: int | None = None
         self._is_lost = False
-        """Whether the server was lost since the newest update."""
+        """Whether the server was lost after the newest update."""
         self._is_removed = False
         self._num_caches = 0
         self.updater: WeightUpdater | AdapterUpdater | None = None
@@ -121,8 +121,8 @@ class SGLangEndpoint:
         self._version = None
 
     def _adapter_name(self, version: int) -> str | None:
-        """Return SGLang's name of a version of the adapter; None if requests use the base model
-        alone."""
+        """Return SGLang's name of a version of the adapter; None if requests use the base model without
+        an adapter."""
         updater = self.updater
         return updater.name_of(version) if isinstance(updater, AdapterUpdater) else None
 
@@ -246,7 +246,8 @@ class SGLangEndpoint:
         self._core.require_running(action)
 
     def require_idle(self, action: str) -> None:
-        """Raise RuntimeError if a call is open or the engine is paused."""
+        """Raise RuntimeError if a call of generate() is open or the engine is paused. `action` begins
+        the message."""
         if self.in_flight.any_open:
             raise RuntimeError(
                 f"{action}: the engine is {self.state}; finish or leave generate() first"
@@ -255,8 +256,8 @@ class SGLangEndpoint:
             raise RuntimeError(f"{action}: the engine is {self.state}; resume() it first")
 
     def ready_version(self, action: str = "generate", *, may_be_busy: bool = False) -> int:
-        """Return the weight version. Raises RuntimeError if the engine cannot generate now, and,
-        without `may_be_busy`, also if a call is open or the engine is paused."""
+        """Return the weight version. Raises RuntimeError if the engine cannot generate now. Without
+        `may_be_busy`, an open call of generate() or a pause raises, too."""
         self._require_present(action)
         if not may_be_busy:
             self.require_idle(action)

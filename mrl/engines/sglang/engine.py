@@ -1,4 +1,4 @@
-"""The engine of `rollout.engine: sglang`, found by this file's name."""
+"""Provides the engine for `rollout.engine: sglang`, which mrl finds by the name of this file."""
 
 from mrl.engines.sglang.server import SGLangServer
 

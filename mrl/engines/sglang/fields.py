@@ -81,7 +81,7 @@ def _parse(file: Path) -> list[ast.stmt]:
 
 
 def _field(annotation: ast.expr, constants: dict[str, tuple[Any, ...]]) -> Field:
-    """Return the field that an annotation declares, `TYPE` or `A[TYPE, Arg(...)]`."""
+    """Return the field that an annotation of the form `TYPE` or `A[TYPE, Arg(...)]` declares."""
     choices: tuple[Any, ...] = ()
     if _name(annotation) == "A" and isinstance(annotation, ast.Subscript):
         annotation, *rest = _elements(annotation.slice)
@@ -96,8 +96,8 @@ def _field(annotation: ast.expr, constants: dict[str, tuple[Any, ...]]) -> Field
 
 
 def _types(annotation: ast.expr) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return (names of the simple types of an annotation, choices of its Literal types). There are no
-    names if the annotation has any other type."""
+    """Return (names of the simple types in an annotation, values of its Literal types). Both are empty
+    if the annotation contains a type that is neither simple nor a Literal."""
     if isinstance(annotation, ast.Constant) and annotation.value is None:
         return ("None",), ()
     if isinstance(annotation, ast.BinOp):

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 TIMES_LONGEST = 5
-"""The limit of a call, as a multiple of the longest time that a call of the same path has taken."""
+"""The time limit of a control call, as a multiple of the longest time that a call to the same path
+took."""
 
 
 class ServerError(RuntimeError):
@@ -34,7 +35,7 @@ class HttpClient:
         self._headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
 
     def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-        """Return status and body, whatever the status is. Raises OSError if there is no server."""
+        """Send a GET and return (status, body) for any status. Raises OSError if there is no server."""
         return self._request("GET", path, None, timeout_s)
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float) -> Any:
@@ -56,8 +57,9 @@ class HttpClient:
         return decoded
 
     def stream(self, path: str, body: dict[str, Any], *, timeout_s: float) -> EventStream:
-        """Post a JSON body, and return the answer as a stream of events. `timeout_s` limits only the
-        post. Raises as post() does; errors may also be raised while the stream is read."""
+        """Post a JSON body, and return the answer as a stream of events. `timeout_s` limits connecting
+        and sending, but not the answer. Raises the errors of post(), some of them only while the stream
+        is read."""
         data = json.dumps(body).encode()
         return EventStream(self._port, path, data, self._headers, timeout_s)
 
@@ -114,7 +116,8 @@ class EventStream:
             self._connection.close()
 
     def close(self) -> None:
-        """Close the connection: the server aborts its requests, and a thread that reads returns."""
+        """Close the connection. The server then aborts the requests, and an iteration that waits for an
+        event ends with an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -127,21 +130,21 @@ class CallTimeouts:
     """
 
     def __init__(self, first_s: float, least_s: float) -> None:
-        """`first_s` is the limit of the first call of a path. No limit is shorter than `least_s`."""
+        """`first_s` is the time limit in seconds of the first call to each path. No limit is shorter
+        than `least_s`."""
         self._first_s = max(first_s, least_s)
         self.least_s = least_s
         self._longest_s: dict[str, float] = {}
 
     def limit_s(self, path: str) -> float:
-        """Return the seconds within which a call of `path` must be answered. The query string is
-        ignored."""
+        """Return the time limit in seconds of a call to `path`. The query string is ignored."""
         longest_s = self._longest_s.get(_without_query(path))
         if longest_s is None:
             return self._first_s
         return max(self.least_s, TIMES_LONGEST * longest_s)
 
     def note(self, path: str, seconds: float) -> None:
-        """Note that a call of `path` was answered after `seconds`."""
+        """Note that a call to `path` was answered after `seconds`."""
         name = _without_query(path)
         self._longest_s[name] = max(seconds, self._longest_s.get(name, 0.0))
 

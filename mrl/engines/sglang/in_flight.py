@@ -221,7 +221,7 @@ class InFlightRequests:
             sender.end(error)
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
-        """End the requests with these ids, or all requests, of the open calls."""
+        """Abort the requests of the open calls that have these ids; None aborts all of them."""
         for sender in self._senders():
             sender.abort(request_ids)
 
@@ -230,8 +230,8 @@ class InFlightRequests:
             return [opened.sender for opened in self._open]
 
     def pause(self, check: Callable[[], object], *, retract: bool) -> None:
-        """Make later calls wait until `resume`. `retract`: whether SGLang retracts the requests of open
-        calls. If no call is open, first calls `check`, which may raise."""
+        """Make calls that begin from now on wait until `resume`. `retract`: whether SGLang retracts the
+        requests of open calls. If no call is open, first call `check`, which may raise."""
         with self._changed:
             if not self._open:  # no call can open between this check and the next line
                 check()
@@ -240,15 +240,15 @@ class InFlightRequests:
                 opened.retracted |= retract
 
     def resume(self) -> None:
-        """Let calls open again."""
+        """Let new calls begin again after `pause`."""
         with self._changed:
             self.is_paused = False
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def quiet(self, check: Callable[[], object]) -> Iterator[None]:
-        """Make calls that begin during the block wait for its end. First calls `check`, which may
-        raise."""
+        """Make calls of generate() that begin during the block wait until it ends. First call `check`,
+        which may raise."""
         with self._changed:
             check()
             self.is_held = True
@@ -277,8 +277,8 @@ class InFlightRequests:
             return is_idle
 
     def end_update(self, version: int | None) -> None:
-        """Let calls open again, and note the version that is in force from now on. `version` is None,
-        and nothing is noted, if the update failed or there was none."""
+        """Let new calls begin again, and note the version that is in force from now on. `version` is
+        None, and nothing is noted, if the update failed or there was none."""
         with self._changed:
             self.is_held = False
             if version is not None:

@@ -1,8 +1,8 @@
 """The settings with which the processes of one engine start, on each node that the engine spans.
 
-SGLang has one process on each node (`nnodes`, `node_rank`), with one scheduler for each of its ranks
-there. Node 0 answers requests. The schedulers of the other nodes take part in its work over
-torch.distributed at `dist_init_addr`, and answer no requests.
+SGLang has one process on each node (`nnodes`, `node_rank`), with one scheduler for each of the engine's
+ranks on that node. Only node 0 answers requests. The schedulers of all nodes compute together over
+torch.distributed, and meet at `dist_init_addr`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from mrl.errors import InputError
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings of an engine's process on one node that are the same at each start."""
+    """The settings of one process of an engine, as far as they are the same at each start. An engine
+    has one process on each node."""
 
     config: EngineConfig
     hf_config: Any
@@ -61,8 +62,8 @@ class Launch:
 def read_launch(
     config: EngineConfig, *, node_rank: int = 0, adapters: AdapterLimits | None = None
 ) -> Launch:
-    """Read the model's configuration, and check that SGLang can run the model. `adapters` has the
-    limits of the adapters if the engine serves several.
+    """Read the model's configuration, and check that SGLang can run the model. If the engine serves
+    several adapters, `adapters` has their common limits; it is not used if `config.adapter` is set.
 
     Raises InputError in the same cases as `mrl.engines.sglang.server.SGLangServer`.
     """

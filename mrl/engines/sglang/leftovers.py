@@ -1,6 +1,7 @@
-"""Removes what a killed server leaves behind: processes of its session, and shared memory files.
+"""Removes what a killed server leaves behind: the processes of its session (POSIX `setsid`), and shared
+memory files.
 
-The trainer uses this module when it stops a server, and the server when its trainer has died.
+The trainer uses this module when it stops a server. The server uses it when its trainer has died.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KILLED_S = 60.0
 
 
 def session_processes(session: int) -> list[psutil.Process]:
-    """Return the processes of a session that are still running, except zombies."""
+    """Return the running processes of the POSIX session with the id `session`, without zombies."""
     return [process for process in psutil.process_iter() if _runs_in(process, session)]
 
 
@@ -41,10 +42,10 @@ def kill_session(session: int, *, spare: int | None = None) -> None:
     """Kill every process of a session except `spare`, wait up to KILLED_S until they have ended, and
     unlink their shared memory. A process that waits for a hanging device may never end.
 
-    SIGKILL skips all cleanup of SGLang. Python's resource tracker gets TRACKER_GRACE_S before it is
-    killed, because it unlinks semaphores and then ends by itself when the last process that used them
-    has ended. If a process is spared, the tracker is not killed, because that process may still use
-    the semaphores.
+    `session` is the id of a POSIX session. SIGKILL prevents SGLang's own cleanup. Python's resource
+    tracker is killed only after TRACKER_GRACE_S: when the last process that used semaphores has ended,
+    the tracker unlinks them and ends by itself. If a process is spared, the tracker is never killed,
+    because the spared process may still use the semaphores.
     """
     # The spared process may have mapped some, too.
     files = shared_memory_files(session_processes(session))

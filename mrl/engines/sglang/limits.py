@@ -40,7 +40,7 @@ def check_limits(
 
 def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:
     """Return the most tokens, prompt and answer, that one request may have in the KV cache; None if
-    that depends on the free memory when the engine starts."""
+    this number depends on the free memory when the engine starts."""
     kv_tokens = config.max_total_tokens or (None if on_gpu else CPU_MAX_TOTAL_TOKENS)
     if kv_tokens is None:
         return None
@@ -51,8 +51,11 @@ def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:
 def check_route_layers(
     model_path: str | Path, moe_layer_numbers: tuple[int, ...], num_experts: int
 ) -> None:
-    """Raise InputError if the engine and the recipe's `model.architecture` read different MoE layers
-    (numbered from 1) or expert counts from config.json. Routes would then not fit the trainer."""
+    """Raise InputError if SGLang derives other MoE layers or another number of experts from config.json
+    than the recipe's `model.architecture`. The engine's routes would then not fit the trainer.
+
+    `moe_layer_numbers` (from 1) and `num_experts` are those of `model.architecture`.
+    """
     # Slow to import, and only an architecture from outside needs it here.
     from transformers import AutoConfig
 

@@ -33,7 +33,8 @@ class Arrivals:
 
     def __init__(self, shapes: Shapes, optional: Collection[str] = (), *, of: str) -> None:
         """Weights with `optional` names may be missing. An optional name that is not in `shapes` may
-        have any shape. `of` is what error messages call the owner of the weights."""
+        have any shape. `of` is the word for the owner of the weights in error messages, such as
+        `checkpoint`."""
         self._shapes, self._optional, self._of = dict(shapes), set(optional), of
         self._seen: set[str] = set()
         self._dtypes: set[torch.dtype] = set()
@@ -123,19 +124,21 @@ class Manifest(Arrivals):
         super().__init__(shapes, optional, of="checkpoint")
         required = {digest_place(name) for name in self.required}
         self.optional_places = {digest_place(name) for name in optional} - required
-        """Places (`mrl.kernels.digest.digest_place`) of weights that an engine need not hold."""
+        """Modules (as named by `mrl.kernels.digest.digest_place`) whose weights an engine need not
+        hold."""
 
     def with_tied_output(self, sent: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
-        """Return the digests that the engine should report after `sent`. If the embedding is tied and
-        the engine still holds a separate output layer, this layer must equal the embedding."""
+        """Return the digests by module that the engine should report if the weights with the digests
+        `sent` were sent. `held` are the digests that it reports. If the embedding is tied and the
+        engine still holds a separate output layer, this layer must equal the embedding."""
         output = digest_place(OUTPUT_LAYER)
         if not self._is_tied or output not in held:
             return dict(sent)
         return {**sent, output: sent[digest_place(EMBEDDING)]}
 
     def dtype_hint(self, held: set[str]) -> str:
-        """Return a part of an error message that gives the dtypes in which weights were sent and are
-        `held`; empty if these are the same."""
+        """Return a part of an error message that names the dtypes of the weights as they were sent and
+        as the engine holds them (`held`); empty if these are the same."""
         sent = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
         if sent == held:
             return ""

@@ -11,7 +11,7 @@ from functools import partial
 from mrl.system.releases import ADAPTERS_SINCE, SUPPORTED, Name, since
 
 always = partial(since, SUPPORTED["sglang"][0])
-"""Makes a name that has the same path in all supported releases."""
+"""Makes a `Name` whose path is the same in all supported releases."""
 _adapters = partial(since, ADAPTERS_SINCE)
 _SRT = "sglang.srt"
 _LAYERS, _LORA, _MANAGERS = f"{_SRT}.layers", f"{_SRT}.lora", f"{_SRT}.managers"

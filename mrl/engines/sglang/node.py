@@ -10,10 +10,10 @@ from mrl.engines.sglang.process import ServerProcess
 class EngineNode:
     """`mrl.engines.base.RolloutNode` for SGLang.
 
-    SGLang's process on such a node loads its share of the weights and then follows node 0. Its own
-    HTTP server answers only health checks (srt/utils/common.py, launch_dummy_health_check_server).
-    The process ends when one of its schedulers ends, and a scheduler ends when it loses the ranks
-    of another node.
+    On a node other than the engine's first, SGLang's process loads its share of the weights and then
+    follows node 0. The HTTP server of this process answers only health checks (srt/utils/common.py,
+    launch_dummy_health_check_server). The process ends when one of its schedulers ends, and a scheduler
+    ends when it loses the ranks of another node.
     """
 
     def __init__(self, config: EngineConfig, node_rank: int) -> None:
@@ -29,15 +29,16 @@ class EngineNode:
         return self._process.pid
 
     def start(self, address: str) -> None:
-        """Start the process, after stopping an earlier one. It is ready when the whole engine is."""
+        """Stop an earlier process and start a new one, without waiting. The process is ready only when
+        the whole engine is ready."""
         self.stop()
         self._process.server_args |= self._launch.start_settings(self._num_starts, address)
         self._num_starts += 1
         self._process.start()
 
     def failure(self) -> str:
-        """Return why the process, or one that it needs, has ended, with the path of the log. Empty
-        while it runs and after stop()."""
+        """Return why the process, or one of the processes that it needs, has ended, and the path of the
+        log. Return an empty text while all of them run, and after stop()."""
         where = f"node {self._launch.node_rank} of the engine"
         code = self._process.exit_code()
         if code is not None:
@@ -48,8 +49,8 @@ class EngineNode:
         return ""
 
     def note_ready(self) -> None:
-        """Record the processes on this node. The engine has started, and from now on needs each of
-        them."""
+        """Record SGLang's processes on this node, each of which the engine needs from now on. Called
+        when the engine has started on all nodes."""
         self._process.note_parts()
 
     def stop(self) -> None:

@@ -1,10 +1,10 @@
 """Records the prefixes that requests under each weight version have computed, to detect a stale prefix
 cache.
 
-SGLang reports how many tokens of a request it read from its prefix cache. With keys by weight version
-(body.py), another request under the same version must have computed them. That request begins with the
-same tokens and read fewer of them from the cache. If there is no such request, the cache returned keys
-and values that other weights computed.
+SGLang reports how many tokens of a request it read from its prefix cache. Requests carry cache keys
+that name their weight version (body.py), so another request under the same version must have computed
+these tokens: a request that begins with the same tokens and read fewer of them from the cache. If there
+is no such request, the cache returned keys and values that other weights computed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class KnownPrefixes:
             self._versions.setdefault(version, _Sequences()).add(rid, _as_bytes(token_ids))
 
     def finish(self, version: int, rid: str, token_ids: Tensor, num_cached: int | None) -> None:
-        """Note all tokens of a request, prompt and completion. `num_cached` of them came from the
-        cache; None if this number is unknown, as after a retraction."""
+        """Note all tokens i64[T] of a request, prompt and completion. `num_cached` is how many of these
+        tokens came from the cache; None if unknown, as after a retraction."""
         with self._lock:
             sequences = self._versions.setdefault(version, _Sequences())
             sequences.remove(rid)
             sequences.add(rid, _as_bytes(token_ids), num_cached or 0)
 
     def check(self, version: int, rid: str, token_ids: Tensor, num_cached: int) -> None:
-        """Raise WrongWeights if no other request under `version` can have computed the first
-        `num_cached` tokens."""
+        """Raise WrongWeights if no request under `version` other than `rid` can have computed the first
+        `num_cached` of the tokens, which `rid` read from the cache."""
         prefix = _as_bytes(token_ids[:num_cached])
         with self._lock:
             sequences = self._versions.setdefault(version, _Sequences())
@@ -65,7 +65,7 @@ class KnownPrefixes:
 
 
 class _Sequences:
-    """The requests of one version."""
+    """The token sequences of the requests under one weight version."""
 
     def __init__(self) -> None:
         self._sorted: list[tuple[bytes, str]] = []
@@ -105,5 +105,6 @@ class _Sequences:
 
 
 def _as_bytes(token_ids: Tensor) -> bytes:
-    """Return the tokens in big-endian order, so that bytes sort as tokens do."""
+    """Return the tokens as big-endian integers of 4 bytes, so that the byte strings of two sequences
+    sort as the sequences do."""
     return token_ids.numpy().astype(np.dtype(">i4")).tobytes()

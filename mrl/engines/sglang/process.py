@@ -122,7 +122,8 @@ class ServerProcess:
         return popen.pid if popen else None
 
     def note_parts(self) -> None:
-        """Record the processes to which SGLang gave names, because it needs each of them.
+        """Find the schedulers and the detokenizer by their names, and record them, because the server
+        needs each.
 
         A process that has already died is recorded too, unless SGLang has noticed its death. A child
         that such a process forks to run another program is not recorded; it has the same name until it
@@ -180,7 +181,8 @@ class ServerProcess:
         return session_processes(popen.pid) if popen else []
 
     def note_shared_memory(self) -> None:
-        """Record the files to unlink at stop(): they cannot be found once a process has died."""
+        """Record the shared memory files to unlink at stop(). A process that has died no longer tells
+        which files it had."""
         self._shared_memory |= shared_memory_files(self.tree())
         if self._scratch is not None:
             self._scratch.note(self._shared_memory)
@@ -199,8 +201,8 @@ class ServerProcess:
         return "\n".join([f"last lines of {self.log_path}:", *lines])
 
     def why(self) -> str:
-        """Return the line of the log that says what went wrong, if there is one, and the path of the
-        log."""
+        """Return the path of the log, and before it the line of the log that says what went wrong, if
+        there is one."""
         found = cause(self.log_text(), self.exit_code())
         return f"{found}; its log is {self.log_path}" if found else f"its log is {self.log_path}"
 
@@ -214,14 +216,14 @@ class ServerProcess:
         return f"exit code {code}{clash}: {self.why()}"
 
     def kill(self) -> None:
-        """Kill the server and its descendants. Only stop() removes their files."""
+        """Kill the server and its descendants. Their files stay until stop()."""
         popen = self._popen
         if popen is not None:
             kill_session(popen.pid)
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, then SIGKILL to the rest of its session, and remove their
-        files. A second call does nothing."""
+        """Send SIGTERM to the server and then SIGKILL to the rest of its session, and remove the
+        session's files. A second call does nothing."""
         popen = self._popen
         if popen is None:
             return

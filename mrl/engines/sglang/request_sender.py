@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 OnSend = Callable[[Sequence[str], Sequence[Request]], SendContext]
-"""Called just before requests are sent, with the ids by which SGLang will know them."""
+"""Called with SGLang's ids of requests and the requests themselves, just before they are sent."""
 
 
 Enqueue = Callable[[Sequence[Request], Callable[[], None]], AdmissionQueue]
@@ -175,7 +175,8 @@ class RequestSender:
             self.close()
 
     def note_loss(self, error: EngineLost) -> None:
-        """Report to the gate that the engine died while these requests were in flight."""
+        """Report to the gate that the engine died while these requests were in flight. If they ran
+        alone in the engine, they are the cause of `error`, and `error.is_explained` becomes True."""
         if self._queue is not None and self._queue.lose():
             error.is_explained = True
 
@@ -212,7 +213,8 @@ class RequestSender:
         self._post_aborts(rids, are_all=are_all)
 
     def _post_aborts(self, rids: Iterable[str], *, are_all: bool) -> None:
-        """Ask SGLang to abort requests. `are_all`: this call has no other requests in flight."""
+        """Ask SGLang to abort requests. `are_all`: `rids` are all requests of this call that are in
+        flight."""
         # One message for all of them, if the server has no others.
         bodies = [{"abort_all": True}] if are_all and self._is_alone else [{"rid": r} for r in rids]
         for body in bodies:
@@ -329,7 +331,7 @@ class RequestSender:
         self._send(failed)
 
     def close(self) -> None:
-        """Abort what is in flight and end the threads. Harmless when repeated."""
+        """Abort the requests in flight and end the threads. Harmless when repeated."""
         if self._pending and self._lost is None:
             with contextlib.suppress(RuntimeError):  # EngineLost among them
                 self._post_aborts(self.pending, are_all=True)

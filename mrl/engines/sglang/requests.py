@@ -90,7 +90,7 @@ def sequence_logprobs(
     *,
     timeout_s: float | None = None,
 ) -> list[Tensor]:
-    """Return log-probs f32[T] of sequences i64[T] under the server's weights; 0 for the first token.
+    """Return log-probs f32[T] of sequences i64[T] under the server's weights. The first token gets 0.
 
     `adapter` is SGLang's name of the adapter to use; None is the base model. `timeout_s` is passed to
     `ServerConnection.post`.

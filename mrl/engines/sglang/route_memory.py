@@ -34,8 +34,8 @@ VARIABLE = "MRL_ROUTE_READER"
 MARK = b"mrl-routes"
 """The first bytes of a reference. Read as int32 numbers, they contain no valid expert id."""
 MAX_BYTES = 4 << 30
-"""The most bytes that may wait to be read. Beyond that, routes are sent as SGLang does, as base64 in
-JSON."""
+"""The most bytes that may wait to be read. Beyond that, routes are sent as base64 in JSON, as SGLang
+does without this module."""
 PAGE = 4096
 CLOSED = 0
 """The number in the trainer's memory while the trainer wants routes as base64 in JSON."""
@@ -44,7 +44,8 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 @dataclass(frozen=True)
 class Reference:
-    """The place of a request's routes in a process's shared memory."""
+    """Where the routes of one request lie: a range of bytes in a file that process `pid` has open as
+    `fd`."""
 
     pid: int
     fd: int
@@ -71,7 +72,7 @@ _MARK_BASE64 = base64.b64encode(MARK).decode()[: len(MARK) * 8 // 6]
 
 
 class RouteReader:
-    """The trainer's side, one reader for each engine."""
+    """Reads routes in the trainer, which has one reader for each engine."""
 
     def __init__(self) -> None:
         self._memory = SharedBytes()
@@ -109,7 +110,8 @@ class RouteReader:
         self._memory.write(0, _as_bytes(self._number if self.is_open else CLOSED))
 
     def take(self, reference: Reference) -> np.ndarray:
-        """Return the routes as a flat array of the dtype as written, and free their memory.
+        """Return the routes as a flat array of the dtype in which they were written, and free their
+        memory.
 
         Raises RuntimeError if they cannot be read.
         """
@@ -133,7 +135,7 @@ class RouteReader:
 
 
 class RouteWriter:
-    """The scheduler's side. Only one thread uses it."""
+    """Writes routes in a scheduler. Only one thread may use it."""
 
     def __init__(self, reader: Handle, max_bytes: int = MAX_BYTES) -> None:
         self._reader = os.open(reader.path, os.O_RDONLY)
@@ -143,9 +145,12 @@ class RouteWriter:
         self._number = -1
 
     def add(self, routes: Tensor) -> Reference | None:
-        """Write the int32 routes of one request, and return a reference to them; None if the reader is
-        closed, or too many bytes wait to be read. The numbers are stored in one or two bytes each if
-        all of them fit. Otherwise, as with the bits of gate weights, they stay int32."""
+        """Write the int32 routes of one request, and return a reference to them. Return None if the
+        trainer wants routes as JSON now, or if too many bytes wait to be read.
+
+        The numbers are stored in one or two bytes each if all of them fit. Otherwise, as with the bits
+        of gate weights, they stay int32.
+        """
         self._free_earlier()
         if self._number == CLOSED:
             return None
@@ -176,7 +181,8 @@ _NUMBER_AT = 16
 
 
 def make_writer() -> RouteWriter | None:
-    """Return the writer of a server process; None if it cannot read the trainer's memory."""
+    """Return a writer of routes for this server process; None if this process cannot read the trainer's
+    memory."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None

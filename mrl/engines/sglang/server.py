@@ -1,8 +1,8 @@
 """One SGLang server with its endpoints: a child process on loopback to which mrl speaks over HTTP.
 
 A call of generate() flushes the prefix cache, and sends all requests as one streamed batch in a fixed
-order, each with its own seed. As each answer finishes, its lengths and weight versions are checked,
-its routes are decoded, and the completion is yielded.
+order, each with its own seed. As each answer finishes, its lengths and weight versions are checked, its
+routes are decoded, and the completion is yielded.
 
 A server without a gate has one endpoint. A server with a gate (mrl/engines/gate.py) serves tenants: the
 base model is frozen, and every tenant has an endpoint with an adapter of its own. Requests of different
@@ -10,8 +10,8 @@ tenants share batches. Three things keep tenants apart:
 
 - SGLang knows version 7 of tenant NAME as `NAME@7`, and its prefix cache keeps adapters apart by an id
   that is new at each load. In addition, requests carry keys by version and call (in_flight.py), and
-  every answer is checked: WrongWeights is raised if a request read more from the cache than earlier
-  requests of its tenant computed.
+  every answer is checked: WrongWeights is raised if a request read more tokens from the cache than
+  earlier requests of its tenant have computed.
 - Each endpoint has its own versions, calls and request ids. An abort names the requests of one tenant.
 - No call of an endpoint stops the server, flushes its cache or waits for the requests of others.
 """
@@ -61,11 +61,11 @@ class SGLangServer:
         adapters: AdapterLimits | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """Start nothing yet. A server with a `gate` has no endpoint until `add_endpoint`.
-        `adapters` are the limits for the adapters of its endpoints.
+        """Start nothing yet. A server with a `gate` has no endpoint until `add_endpoint`. `adapters`
+        are the limits for the adapters of its endpoints.
 
         Raises InputError for an unreadable model folder, a dense model with `return_routes`, a model
-        that SGLang would run wrongly, and an adapter that it does not serve.
+        that SGLang would run wrongly, and an adapter that SGLang does not serve.
         """
         self.core = ServerCore(config, adapters)
         self.connection, self.memory = self.core.connection, self.core.memory
@@ -133,13 +133,13 @@ class SGLangServer:
 
     def _warm_up(self) -> None:
         """Run one prefill and a few decode steps on each data-parallel rank, so that SGLang compiles
-        all that it compiles at first use. Drop the prefix cache afterwards.
+        what it compiles at first use. Drop the prefix cache afterwards.
 
         SGLang's own warm-up (http_server.py, _execute_server_warmup) runs in a thread of the server,
         and only GET /health tells when it is done. mrl puts the engine to sleep right after its start,
         and release_memory_occupation asserts that the scheduler is idle (weight_updater.py). During
-        SGLang's warm-up, that call would kill the scheduler, or unmap the memory of the running batch.
-        This function instead blocks until its request is answered.
+        SGLang's warm-up, release_memory_occupation would kill the scheduler, or unmap the memory of the
+        running batch. This function instead blocks until its own request is answered.
         """
         config = self.core.config
         num_replicas = config.data_parallel_attention_size
@@ -245,8 +245,9 @@ class SGLangServer:
         """Add an endpoint for a tenant, before or after the start. It can generate after its first
         update.
 
-        The gate's policy admits requests according to `weight` and `max_tokens_in_flight`, the limit
-        for the tokens, of prompts and answers, that the tenant has in the engine.
+        The gate's policy admits requests according to `weight` and `max_tokens_in_flight`. The latter
+        limits how many tokens, of prompts and answers, the tenant's requests in the engine may have
+        together.
 
         Raises ValueError for a name that is malformed or taken, and InputError for an adapter that
         exceeds the engine's limits or that SGLang does not serve.

@@ -23,8 +23,8 @@ ADAPTER_PLUGIN = PLUGINS / "adapter"
 CPU_ADAPTER_PLUGIN = PLUGINS / "cpu_adapter"
 CPU_QUANTIZED_PLUGIN = PLUGINS / "cpu_quantized"
 SLOT_WAIT_S = 10.0
-"""An adapter whose requests have waited this long gets the next slot that can be emptied. Otherwise an
-adapter would keep its slot for as long as new requests for it come."""
+"""Seconds after which an adapter whose requests wait gets the next slot that can be emptied. Without
+this limit, the adapter in the slot would keep it for as long as new requests for that adapter come."""
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 
@@ -87,7 +87,7 @@ def server_settings(
 
 
 def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the fields of ServerArgs for an engine that serves adapters; empty for another engine."""
+    """Return the fields of ServerArgs that concern adapters; empty if the engine serves none."""
     if adapters is None:
         return {}
     settings: dict[str, Any] = {
@@ -118,9 +118,9 @@ def server_environment(
     quantization: str = "none",
     cpu_threads: int = 1,
 ) -> dict[str, str]:
-    """Return the variables that are added to the trainer's environment. PYTHONPATH is put in front of
-    the trainer's PYTHONPATH. `first_rank` is the engine's first rank on this node.
-    """
+    """Return the server's environment variables that are added to those of the trainer. Their
+    PYTHONPATH is put in front of the trainer's PYTHONPATH. `first_rank` is the engine's first rank on
+    this node."""
     plugins = [SERVER_PLUGIN] + [ADAPTER_PLUGIN] * serves_adapter
     # The context, which may be all of the model's, plus RESERVED_TOKENS can exceed the model's. mrl
     # sends no request that would use these tokens.

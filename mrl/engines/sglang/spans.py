@@ -22,9 +22,10 @@ def version_spans(
     """Return the versions of the weights that sampled the C tokens, as spans over [P, P + C).
 
     Since SGLang 0.5.20, `weight_versions` in the answer's `meta` has the version of each output token;
-    older releases report only the last version. `versions` were in force since the request was sent,
-    the oldest first. Raises WrongWeights if the answer has a version that is not among them, or has
-    versions in another order. Raises RuntimeError if the versions of some tokens are missing.
+    older releases report only the last version. `versions` are the versions that have been in force
+    since the request was sent, the oldest first. `where` begins each error message. Raises WrongWeights
+    if the answer has a version that is not among them, or has versions in another order. Raises
+    RuntimeError if the versions of some tokens are missing.
     """
     seen = [
         (str(span["version"]), span["start"], span["end"])
@@ -68,18 +69,18 @@ def row_versions(
     """Return the versions of the weights that computed the T - 1 rows of routes. SGLang 0.5.20 does not
     report them; rows whose version cannot be inferred have UNKNOWN_VERSION.
 
-    `spans` has the versions of the C tokens (`version_spans`). `versions` were in force since the
-    request was sent, the oldest first. The first `num_cached` rows were read from the cache, and each
-    of them has one of the `cached_versions`.
+    `spans` has the versions of the C tokens (`version_spans`). `versions` are the versions that have
+    been in force since the request was sent, the oldest first. The first `num_cached` rows were read
+    from the cache, and each of them has one of the `cached_versions`.
 
     - The first token may have been sampled by newer weights than those in force when the request was
       sent. Then there was an update while the request was in the queue or between two chunks of its
-      prefill, and the rows before the row of the first token may have either version.
-    - After a retraction, rows are computed again or read from the cache. Under one version this makes
-      no difference. Under several versions, the rows of the last span have the version of this span,
-      and the version of all earlier rows is unknown. An aborted request may have been recomputed with
-      weights newer than those of its last token, without sampling another token; then the version of
-      all rows is unknown.
+      prefill, and it is unknown which weights computed the rows before the first token's row.
+    - After a retraction, rows are computed again or read from the cache. If only one version was in
+      force, this makes no difference. If there were several, the rows of the last span have this span's
+      version, and the version of all earlier rows is unknown. An aborted request may have been
+      recomputed with weights newer than those of its last token, without sampling another token; then
+      the version of all rows is unknown.
     """
     first, last = spans[0].version, spans[-1]
     num_cached = min(num_cached, prompt_len - 1)
@@ -108,7 +109,7 @@ def row_versions(
 
 
 def cut_spans(spans: Sequence[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans up to position `end`, where the last one is cut."""
+    """Return the parts of the spans that lie before position `end`."""
     return tuple(
         dataclasses.replace(span, end=min(span.end, end)) for span in spans if span.start < end
     )

@@ -18,7 +18,8 @@ ACTION = "mrl_adapter "
 def check_exported(exported: Iterable[tuple[str, int]], came: Mapping[str, int]) -> None:
     """Raise RuntimeError if the received matrices differ from those that the trainer exported.
 
-    `exported` has the exporter's digests, by PEFT's name or by place (`digest_place`). `came` has the
+    `exported` has the exporter's digests. Each is keyed either by PEFT's name of a matrix, or by a
+    module of the model (`digest_place`), and is then the sum over the module's matrices. `came` has the
     digests of the received matrices, by PEFT's name.
     """
     expected = add_digests(exported)
@@ -42,7 +43,8 @@ def check_adapter_held(
     """Raise RuntimeError if a rank of the engine holds an adapter other than the one sent.
 
     `answer` is the answer to POST /weights_checker. `sent` has the digest of each matrix, by the
-    engine's name of the matrix. `scale` is the factor of the product B A.
+    engine's name of the matrix. `scale` is alpha / rank, by which the product B A is multiplied.
+    `num_ranks` is the number of the engine's ranks.
     """
     reports = answer.get("ranks") or []
     numbers = {_rank_of(report) for report in reports}

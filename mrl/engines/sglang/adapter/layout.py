@@ -36,7 +36,7 @@ class AdapterMemory:
 
     buffer: SharedBuffer
     places: list[SimpleNamespace]
-    """SGLang's description of the tensors in the buffer; see `places_in` of weights/tensor.py."""
+    """SGLang's descriptions of the tensors in the buffer: name, shape, dtype and range of bytes."""
     views: dict[str, Tensor]
     """The 2-D tensors by PEFT's names, as views of the buffer."""
     num_bytes: int
@@ -48,9 +48,8 @@ class AdapterLayout:
     def __init__(self, shapes: Shapes, adapter: Adapter, *, stacks: bool | None = None) -> None:
         """`shapes` has the shapes of all matrices by PEFT's names, including matrices that stay 0.
         `stacks`: whether the engine takes the stacked form; by default, it does if the adapter's
-        experts share their outer matrices. Raises ValueError for `stacks=True` if the experts share
-        nothing.
-        """
+        experts share their outer matrices. Raises ValueError for `stacks=True` if every expert has
+        matrices of its own."""
         is_shared = adapter.experts == "shared_outer"
         self._stacks = is_shared if stacks is None else stacks
         if self._stacks and adapter.experts == "per_expert":
@@ -58,7 +57,8 @@ class AdapterLayout:
         self._shapes = dict(shapes)
         self._numbers = _expert_numbers(shapes)
         self._tensors: dict[str, tuple[int, ...]] = {}
-        """The shapes of SGLang's tensors, by the first name of each tensor."""
+        """The shapes of SGLang's tensors, by name. A tensor that has one name for each expert is listed
+        under the first name."""
         for name, shape in shapes.items():
             wire, number = self._place_of(name)
             if number is None:
@@ -84,8 +84,9 @@ class AdapterLayout:
     def _place_of(self, name: str) -> tuple[str, int | None]:
         """Find the SGLang tensor that contains the matrix that PEFT calls `name`.
 
-        Returns the tensor's name, or the first one if it has a name for each expert, and the index of
-        the matrix in the tensor; the index is None if the tensor is not stacked."""
+        Return the tensor's name (the first one if it has one name for each expert), and the index of
+        the matrix in the tensor. The index is None if the tensor is not stacked.
+        """
         wire = self.sent_names(name)[0]
         if not self._stacks or ".experts." not in wire:
             return wire, None

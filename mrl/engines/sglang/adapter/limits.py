@@ -9,7 +9,7 @@ from mrl.config.adapter import Adapter, AdapterLimits
 from mrl.errors import InputError
 
 SGLANG_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""SGLang's names of the modules of Mixtral's experts when they are adapted, by Mixtral's own names."""
+"""Mixtral's names of an expert's modules, mapped to SGLang's names of these modules in adapters."""
 SERVED = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"}
     | {"kv_b_proj", "gate_proj", "up_proj", "down_proj", *SGLANG_NAMES}
@@ -19,8 +19,8 @@ ADVICE = "leave it out of lora.targets, or set lora.rollout=merged"
 
 
 def refuse_modules(adapter: Adapter, modules: Collection[str]) -> None:
-    """Raise InputError if SGLang serves no adapter of one of the adapted modules. `modules` has the
-    last part of the Hugging Face name of every module in the model, such as `q_proj`."""
+    """Raise InputError if SGLang cannot serve an adapter with these target modules on this model.
+    `modules` has the last part of the Hugging Face name of each module, such as `q_proj`."""
     for name in adapter.target_modules:
         if name not in SERVED:
             raise InputError(
@@ -35,8 +35,8 @@ def refuse_modules(adapter: Adapter, modules: Collection[str]) -> None:
 
 
 def refuse_layout(config: RolloutConfig, adapter: Adapter | AdapterLimits, num_nodes: int) -> None:
-    """Raise InputError if an engine with this configuration, on `num_nodes` nodes, cannot serve the
-    adapter, or adapters within these limits."""
+    """Raise InputError if an engine with this configuration, on `num_nodes` nodes, cannot serve
+    `adapter`. `adapter` may also be the common limits of several adapters."""
     if num_nodes > 1:
         raise InputError(
             f"lora.rollout=adapter: the engine spans {num_nodes} nodes, and an adapter goes through "

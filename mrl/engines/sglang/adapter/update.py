@@ -70,8 +70,9 @@ class AdapterUpdater:
 
         Raises ValueError if a bucket carries another version, matrices have different dtypes, or a
         matrix is missing, unknown, repeated or of another shape. Raises RuntimeError if the received
-        matrices differ from those that were exported, if the engine refuses them, or if it ends up with
-        other matrices. Versions that were loaded before the update stay loaded.
+        matrices differ from those that were exported, if the engine refuses the matrices, or if the
+        engine ends up with matrices other than those sent. Versions that were loaded before the update
+        stay loaded.
         """
         clock = SyncClock()
         memory, came, source_s = self._take(buckets, version, clock)
@@ -150,8 +151,9 @@ class AdapterUpdater:
             raise
 
     def drop_unused(self, used: Collection[int]) -> None:
-        """Make SGLang unload every version except the newest and those in `used`, for whose requests
-        SGLang would first wait. Raises RuntimeError if SGLang refuses."""
+        """Make SGLang unload every version except the newest and those in `used`. SGLang would wait for
+        the requests that use a version before it unloads the version. Raises RuntimeError if SGLang
+        refuses."""
         with self._changing:
             for version in list(self._loaded)[:-1]:
                 if version not in used:

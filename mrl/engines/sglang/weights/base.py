@@ -16,7 +16,8 @@ class WeightPush(Protocol):
     """Transfers buckets of weights to SGLang. One object serves all updates of one server."""
 
     needs_session: bool
-    """Whether SGLang (since 0.5.23) requires a session around an update with this push."""
+    """Whether SGLang (since 0.5.23) requires a session around an update with this push:
+    /begin_weight_update before it, /end_weight_update after it."""
 
     def push(self, bucket: WeightBucket) -> None:
         """Send a bucket. Return when the memory of all buckets before this one may be reused."""
@@ -38,13 +39,14 @@ class WeightPush(Protocol):
 
 
 MakePush = Callable[[Post, int, Path | None], WeightPush]
-"""Makes the push of a server. The arguments are the server's `Post`, the number of its tensor-parallel
-ranks, and a folder that it can read (None for the system's folder for temporary files)."""
+"""Makes the `WeightPush` of a server. The arguments are the server's `Post`, the number of its
+tensor-parallel ranks, and a folder that the server can read (None for the system's folder for temporary
+files)."""
 
 
 def version_fields(bucket: WeightBucket) -> dict[str, Any]:
-    """Return the fields that the requests of all pushes share. Only the last bucket names the version.
-    `flush_cache` is False, because SGLang dies if an update drops the prefix cache while requests are
-    in flight; the endpoint drops it instead."""
+    """Return the fields that requests with weights have in common, whatever class of push sends them.
+    Only the last bucket names the version. `flush_cache` is False, because SGLang dies if an update
+    drops the prefix cache while requests are in flight; the endpoint drops the cache instead."""
     version = {"weight_version": str(bucket.version)} if bucket.is_last else {}
     return {"flush_cache": False, **version}

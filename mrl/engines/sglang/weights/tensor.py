@@ -1,9 +1,10 @@
 """`rollout.weight_sync=tensor`: buckets in shared memory, through SGLang's /update_weights_from_tensor.
 
-A bucket is one flat uint8 tensor, and the place of each weight in it. The request contains one handle
-for each rank of the engine: on GPUs a CUDA IPC handle, on CPUs the path in /proc of a memfd of this
-process, which the server maps. (torch's own sharing would need a per-process setting, a helper process
-and names in /dev/shm.) No weights pass through HTTP, and no memory remains if a process is killed.
+A bucket is sent as one flat uint8 tensor, with a description of where each weight lies in this tensor.
+The request contains one handle for each rank of the engine: on GPUs a CUDA IPC handle, on CPUs the path
+in /proc of a memfd of this process, which the server maps. (torch's own sharing would need a
+per-process setting, a helper process and names in /dev/shm.) No weights pass through HTTP, and no
+memory remains if a process is killed.
 
 SGLang unpickles with an allow-list: torch's containers, CUDA handles, and `map_file`, which the plug-in
 mrl_bucket_files adds. The trainer never imports sglang.
@@ -38,7 +39,7 @@ NUM_BUFFERS = 2
 
 
 class TensorPush:
-    """Posts a bucket, which the server loads while the caller builds the next bucket.
+    """Posts buckets. The server loads a bucket while the caller builds the next one.
 
     SGLang answers when every rank has copied the bucket into its weights. The next bucket is posted
     after that answer, so the server loads one bucket at a time.
@@ -124,7 +125,7 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 def places_in(bucket: WeightBucket) -> list[SimpleNamespace]:
-    """Return the place of each weight in the bucket's u8[num_bytes], as SGLang describes it."""
+    """Return SGLang's description of each weight in the bucket's flat tensor u8[num_bytes]."""
     places, start = [], 0
     for name, tensor in bucket.tensors:
         places.append(place_of(name, tensor.shape, tensor.dtype, start))
@@ -148,10 +149,10 @@ def place_of(name: str, shape: Sequence[int], dtype: torch.dtype, start: int) ->
 def serialize_bucket(places: list[SimpleNamespace], handles: Sequence[Handle]) -> list[str]:
     """Return one base64 payload for each of `handles`, in the order of the engine's ranks.
 
-    Every payload also has the `places` of the weights. SGLang's rank r opens only the payload with
-    index r (`TpModelWorker.deserialize_own_rank` in 0.5.23, `update_weights_from_tensor` in
-    0.5.12). The index is tp_rank, even with expert parallelism and DP attention, which divide the
-    same ranks.
+    Every payload also has `places`, SGLang's descriptions of the weights in the flat tensor. SGLang's
+    rank r opens only the payload with index r (`TpModelWorker.deserialize_own_rank` in 0.5.23,
+    `update_weights_from_tensor` in 0.5.12). The index is tp_rank, even with expert parallelism and DP
+    attention, which divide the same ranks.
     """
     messages = ({"flattened_tensor": _Opens(handle), "metadata": places} for handle in handles)
     return [base64.b64encode(pickle.dumps(message)).decode() for message in messages]

@@ -41,7 +41,8 @@ class WeightUpdater:
         push: MakePush = TensorPush,
         folder: Path | None = None,
     ) -> None:
-        """`num_ranks` and `folder` are passed to `push`; see `MakePush`."""
+        """`push` makes the object that transfers buckets (see `MakePush`). `num_ranks` is the number of
+        the server's tensor-parallel ranks. `folder` is for a push that writes files."""
         self._connection = connection
         self._manifest = manifest
         self._num_ranks = num_ranks

@@ -74,7 +74,8 @@ def release(original, manager, abort):
 
 
 def check_adapter(original, runner, action, *args, **options):
-    """Wrap ModelRunner.check_weights, on every rank, to support one more action."""
+    """Wrap ModelRunner.check_weights, which runs on every rank, so that actions `mrl_adapter NAME` are
+    answered, too."""
     if not action.startswith(ACTION):
         return original(runner, action, *args, **options)
     try:
@@ -90,7 +91,8 @@ def check_adapter(original, runner, action, *args, **options):
 
 def held(manager, name):
     """Return the digest of each matrix of adapter `name` in hexadecimal, by the matrix's name. Two more
-    keys are `scale`, for the scale, and `slot`, for the modules whose part of the slot differs."""
+    keys are `scale`, with the adapter's scale, and `slot`, with the names of the modules whose matrices
+    on the device differ from those in host memory."""
     from mrl.kernels.digest import MODULUS, weight_sums
 
     ids = [ref.lora_id for ref in manager.lora_refs.values() if ref.lora_name == name]
@@ -110,8 +112,9 @@ def held(manager, name):
 
 
 def matrices(key, weights, rows):
-    """Yield ([names], weights) for the tensor that SGLang holds under `key`. Each name stands for
-    one of the equal parts into which `weights` is divided along its first dimension."""
+    """Yield ([names], weights) for each module whose matrices SGLang has joined into the tensor `key`.
+    The names belong to the equal parts into which `weights` is divided along its first dimension: one
+    for each expert of a stacked tensor, otherwise a single one."""
     module = key.split(".")[-3]
     names = [key.replace(module, member) for member in FUSED.get(module, ())]
     parts = weights.split([rows[name] for name in names], dim=-2) if names else [weights]
@@ -124,7 +127,7 @@ def matrices(key, weights, rows):
 
 
 def in_slot(manager, adapter_id):
-    """Yield the modules whose part of the slot does not contain this adapter's matrices.
+    """Yield the modules whose part of the adapter's slot on the device does not contain its matrices.
 
     A slot has room for the largest rank. Rows and columns beyond the adapter's own rank are ignored in
     dense layers, and must be 0 in experts. The slot must be 0 for modules that the adapter does not

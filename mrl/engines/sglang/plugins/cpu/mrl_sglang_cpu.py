@@ -97,8 +97,8 @@ def find_no_nccl():
 
 
 def give_padding_value():
-    """Define, if the attention backend does not, the sequence length of the requests that pad a batch
-    under DP attention."""
+    """Give the attention backend the method that returns the sequence length of padding requests, which
+    fill up a batch under DP attention. Do nothing if the backend has the method."""
     backend = take("TorchNativeAttnBackend")
     if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
         backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
@@ -117,9 +117,10 @@ def attend_decode(
     encoder_lens=None,
     **options,
 ):
-    """Compute attention of the last token of each request: query [n, h, d], output [n, h, e].
+    """Compute attention of the last token of each request: query [n, h, d], output [n, h, e] for n
+    tokens, h heads and head sizes d and e.
 
-    That token sees all others of its request, so SGLang does not ask for a causal mask here.
+    The last token sees all others of its request, so SGLang does not ask for a causal mask here.
     """
     cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
     if not fits_kernel(query, k_cache, v_cache, encoder_lens):
@@ -143,7 +144,8 @@ def attend_extend(
     causal=False,
     **options,
 ):
-    """Compute attention of the new tokens of each request: query [n, h, d], output [n, h, e]."""
+    """Compute attention of the new tokens of each request: query [n, h, d], output [n, h, e] for n
+    tokens, h heads and head sizes d and e."""
     cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
     if not causal or not fits_kernel(query, k_cache, v_cache, encoder_lens):
         new = (extend_prefix_lens, extend_seq_lens)
@@ -285,14 +287,15 @@ def sample_by_kind(original, sampler, probs, info, positions, is_simple):
 
 
 def sample_from_probs(original, probs, sampling_seed=None, positions=None):
-    """Draw i32[B] from probs [B, V] as SGLang's sampling_from_probs_torch; without seeds, call that."""
+    """Draw token ids i32[B] from probs [B, V] like SGLang's sampling_from_probs_torch. Without seeds,
+    call that function."""
     if sampling_seed is None:
         return original(probs, sampling_seed, positions)
     return draw(probs, sampling_seed, positions).to(torch.int32)
 
 
 def draw(probs, seeds, positions):
-    """Draw token ids i64[B] from probs [B, V], float32 or another float, with the bits of
+    """Draw token ids i64[B] from probs [B, V] of any float dtype. The ids are exactly those of
     multinomial_with_seed(torch.log(probs), ...)."""
     if probs.dtype != torch.float32:
         return seeded_sample(torch.log(probs), seeds, positions)

@@ -62,9 +62,10 @@ def without_pinning(original, *args, **options):
 def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len, bucket_len=None):
     """Return (whether the adapter in each slot is used i32[S], the slot of each token i32[n]).
 
-    `starts` has the first token of each segment, `slots` the slot of each segment. SGLang also has a
-    version in torch, but runs it only after an assertion about the kernel's grid, which fails if a
-    segment has several requests.
+    A segment is a run of consecutive tokens with the same adapter: `starts` has the first token of each
+    segment, `slots` the slot of its adapter, and `ranks` the rank of the adapter in each slot. SGLang
+    also has a version in torch, but runs it only after an assertion about the kernel's grid, which
+    fails if a segment has several requests.
     """
     slots = slots.long()
     enabled = torch.zeros(len(ranks), dtype=torch.int32)
@@ -112,7 +113,7 @@ def each(matrices, change):
 
 
 def run_layer(layer, hidden_states, topk_output, info, **options):
-    """Replace FusedMoEWithLoRA._forward_with_lora. A batch without adapters goes to the base layer."""
+    """Replace FusedMoEWithLoRA._forward_with_lora. Batches without adapters go to the base layer."""
     base = layer.base_layer
     if not info.has_active_lora:
         return base(hidden_states, topk_output, **options)

@@ -41,8 +41,8 @@ def apply_linear(method, layer, x, bias=None):
 
 
 def rms_norm(norm, x, residual=None, post_residual_addition=None, quant_linear=None):
-    """Add the residual, which SGLang leaves to its norm, then apply torch's norm, as Megatron does.
-    Return the sum as well if there is a residual."""
+    """Add the residual, which SGLang leaves to the norm layer, and apply torch's norm, as Megatron
+    does. Return the norm, or (norm, sum of input and residual) if there is a residual."""
     if residual is not None:
         residual = x = x + residual
     out = F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
@@ -149,7 +149,7 @@ def temperatures(sampling_info):
 
 
 def logprobs(logits, ids, temperatures):
-    """Return log-probs f32[n] of tokens i64[n] under logits [n, V]."""
+    """Return log-probs f32[n] of tokens i64[n] under logits [n, V]. `temperatures` has n numbers."""
     out = logits.new_empty(len(ids))
     values = torch.tensor(temperatures, dtype=torch.float64)
     for temperature in set(temperatures):

@@ -3,7 +3,8 @@
 SGLang would send int32 ids to the detokenizer, which encodes them as base64 for the HTTP server, which
 puts them into JSON. With this plugin the scheduler writes the ids into memory and sends a reference of
 about 100 bytes instead. If the scheduler cannot read the trainer's memory, as on another node, or too
-many bytes wait to be read, the ids are sent as SGLang does. See mrl/engines/sglang/route_memory.py.
+many bytes wait to be read, the ids are sent in messages, as without the plugin. See
+mrl/engines/sglang/route_memory.py.
 """
 
 from mrl.engines.sglang.compat import hook

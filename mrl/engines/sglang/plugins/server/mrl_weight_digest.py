@@ -18,7 +18,7 @@ def register():
 
 
 def handle(original, checker, action="checksum", *args, **options):
-    """Wrap WeightChecker.handle to support one more action."""
+    """Wrap WeightChecker.handle so that the action `mrl_digest` is answered, too."""
     if action != ACTION:
         return original(checker, action, *args, **options)
     # 0.5.12 has the runner instead of the function.
@@ -103,7 +103,8 @@ def digests(model):
 
 def parts_of(module, name, parameter):
     """Return [(name, weights, piece, experts)] for each part of a parameter of `module` that gets a
-    digest of its own. `experts` is empty except for fused experts."""
+    digest of its own. `piece` says which part of the parameter this rank holds (see `digests`).
+    `experts` has the experts' indices in the whole model; it is empty except for fused experts."""
     if ".experts." in name and parameter.dim() == 3:
         piece = module.moe_tp_rank if hasattr(module, "moe_tp_rank") else "?"
         return [(name, parameter, piece, experts_of(module, parameter.shape[0]))]
@@ -128,8 +129,8 @@ def parts_of(module, name, parameter):
 
 def rank_in(module, number, group):
     """Return this rank's index in the group of ranks that split a layer; None if the layer has neither
-    attribute. `number` names the attribute with the index, used before 0.5.22, and `group` the one with
-    the group, used since then."""
+    attribute. Before SGLang 0.5.22, the layer's attribute `number` has the index. Since then, its
+    attribute `group` has the group."""
     if hasattr(module, number):
         return getattr(module, number)
     if not hasattr(module, group):

@@ -34,8 +34,8 @@ def register():
 
 
 def renew_key(request, tree_cache=None, *args, **options):
-    """Renew the key of a request before Req.init_next_round_input looks for a cached prefix, which it
-    does only if it gets `tree_cache`."""
+    """Renew the key of a request before Req.init_next_round_input looks for a cached prefix. SGLang
+    looks for one only if it passes `tree_cache`."""
     has_adapter = getattr(request, "lora_id", None) is not None
     if tree_cache is not None and not has_adapter and (request.extra_key or "").startswith(KEY):
         request.extra_key = KEY + weight_version()
@@ -66,8 +66,9 @@ def with_pending(original, scheduler, *args, **options):
 
 
 def pending_tokens(scheduler):
-    """Return {id(request): (request, number of its tokens)} for the batches whose results wait to
-    be read. Speculative decoding, which produces several tokens for a batch, is not supported."""
+    """Return {id(request): (request, number of its tokens that are not appended yet)} for the batches
+    whose results wait to be read. Speculative decoding, where a batch yields several tokens of a
+    request, is not supported."""
     found = {}
     for batch, _ in scheduler.result_queue:
         for request in batch.reqs:
@@ -78,8 +79,8 @@ def pending_tokens(scheduler):
 
 
 def add_pending(request, old_version, num_tokens):
-    """Add an event: the old version applies up to `num_tokens` tokens beyond the current ones. It
-    replaces an event that ends at the current tokens."""
+    """Add an event to the request. It says that `old_version` applies up to `num_tokens` tokens beyond
+    the current output. An event that ends at the current output is replaced."""
     events = request.weight_version_events
     num_before = len(request.output_ids)
     if events and events[-1].num_output_tokens == num_before and num_before:
