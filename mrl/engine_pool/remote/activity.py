@@ -47,8 +47,8 @@ class ActivityLog:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Enter an activity for the duration of a block, and then return to the previous
-        activity."""
+        """Record `activity` during a block, and then the activity that was current before the
+        block."""
         former = self._activity
         self.enter(activity)
         try:

@@ -1,7 +1,7 @@
 """Keeps the trainer's connections to the workers of the rollout ranks.
 
 Each engine has a number and at most one worker at a time. A worker that dies or sends nothing for
-too long is lost. Its supervisor then starts another worker, which joins with the same engine
+too long counts as lost. Its supervisor then starts another worker, which joins with the same engine
 number. Each worker's messages are read and handled in a thread of their own, while the trainer's
 thread waits for the results.
 """
@@ -53,7 +53,7 @@ class AuthenticatedListener:
         """Connections whose first message has not arrived yet, the oldest first."""
         self._waiting: list[Wire] = []
         """Connections of rollout ranks without a worker. They stay open until this process ends, so
-        that those ranks notice its end."""
+        that these ranks notice when it ends."""
         self._is_closed = False
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
@@ -105,7 +105,7 @@ class AuthenticatedListener:
 
 
 class Pair(NamedTuple):
-    """Names one worker as a receiver of weights."""
+    """Identifies one worker as a receiver of weights."""
 
     engine: int
     """The number of the worker's engine."""
@@ -146,8 +146,9 @@ class WorkerConnections:
         """Listen on an address that `hosts`, the machines of the rollout ranks, can reach.
 
         The callbacks are called with the lock `changed` held. If `on_message` raises RunFailed, the
-        run ends; after any other exception the worker is lost. The second argument of `on_loss` is
-        the reason. A worker that sends nothing for `timeout_s` seconds is lost.
+        run ends; after any other exception the worker counts as lost. The second argument of
+        `on_loss` is the reason for the loss. A worker that sends nothing for `timeout_s` seconds
+        counts as lost.
         """
         self.num_engines, self._timeout_s = num_engines, timeout_s
         self._on_join, self._on_message, self._on_loss = on_join, on_message, on_loss
@@ -203,8 +204,8 @@ class WorkerConnections:
                 self.changed.wait(POLL_S)
 
     def check(self) -> None:
-        """Drop workers that have been silent for too long. Raises the error that ends the run, if
-        any."""
+        """Drop workers that have sent nothing for too long. If an error ends the run, raise this
+        error."""
         with self.changed:
             self._lose_silent()
             self._check_absent()
@@ -218,7 +219,7 @@ class WorkerConnections:
                 )
 
     def send(self, peer: Peer, message: Mapping[str, Any], body: bytes = b"") -> None:
-        """Send a message to a worker. If it cannot be sent, the worker is lost."""
+        """Send a message to a worker. If this fails, the worker counts as lost."""
         try:
             peer.wire.send(message, body)
         except WireClosed as error:

@@ -28,14 +28,15 @@ T = TypeVar("T")
 
 
 class Status(NamedTuple):
-    """What the trainer could do now without waiting. See `Coordinator.poll`."""
+    """What the trainer can do now without waiting, as `Coordinator.poll` returns it."""
 
     can_send: bool
     """Whether a worker is ready to receive the weights `version`."""
     can_proceed: bool
-    """Whether the schedule lets the trainer proceed with the sync of the weights `version`."""
+    """Whether the schedule lets the trainer go on: it need not wait to send the weights `version`.
+    """
     is_delivered: bool
-    """Whether all of the work items are delivered."""
+    """Whether the groups of all the work items given to `poll` are delivered."""
 
 
 class Coordinator(Generic[S]):
@@ -64,8 +65,8 @@ class Coordinator(Generic[S]):
         """The delivered groups of each work item that `take` has not removed yet, by work id and
         part."""
         self._losses: Counter[int] = Counter()
-        """How many workers of each engine were lost since the engine last finished a work item or a
-        group."""
+        """For each engine, how many of its workers were lost since one of them finished a work item
+        or a group."""
         self.num_lost = 0
         self._next_id = 0
         self._measured = EngineMetrics()
@@ -99,15 +100,15 @@ class Coordinator(Generic[S]):
         self._connections.wait_until_started(limit_s, self._schedule.num_to_begin)
 
     def wait_until_free(self, version: int) -> None:
-        """Wait until the schedule lets the trainer proceed with the sync of the weights
-        `version`."""
+        """Wait until the trainer need not wait to send the weights `version`, as the schedule
+        decides."""
         self._connections.wait(lambda: self._schedule.can_proceed(self._workers.values(), version))
 
     def next_update(self, version: int) -> tuple[list[Pair], list[str]]:
-        """Wait until the schedule allows a sync of the weights `version`, and begin the update.
+        """Wait until the schedule allows an update to the weights `version`, and begin the update.
 
-        Returns the pairs of the workers that receive these weights now, and the names of the pairs
-        of all workers.
+        Returns (pairs of the workers that receive these weights now, names of the pairs of all
+        workers). A pair identifies a worker as a receiver of weights.
         """
         self.wait_until_free(version)
         with self._lock:
@@ -115,11 +116,8 @@ class Coordinator(Generic[S]):
             return pairs, [worker.pair.name for worker in self._workers.values()]
 
     def begin_update(self, version: int) -> list[Pair]:
-        """Tell the workers that are to receive the weights `version`, and return their pairs.
-
-        The schedule selects these workers. Work items that need older weights, which a new worker
-        has never received, are changed to use `version`.
-        """
+        """Tell the workers that they will receive the weights `version`, and return their pairs,
+        which identify them as receivers of weights."""
         with self._lock:
             self._newest = version
             receivers = self._schedule.receivers(self._workers.values(), version)
@@ -134,8 +132,8 @@ class Coordinator(Generic[S]):
             return pairs
 
     def lose_pairs(self, names: Sequence[str]) -> None:
-        """Treat the workers with the pair names `names` as lost, because weights could not be sent
-        to them."""
+        """Treat the workers whose pairs have the names `names` as lost, because weights could not
+        be sent to them."""
         with self._lock:
             for worker in list(self._workers.values()):
                 if worker.pair.name in names:
@@ -168,8 +166,8 @@ class Coordinator(Generic[S]):
         return taken
 
     def poll(self, work_ids: Sequence[int], version: int) -> Status:
-        """Return the status of the work items and of the weights `version`, without waiting. Raises
-        the errors that the waiting methods raise."""
+        """Return, without waiting, whether the work items are delivered and the weights `version`
+        can be sent. Raises the errors that the methods which wait raise."""
         with self._lock:
             self._connections.check()
             can_proceed = self._schedule.can_proceed(self._workers.values(), version)
@@ -225,14 +223,16 @@ class Coordinator(Generic[S]):
         self._store = None
 
     def _joined(self, peer: Peer) -> None:
-        """Send a new worker the name of its pair and the address of the store."""
+        """Send to a new worker the name under which weights are sent to it, and the address of the
+        store through which it finds the sending ranks."""
         self._schedule.joined(peer.engine)
         self._connections.send(
             peer, {"type": "welcome", "pair": peer.pair.name, "store": self.store_address}
         )
 
     def _lost(self, peer: Peer, why: str) -> None:
-        """Count a lost worker. After too many losses of an engine's workers, the run fails."""
+        """Record that a worker is lost. If too many workers of its engine were lost in a row, the
+        run fails."""
         number = peer.engine
         self.times.lose(number)
         self._schedule.lost(number)
@@ -272,8 +272,8 @@ class Coordinator(Generic[S]):
             raise ValueError(f"of type {kind!r}")
 
     def _move_work(self, worker: Peer, version: int) -> None:
-        """Give a new worker all work items of its engine. An item for weights older than `version`
-        is changed to use `version`."""
+        """Send all work items of its engine to a new worker. If a work item asks for weights older
+        than `version`, change it to use `version`."""
         for work_id, work in list(self._work.items()):
             if work.engine != worker.engine:
                 continue

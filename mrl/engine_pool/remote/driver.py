@@ -49,9 +49,9 @@ class StagedVersions:
         self.waiting: list[Staging] = []
         """Versions that have arrived completely and are not loaded yet, the oldest first."""
         self.loaded: Staging | None = None
-        """The version that the engine has loaded. If the engine is lost, the next engine loads it
-        again. Its buffer may be marked free already; the contents stay valid until the buffer
-        receives another version."""
+        """The buffer with the version that the engine has loaded. If the engine is lost, the next
+        engine loads this version again. The buffer may be marked free already: its contents stay
+        valid until it receives another version."""
 
     def receive(self, version: int) -> None:
         """Receive a version into a free buffer in another thread, while the engine generates."""
@@ -72,20 +72,21 @@ class StagedVersions:
         threading.Thread(target=receive, name="mrl-weights", daemon=True).start()
 
     def free(self, staging: Staging) -> None:
-        """Mark a buffer as free for another version, and tell the trainer if no buffer was free
-        before."""
+        """Mark a buffer as free for another version. If no other buffer is free, tell the trainer
+        that this worker can receive weights again."""
         self._free.append(staging)
         if len(self._free) == 1:
             self._wire.send({"type": "free"})
 
     def free_loaded(self) -> None:
-        """Mark the buffer of the loaded version as free, if there is a loaded version."""
+        """Mark the buffer of the loaded version as free, unless there is none or it is free
+        already."""
         if self.loaded is not None and self.loaded not in self._free:
             self.free(self.loaded)
 
 
 class Schedule(Protocol):
-    """Decides what a worker does next. Its methods are called in the worker's main thread."""
+    """Decides what a worker does next. All methods are called in the worker's main thread."""
 
     def handle(self, message: dict[str, Any], body: bytes) -> None:
         """Process a message from the trainer whose type is not `receive`, `work` or `stop`."""
@@ -157,7 +158,7 @@ class EngineDriver:
         self._loader.update(self.engine.endpoint, staging.buckets(), staging.version)
 
     def reload(self) -> None:
-        """Load the current version into an engine that has replaced a lost engine."""
+        """Load the version that the lost engine had into the engine that has replaced it."""
         assert self.versions.loaded is not None
         self.load(self.versions.loaded)
 
@@ -188,8 +189,8 @@ class EngineDriver:
         del self.works[work.work_id]
 
     def replace_engine(self, error: EngineLost) -> None:
-        """Start another engine after a loss. Raises EngineGone after too many losses
-        (`Restarts`)."""
+        """Start another engine after a loss. Raises EngineGone if too many engines were lost in a
+        row (`mrl.engine_pool.restarts`)."""
         with self.activity.during("start"), self._metrics.recovering():
             self._metrics.num_restarts += self.engine.owner.replace(error)
 
@@ -201,7 +202,7 @@ class EngineDriver:
 
 class FixedWorks:
     """A `Schedule` that carries out each work item with the version of the weights that the item
-    names. It loads newer weights once no work item needs the loaded version."""
+    names. The schedule loads newer weights once no work item needs the loaded version."""
 
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver

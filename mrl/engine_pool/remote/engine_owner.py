@@ -52,8 +52,8 @@ class EngineOwner:
             self._restarts.reset()
 
     def replace(self, error: EngineLost) -> int:
-        """Start another engine, unless another worker has done so already; return the number of
-        starts.
+        """Start another engine, unless another worker has done so already. Return how many engines
+        were started, which is 0 if another worker has replaced the engine.
 
         Raises EngineGone after more than `max_restarts` losses.
         """
@@ -72,15 +72,16 @@ class EngineOwner:
 
 @dataclass(frozen=True)
 class WorkerEngine:
-    """The engine as seen by one worker, which either has the engine to itself or serves one tenant
-    of it."""
+    """An engine, and how one worker uses it: the worker either has the engine to itself, or serves
+    one tenant of it."""
 
     owner: EngineOwner
     endpoint: PolicyEndpoint
     budget: Budget = field(default_factory=Budget)
     """Limits the time of rewards and environments in a step."""
     user: WorkerUser | None = None
-    """Owner of the processes of rewards and environments; None means the user of this process."""
+    """The user as whom the processes of rewards and environments run; None is the user of this
+    process."""
     reported_errors: tuple[type[Exception], ...] = (InputError, RunFailed)
     """Errors that the worker reports to the trainer. After any other error the supervisor starts
     another worker."""

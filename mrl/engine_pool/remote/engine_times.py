@@ -51,12 +51,12 @@ class _Engine:
     """Seconds by activity that `take_seconds` has returned already."""
     spans: list[Span] = field(default_factory=list)
     drawn: float = 0.0
-    """The end of the last span. Because message delays vary, a later span may seem to begin before
-    this time; it is then made to begin at this time."""
+    """The end of the last span. Because message delays vary, the next span may seem to begin
+    earlier; it is then cut to begin at this time."""
 
     def so_far(self, now: float) -> dict[str, float]:
-        """Return the seconds of each activity until `now`. The seconds since the last report are a
-        guess."""
+        """Return the seconds of each activity until `now`. The time since the last report is
+        counted for the activity of that report, which is a guess."""
         ahead = now - self.heard
         going_on = ahead if self.is_absent else min(ahead, GUESS_S)
         return {**self.seconds, self.activity: self.seconds[self.activity] + going_on}
@@ -96,8 +96,8 @@ class EngineTimes:
                 engine.spans.clear()
 
     def lose(self, number: int) -> None:
-        """Record that the worker of an engine is lost. The time since the engine's last report is
-        attributed to `start`."""
+        """Record that the worker of an engine is lost. From its last report on, the engine's
+        activity is `start`."""
         with self._lock:
             self._engines[number].is_absent, self._engines[number].activity = True, "start"
 

@@ -1,8 +1,9 @@
 """The schedule that leases single prompts to workers.
 
-Engines then generate independently of the trainer's steps. A worker reports the version of its
-engine's weights and how many leases it may hold at a time. The worker gets leases whenever the
-ledger (mrl/scheduling/ledger.py) has room for groups of that version.
+A lease is the right of one worker to generate the group of one prompt. With leases, engines
+generate independently of the trainer's steps. A worker reports the version of its engine's weights
+and how many leases it may hold at a time. It gets leases as long as the ledger
+(mrl/scheduling/ledger.py), which bounds staleness, has room for groups of this version.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class _Request:
 
 
 class LeaseSchedule(Schedule):
-    """Leases prompts to workers according to the rules of a ledger, and queues the groups that they
-    finish."""
+    """Leases prompts to workers as far as a ledger, which bounds staleness, allows. Queues the
+    groups that the workers finish."""
 
     num_to_begin = 1
 
@@ -66,12 +67,13 @@ class LeaseSchedule(Schedule):
         rounds = rollout.dynamic_sampling_rounds if recipe.algorithm.dynamic_sampling else 1
         self._most_replaced = (rounds - 1) * rollout.prompts_per_step
         self._num_replaced = 0
-        """How many zero-variance groups were replaced since the last step took its groups."""
+        """How many groups with equal rewards were replaced since the last step took its groups."""
         self._sent: dict[int, set[int]] = {}
         """The versions that were sent to each worker, by the number of its engine."""
 
     def receivers(self, workers: Collection[R], version: int) -> list[R]:
-        """Return the workers that have not been sent the version and have room for it."""
+        """Return the workers to which the weights `version` were not sent yet, and which can
+        receive them now."""
         return [worker for worker in workers if worker.sent < version and worker.can_receive]
 
     def can_proceed(self, workers: Collection[Receiver], version: int) -> bool:
@@ -83,7 +85,8 @@ class LeaseSchedule(Schedule):
         self.ledger.join(engine)
 
     def lost(self, engine: int) -> None:
-        """End the leases of a lost worker, so that other workers generate its groups."""
+        """End the leases of the lost worker of an engine, so that other workers generate these
+        groups."""
         self._requests.pop(engine, None)
         self._sent.pop(engine, None)
         self.ledger.lose(engine)
@@ -120,8 +123,9 @@ class LeaseSchedule(Schedule):
         self.ledger.step = max(self.ledger.step, step)
 
     def ask(self, engine: int, version: int, most: int) -> None:
-        """Record that a worker's engine has the weights `version` and that the worker may hold
-        `most` leases, and grant leases. This replaces the worker's earlier request."""
+        """Record that a worker's engine has the weights `version`, and that the worker may hold
+        `most` leases at a time. This replaces what the worker has reported before. Then grant
+        leases."""
         self._requests[engine] = _Request(version, most)
         self.grant()
 
@@ -148,8 +152,9 @@ class LeaseSchedule(Schedule):
         return LeasedGroup(lease.lease_id, group, self._seed * 1_000_003 + lease.item_id)
 
     def finish(self, finished: FinishedGroup) -> None:
-        """Put a finished group into the queue, or drop it if it has no tokens or is replaced by
-        dynamic sampling. Raises WrongWeights if the versions of its tokens are impossible."""
+        """Put a finished group into the queue, or drop it if it has no tokens or dynamic sampling
+        replaces it. Raises WrongWeights if a token has a version that the worker's engine cannot
+        have had."""
         lease_id, group = finished.lease_id, finished.group
         self._check_versions(lease_id, group)
         versions = versions_of(group)
@@ -170,8 +175,8 @@ class LeaseSchedule(Schedule):
 
     def report(self, finished: FinishedSample) -> None:
         """Keep a complete sample of an unfinished group. If the worker is lost, the next worker
-        need not generate the sample again. Raises WrongWeights if the versions of its tokens are
-        impossible."""
+        need not generate the sample again. Raises WrongWeights if a token has a version that the
+        worker's engine cannot have had."""
         lease_id, alone = finished.lease_id, finished.group
         self._check_versions(lease_id, alone)
         lease = self.ledger.leases.get(lease_id)
@@ -213,8 +218,8 @@ class LeaseSchedule(Schedule):
         return is_empty and self._num_replaced < self._most_replaced
 
     def take(self, step: int) -> Delivered | None:
-        """Return the groups that a step trains on, with group ids from 0; None if the step has to
-        wait."""
+        """Take the groups that a step trains on from the queue, and return them with group ids from
+        0. Return None if the step has to wait."""
         batch = self.ledger.take(step)
         if batch is None:
             return None
@@ -228,8 +233,8 @@ class LeaseSchedule(Schedule):
         return whole
 
     def waiting(self) -> list[PendingPrompt]:
-        """Return the pending prompts for a checkpoint: first those whose groups are in the queue,
-        then those whose groups are not finished, leased or not."""
+        """Return the pending prompts, to be saved in a checkpoint. Prompts whose groups are in the
+        queue of finished groups come first. All other prompts follow, leased or not."""
         ledger = self.ledger
         queue: list[PendingPrompt] = []
         for item, each in ledger.finished.items():
@@ -273,7 +278,8 @@ class LeaseSchedule(Schedule):
 
 
 def default_groups(prompts_per_step: int, num_engines: int) -> int:
-    """Return how many groups an engine holds at a time if `async.groups_in_flight` is not set."""
+    """Return how many groups an engine generates at a time if the recipe does not say so
+    (`async.groups_in_flight`)."""
     return max(1, math.ceil(2 * prompts_per_step / num_engines))
 
 

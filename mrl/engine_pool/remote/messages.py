@@ -21,7 +21,7 @@ Frame = tuple[dict[str, Any], bytes]
 
 @dataclass(frozen=True)
 class Work:
-    """A work item, a request to one engine: generate its part of a batch or of the evaluation
+    """A work item: it asks one engine to generate the engine's part of a batch or of the evaluation
     sets."""
 
     work_id: int
@@ -55,13 +55,14 @@ class Work:
         )
 
     def by(self, version: int) -> Work:
-        """Return the same work item for another version of the weights."""
+        """Return a copy of the work item that is to be generated with the weights `version`."""
         return dataclasses.replace(self, version=version)
 
 
 @dataclass
 class Delivered:
-    """Groups that were generated and scored: a `mrl.collect.task.Scored`.
+    """Groups that were generated and scored, as they are sent to the trainer. It implements
+    `mrl.collect.task.Scored`.
 
     A batch is delivered in one part, and an evaluation in one part per evaluation set.
     """
@@ -101,7 +102,8 @@ class Delivered:
 
 @dataclass(frozen=True)
 class _OfLease:
-    """Base of the messages about a lease. Each subclass has one further field, an int."""
+    """Base of the messages about a lease, which lets one worker generate the group of one prompt.
+    Each subclass has one further field, an int."""
 
     kind: ClassVar[str]
     """The value of the message's key `type`."""
@@ -150,7 +152,7 @@ class FinishedSample(_OfLease):
 
 
 def failed_message(error: Exception) -> dict[str, str]:
-    """Return the message with which a worker tells the trainer of an error that ends the run."""
+    """Return the message by which a worker reports an error that ends the run."""
     for kind in (EngineGone, InputError):
         if isinstance(error, kind):
             return {"type": "failed", "error": kind.__name__, "text": str(error)}
@@ -159,7 +161,7 @@ def failed_message(error: Exception) -> dict[str, str]:
 
 
 def reported_error(message: Mapping[str, Any], engine: int) -> Exception:
-    """Return the error that a `failed_message` from the worker of `engine` reports."""
+    """Return the error that the worker of engine `engine` has reported with a `failed_message`."""
     kinds = {kind.__name__: kind for kind in (EngineGone, InputError)}
     kind = kinds.get(str(message["error"]), RunFailed)
     return kind(f"rollout engine {engine}: {message['text']}")

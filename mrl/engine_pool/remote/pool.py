@@ -50,14 +50,14 @@ class RemoteWork:
 
     scored: list[Delivered | None]
     """The groups that workers have delivered: one entry for a batch, or one for each evaluation
-    set. On ranks other than 0 the entries are None."""
+    set. The entries are None on ranks other than 0."""
     work_ids: list[int] = field(default_factory=list)
     """The ids of the assignment's work items, one for each engine; empty on ranks other than 0."""
     is_leased: bool = False
-    """Whether the groups come from the queue of groups that were finished under leases. The value
-    is the same on all ranks."""
+    """Whether the groups come from the queue of groups that workers have finished under leases. (A
+    lease lets one worker generate the group of one prompt.) The value is the same on all ranks."""
     is_taken: bool = False
-    """Whether the groups were taken from that queue; only set on rank 0."""
+    """Whether the groups were taken from the queue of finished groups; only set on rank 0."""
 
     def add(self, part: int, delivered: Delivered) -> None:
         """Add the groups that one engine has delivered to `scored[part]`."""
@@ -168,13 +168,13 @@ class RemotePool:
         return assigned
 
     def assign_leased(self) -> RemoteWork:
-        """Return an assignment that `rollout` will fill with groups from the queue of groups
-        finished under leases."""
+        """Return an assignment for groups that workers finish under leases, one lease per prompt.
+        `rollout` adds the groups later."""
         return RemoteWork([self._new_delivered()], is_leased=True)
 
     def assign_finished(self, batch: Sequence[PendingPrompt]) -> RemoteWork:
-        """Return an assignment whose groups were generated and scored before the run was
-        resumed."""
+        """Return an assignment that is delivered already: the groups of `batch` were generated and
+        scored before the run was resumed."""
         assigned = RemoteWork([self._new_delivered()])
         if self.coordinator is not None:
             groups = [renumbered(one.group, i) for i, one in enumerate(batch)]
@@ -233,8 +233,8 @@ class RemotePool:
             return True
 
     def _take_leased(self, assigned: RemoteWork, step: int) -> bool:
-        """Take the groups of a step from the queue, and return True. Return False if weights must
-        be sent first. A collective."""
+        """Take the groups of a step from the queue of finished groups, and return True. Return
+        False if weights must be sent first. A collective."""
 
         def take(coordinator: Coordinator[Any]) -> bool:
             if not assigned.is_taken:
@@ -262,8 +262,8 @@ class RemotePool:
         self._measured = measured[0]
 
     def wait_for(self, ids: list[int], version: int) -> bool:
-        """Wait until the work items `ids` are delivered, and return True. Return False if the
-        weights `version` must be sent to workers first. A collective."""
+        """Wait until the groups of the work items `ids` are delivered, and return True. Return
+        False if the weights `version` must be sent to workers first. A collective."""
         with self._waiting():
             return self.ask_coordinator(lambda coordinator: coordinator.wait_for(ids, version))
 
@@ -279,8 +279,8 @@ class RemotePool:
     ) -> NextAction:
         """Return what can be done now without waiting. Call this on rank 0 only.
 
-        `has_sent`: whether the weights of the step were sent since the step's round began. Raises
-        the errors that the waiting methods raise.
+        `has_sent`: whether the weights of `step` were already sent in the current round of
+        rollouts. Raises the errors that the methods which wait raise.
         """
         assert self.coordinator is not None
         seen = self.coordinator.poll(work_ids(assignments), step)
@@ -317,7 +317,8 @@ class RemotePool:
 
 
 def _accept(assigned: RemoteWork, batch: Delivered | None) -> None:
-    """Add the groups of a step to its assignment, unless `batch` is None."""
+    """Add the groups `batch` to an assignment and mark it as taken. None for `batch` does nothing.
+    """
     if batch is not None:
         assigned.add(0, batch)
         assigned.is_taken = True

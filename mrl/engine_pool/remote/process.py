@@ -1,7 +1,8 @@
-"""Runs a worker's process, which a supervisor has started, and connects it to the trainer.
+"""Functions for a worker's process, which a supervisor has started: run the worker, and connect it
+to the trainer.
 
-The supervisor writes the worker's settings to stdin as one JSON object, because the settings
-include the run's token, which other users could read in a command line.
+The supervisor writes the worker's settings to stdin as one JSON object. It does not use the command
+line, where other users could read the run's token, which is among the settings.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Rendezvous:
     """How the workers of a run find its coordinator. Only rank 0 calls the functions."""
 
     hosts: Callable[[], Sequence[str]]
-    """Returns the host of each rollout rank. Raises InputError if a rollout rank has reported an
-    error in the recipe."""
+    """Returns the name of the host of each rollout rank. Raises InputError if a rollout rank has
+    reported an error in the recipe."""
     invite: Callable[[Address, str], None]
     """Tells workers the address of the coordinator and the token with which to join."""
     end: Callable[[], None]
@@ -38,7 +38,8 @@ class Rendezvous:
 
 
 def launcher_rendezvous(num_rollout: int, wait_s: float) -> Rendezvous:
-    """Return the rendezvous with the rollout ranks of this launcher, through the launcher's store.
+    """Return the rendezvous for the rollout ranks that this launcher has started, through its
+    store.
 
     `wait_s`: seconds that the rollout ranks may take to start.
     """

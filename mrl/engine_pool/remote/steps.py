@@ -1,8 +1,9 @@
 """Decides what the engines of rollout ranks generate before the trainer needs it.
 
 `StepsAhead` draws the prompts of up to `async.max_staleness` further steps and assigns each batch
-to the engines at once. Each batch is generated with the weights that are the newest when the batch
-is drawn. Thus no token is more than `async.max_staleness` versions old when a step trains on it.
+to the engines at once. Each batch is generated with the weights that are the newest when its
+prompts are drawn. Thus no token is more than `async.max_staleness` versions old when a step trains
+on it.
 
 `LeasedSteps` lets workers ask for prompts. A worker gets prompts as long as the bound on staleness
 allows more groups from its engine's weights. A step trains on the finished groups with the oldest
@@ -45,7 +46,7 @@ class StepsAhead:
         self._recipe = plan.recipe
         self._ahead = plan.recipe.asynchronous.max_staleness
         self.batches: dict[int, _Batch] = {}
-        """The batches of steps that have not begun yet, by step."""
+        """The batches of future steps, by step."""
 
     def begin_step(self, step: int) -> tuple[StepPrompts, RemoteWork]:
         last = min(step + self._ahead, max(step, self._recipe.train.num_steps - 1))
@@ -62,16 +63,16 @@ class StepsAhead:
         self._pool.wait_for_room(step, clock)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Wait until all batches are generated, because a resumed run would no longer have the
-        weights for them, and return the pending prompts."""
+        """Wait until all batches are generated, and return the pending prompts. The wait is needed
+        because a resumed run no longer has the weights with which a batch has to be generated."""
         works = [batch.work for batch in self.batches.values()]
         self._pool.finish(works, step + 1)
         backlog = self._pool.gather([one.group for one in self._supply.backlog.waiting])
         return {} if self._mesh.rank else self._supply.pending(self._delivered(), backlog)
 
     def _delivered(self) -> list[PendingPrompt]:
-        """Return the groups of all batches. Only rank 0 can call this. The number of failed samples
-        of a batch is recorded with its first group."""
+        """Return the groups of all batches as pending prompts. Only rank 0 may call this. The first
+        group of a batch carries the batch's number of failed samples, and the others carry 0."""
         coordinator = self._pool.coordinator
         assert coordinator is not None
         found: list[PendingPrompt] = []
@@ -114,8 +115,8 @@ class LeasedSteps:
         return prompts, self._pool.assign_leased()
 
     def assign(self, prompts: StepPrompts, step: int) -> RemoteWork:
-        """Return an empty assignment, because the lease schedule itself replaces zero-variance
-        groups."""
+        """Return an empty assignment: the engines have nothing to do here, because the lease
+        schedule itself replaces zero-variance groups."""
         return RemoteWork([None if self._pool.coordinator is None else Delivered()])
 
     def wait_for_room(self, step: int, clock: Clock) -> None:

@@ -47,13 +47,13 @@ BEAT_S = 1.0
 EXIT_S = 30.0
 """Seconds that a worker may take to exit after it has closed its pipe."""
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask for a save. The trainers act on them and end the run; a supervisor only notes
-them."""
+"""Signals that ask for a checkpoint. The trainers act on them and end the run; a supervisor only
+records that they came."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a supervisor starts and watches a worker of a run or a service."""
+    """How a supervisor starts and watches the workers of a run or of a service."""
 
     module: str
     """`python -m MODULE` runs a worker, which reads its settings from stdin as JSON."""
@@ -78,7 +78,7 @@ def job_of_run(recipe: Recipe, allowed: Sequence[str]) -> Job:
 def supervise(
     job: Job, roles: Roles, rank: int, store: dist.Store, meanwhile: Callable[[], None] = beat
 ) -> int:
-    """Run a rollout rank until the run is over; return the exit code.
+    """Do the work of the rollout rank `rank` until the run is over, and return the exit code.
 
     `meanwhile` is called repeatedly while the trainers start. Only the first rank of an engine
     starts a worker; the engine's other ranks only reserve their GPUs. Raises InputError if the
@@ -242,9 +242,10 @@ def _wait_for_silence(reader: int, pid: int, start_s: float, later_s: float) -> 
 
 
 def _wait_for_the_trainer(address: Mapping[str, Any], *messages: Mapping[str, Any]) -> None:
-    """Send messages to the trainer, and wait until the trainer ends the run or its process ends.
+    """Connect to the trainer, send it messages, and wait until it ends the run or its process ends.
 
-    If the trainer's node is lost, this wait does not end by itself; the watchdog ends this rank.
+    If the trainer's node is lost, this wait does not end by itself; the watchdog then ends this
+    rank.
     """
     with suppress(OSError, WireClosed):
         connection = socket.create_connection(tuple(address["server"]), CONNECT_S)
@@ -260,8 +261,8 @@ def _wait_for_the_trainer(address: Mapping[str, Any], *messages: Mapping[str, An
 
 
 def _wait_for_the_launcher(received: Sequence[int]) -> None:
-    """Wait for SIGTERM from the launcher. If this rank ended first, the launcher would report this
-    rank instead of the rank that failed."""
+    """Wait at most ENDED_S seconds for SIGTERM from the launcher. If this rank exited before the
+    rank that failed, the launcher would report this rank as the one that failed."""
     deadline = time.monotonic() + ENDED_S
     while signal.SIGTERM not in received and time.monotonic() < deadline:
         beat()
@@ -276,7 +277,7 @@ def _answers(address: Sequence[Any]) -> bool:
 
 
 def _is_over(store: dist.Store) -> bool:
-    """Return whether the trainer has announced the end of the run in the store."""
+    """Return whether the trainer has written to the store that the run ends."""
     with suppress(RuntimeError):  # the launcher's store is gone
         return store.check([OVER])
     return False

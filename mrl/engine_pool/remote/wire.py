@@ -2,7 +2,7 @@
 
 A frame consists of a message, which is a JSON object, and a body, which is bytes. The body holds
 sample groups as encoded by `mrl.run.rollouts`. Nothing is pickled. A worker's first message
-contains the run's random token. Until the trainer has checked the token, it accepts only a short
+contains the run's random token. Before it has checked the token, the trainer accepts only a short
 message without a body.
 """
 
@@ -26,7 +26,7 @@ MAX_BODY = 1 << 38
 SEND_S = 60
 """Seconds after which a send fails if not a single byte could be sent."""
 _FIRST = 4096
-"""Maximum size in bytes of a message from a side that is not trusted yet."""
+"""Maximum size in bytes of a message from a side whose token has not been checked yet."""
 _SIZES = struct.Struct("!IQ")
 _PART = 1 << 20
 WAITS = "waits"
@@ -105,8 +105,8 @@ class Wire:
         return message, self._read(num_body)
 
     def _read(self, size: int) -> bytes:
-        """Read `size` bytes. Memory is allocated only as bytes arrive, so a frame that claims a
-        large size takes no memory for bytes that are not sent."""
+        """Read `size` bytes. Memory is allocated only as bytes arrive, so a sender that announces a
+        large frame cannot make this process allocate memory for bytes that never come."""
         found = bytearray()
         try:
             while len(found) < size:

@@ -1,4 +1,4 @@
-"""The worker of a rollout rank: it runs one engine as the trainer's messages say.
+"""The worker of a rollout rank. It runs one engine as the trainer's messages demand.
 
 The engine is always awake. New weights arrive in host memory while the engine generates. A worker
 does not import Megatron.
@@ -37,7 +37,7 @@ from mrl.weight_sync.transports import make_receiver, transfer_device
 
 
 class Worker:
-    """Carries out the trainer's messages for one engine, or for one tenant of an engine, until
+    """Does what the trainer's messages ask of one engine, or of one tenant of an engine, until
     `stop`."""
 
     def __init__(self, plan: Plan, engine: WorkerEngine, settings: dict[str, Any]) -> None:
@@ -122,8 +122,8 @@ class Worker:
                 time.sleep(PULSE_S)
 
     def _report_progress(self) -> None:
-        """Repeatedly send the trainer the progress, the loaded version and the activities of the
-        engine."""
+        """Repeatedly send to the trainer how much progress this worker has made, the version that
+        the engine has loaded, and the engine's activities."""
         driver = self.driver
         with suppress(WireClosed):
             while True:
@@ -135,8 +135,9 @@ class Worker:
 def _receive_versions(
     plan: Plan, wire: Wire, main: Functions
 ) -> tuple[StagedVersions, WeightReceiver]:
-    """Wait for the trainer's `welcome` message, which names the pair and the store for the weights,
-    and prepare to receive weights."""
+    """Wait for the trainer's `welcome` message, and prepare to receive weights. The message has the
+    name under which weights are sent to this worker (`pair`), and the address of the store through
+    which the trainer's ranks and the worker find each other."""
     welcome, _ = wire.receive()
     recipe = plan.recipe
     device = transfer_device(sends_adapter=served_adapter(plan) is not None)

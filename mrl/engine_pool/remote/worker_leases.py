@@ -1,4 +1,5 @@
-"""The schedule of a worker that generates the groups of its leases concurrently.
+"""The schedule of a worker that holds leases, each for the group of one prompt, and generates these
+groups concurrently.
 
 The main thread handles messages and changes the weights. Each lease has a thread that waits for the
 engine and the reward. Newer weights are loaded either when all leases have finished
@@ -27,7 +28,7 @@ from mrl.types import SampleGroup
 
 @dataclass(frozen=True)
 class Lease:
-    """The lease of a prompt whose group this worker generates."""
+    """A lease that this worker holds: it is generating the group of the lease's prompt."""
 
     lease_id: str
     rollout: Rollout
@@ -36,7 +37,8 @@ class Lease:
 
 
 class Leases:
-    """A `Schedule` that generates the groups of leases concurrently."""
+    """A `Schedule` that generates the groups of a worker's leases concurrently. Each lease is for
+    the group of one prompt."""
 
     def __init__(self, driver: EngineDriver) -> None:
         plan, config = driver.plan, driver.plan.recipe.asynchronous
@@ -47,7 +49,7 @@ class Leases:
             plan.recipe.rollout.prompts_per_step, plan.num_engines
         )
         self._options = {"concurrent": True, "stale_prefixes": config.stale_prefixes}
-        """Options of `PolicyEndpoint.generate` for the requests of leases."""
+        """Options of `PolicyEndpoint.generate` with which the groups of leases are generated."""
         self._serves_adapter = served_adapter(plan) is not None
         self._running: dict[str, Lease] = {}
         """The leases whose threads are running, by lease id."""
@@ -55,8 +57,8 @@ class Leases:
         """Whether the engine is lost. Another engine is started once no lease has a running
         thread."""
         self._interrupted: list[Lease] = []
-        """Leases whose threads ended because the engine was lost. They continue with the next
-        engine."""
+        """Leases whose threads ended because the engine was lost, and which the next engine will
+        continue."""
         self._scored: set[str] = set()
         """Ids of running leases whose samples are generated and wait for their rewards."""
         self._asked: dict[str, Any] = {}
@@ -156,8 +158,8 @@ class Leases:
             self._driver.wire.send(asked)
 
     def _load_newest(self) -> None:
-        """Load the newest version in `versions.waiting`, and free the buffers of all older
-        versions."""
+        """Load the newest version in `versions.waiting`. Free the buffers of all older versions,
+        among them the one that was loaded before."""
         versions = self._driver.versions
         while len(versions.waiting) > 1:
             versions.free(versions.waiting.pop(0))
