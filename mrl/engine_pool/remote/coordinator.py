@@ -33,8 +33,7 @@ class Status(NamedTuple):
     can_send: bool
     """Whether a worker is ready to receive the weights `version`."""
     can_proceed: bool
-    """Whether the schedule lets the trainer go on: it need not wait to send the weights `version`.
-    """
+    """Whether the schedule lets the trainer go on to an update to the weights `version`."""
     is_delivered: bool
     """Whether the groups of all the work items given to `poll` are delivered."""
 
@@ -100,8 +99,7 @@ class Coordinator(Generic[S]):
         self._connections.wait_until_started(limit_s, self._schedule.num_to_begin)
 
     def wait_until_free(self, version: int) -> None:
-        """Wait until the trainer need not wait to send the weights `version`, as the schedule
-        decides."""
+        """Wait until the schedule lets the trainer go on to an update to the weights `version`."""
         self._connections.wait(lambda: self._schedule.can_proceed(self._workers.values(), version))
 
     def next_update(self, version: int) -> tuple[list[Pair], list[str]]:
@@ -116,7 +114,7 @@ class Coordinator(Generic[S]):
             return pairs, [worker.pair.name for worker in self._workers.values()]
 
     def begin_update(self, version: int) -> list[Pair]:
-        """Tell the workers that they will receive the weights `version`, and return their pairs,
+        """Tell workers that they will receive the weights `version`. Return these workers' pairs,
         which identify them as receivers of weights."""
         with self._lock:
             self._newest = version

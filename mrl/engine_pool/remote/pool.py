@@ -317,8 +317,7 @@ class RemotePool:
 
 
 def _accept(assigned: RemoteWork, batch: Delivered | None) -> None:
-    """Add the groups `batch` to an assignment and mark it as taken. None for `batch` does nothing.
-    """
+    """Add the groups `batch` to an assignment and mark it as taken, unless `batch` is None."""
     if batch is not None:
         assigned.add(0, batch)
         assigned.is_taken = True
