@@ -57,6 +57,17 @@ class Scheme:
     """Quantises and dequantises the input [..., K] of a layer, as the engine does on GPUs."""
     scale_shape: Callable[[int, int], tuple[int, int]]
     """Returns the shape of the scales for N and K."""
+    relative_error: float
+    """The largest relative error of a quantised weight, unless `absolute_error` is larger."""
+    absolute_error: float
+    """The largest absolute error of a quantised weight, as a multiple of its scale."""
+
+    def largest_error(self, weight: Tensor, scales: Tensor) -> Tensor:
+        """Return f32[N, K]: how far the dequantised weight can be from `weight` [N, K] by rounding."""
+        steps = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
+        by_scale = self.dequantize(steps, scales, torch.float32).mul_(self.absolute_error)
+        # The division by the scale and the product with it round too.
+        return torch.maximum(weight.float().abs() * self.relative_error, by_scale) * (1 + 2.0**-14)
 
 
 def _per_block(num_outputs: int, num_inputs: int) -> tuple[int, int]:
@@ -76,6 +87,8 @@ def _fp8(name: str, *, powers_of_two: bool) -> Scheme:
         dequantize_fp8_blocks,
         fake_quantize_fp8_groups,
         _per_block,
+        relative_error=2.0**-4,  # half of the last of three bits of a mantissa
+        absolute_error=2.0**-10,  # half of the smallest number
     )
 
 
@@ -92,6 +105,8 @@ SCHEMES = {
             dequantize_int8_channels,
             fake_quantize_int8_tokens,
             _per_channel,
+            relative_error=0.0,
+            absolute_error=0.5,
         ),
     )
 }

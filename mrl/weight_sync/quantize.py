@@ -10,6 +10,7 @@ the dequantised weights.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,7 @@ from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 
 NUM_BUFFERS = 2
+ADVICE = "start the run again, it continues from its last checkpoint, and report this"
 
 
 def quantized_buckets(
@@ -31,50 +33,41 @@ def quantized_buckets(
 
     The buckets have memory of their own: on CPUs in `memory`, numbered from 0. There are two buffers,
     so a bucket is overwritten when the second bucket after it is requested. Raises RuntimeError if a
-    bucket does not have the digests that it carries, and ValueError if a weight is not finite.
+    bucket does not have the digests that it carries, or if a quantised weight is further from its
+    original than rounding explains; ValueError if a weight is not finite.
     """
     if quantization == "none":
         yield from buckets
         return
     scheme = SCHEMES[quantization]
     for number, bucket in enumerate(buckets):
-        yield _quantized(bucket, scheme, memory, number % NUM_BUFFERS)
-
-
-def _quantized(
-    bucket: WeightBucket, scheme: Scheme, memory: SharedMemory, number: int
-) -> WeightBucket:
-    if bucket.digest is not None and add_digests(digests_of(bucket.tensors)) != bucket.digest:
-        raise RuntimeError(
-            f"weight sync to version {bucket.version}: the gathered weights have other digests than "
-            "the ranks' shards, so they were corrupted on the way; start the run again, it continues "
-            "from its last checkpoint, and report this"
+        if bucket.digest is not None and add_digests(digests_of(bucket.tensors)) != bucket.digest:
+            raise RuntimeError(
+                f"weight sync to version {bucket.version}: the gathered weights have other digests "
+                f"than the ranks' shards: they were corrupted in between; {ADVICE}"
+            )
+        tensors = []
+        for name, weight in bucket.tensors:
+            if is_quantized(name, weight.dim()):
+                quantized, scales = scheme.quantize(weight)
+                tensors += [(name, quantized), (name + scheme.suffix, scales)]
+            else:
+                tensors.append((name, weight))
+        flat, path, views = _packed(tensors, memory, number % NUM_BUFFERS)
+        held = list(_held(dict(bucket.tensors), views, scheme))
+        digest = add_digests(digests_of(held))
+        yield dataclasses.replace(
+            bucket, tensors=list(views.items()), flat=flat, shared_path=path, digest=digest
         )
-    tensors: list[tuple[str, Tensor]] = []
-    held: list[tuple[str, Tensor]] = []
-    for name, weight in bucket.tensors:
-        if not is_quantized(name, weight.dim()):
-            tensors.append((name, weight))
-            held.append((name, weight))
-            continue
-        quantized, scales = scheme.quantize(weight)
-        tensors += [(name, quantized), (name + scheme.suffix, scales)]
-        if weight.device.type == "cpu":
-            held.append((name, scheme.dequantize(quantized, scales, weight.dtype)))
-        else:
-            held += tensors[-2:]
-    # Views of a byte buffer need starts that are multiples of the element size.
-    tensors.sort(key=lambda item: -item[1].element_size())
-    return _packed(bucket, tensors, add_digests(digests_of(held)), memory, number)
 
 
 def _packed(
-    bucket: WeightBucket,
-    tensors: list[tuple[str, Tensor]],
-    digest: dict[str, int],
-    memory: SharedMemory,
-    number: int,
-) -> WeightBucket:
+    tensors: list[tuple[str, Tensor]], memory: SharedMemory, number: int
+) -> tuple[Tensor, str | None, dict[str, Tensor]]:
+    """Copy tensors end to end into one u8[num_bytes]. Return it, the path of its file (None on GPUs),
+    and the views of the tensors by name."""
+    # A view of bytes must start at a multiple of its element size, so large elements come first.
+    tensors = sorted(tensors, key=lambda item: -item[1].element_size())
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     device, path = tensors[0][1].device, None
     if device.type == "cpu":
@@ -82,19 +75,36 @@ def _packed(
         flat, path = buffer.tensor[:size], buffer.path
     else:
         flat = torch.empty(size, dtype=torch.uint8, device=device)
-    views, start = [], 0
+    views: dict[str, Tensor] = {}
+    start = 0
     for name, tensor in tensors:
         end = start + tensor.numel() * tensor.element_size()
-        view = flat[start:end].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
-        views.append((name, view))
+        views[name] = flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         start = end
-    return WeightBucket(
-        views,
-        bucket.version,
-        flat=flat,
-        is_last=bucket.is_last,
-        shared_path=path,
-        digest=digest,
-        digest_s=bucket.digest_s,
-    )
+    return flat, path, views
+
+
+def _held(
+    weights: dict[str, Tensor], views: dict[str, Tensor], scheme: Scheme
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of what the engine will hold: on GPUs the tensors that are sent, and on CPUs
+    the dequantised weights. Check that these are close to the original `weights`."""
+    for name, weight in weights.items():
+        scales = views.get(name + scheme.suffix)
+        if scales is None:
+            yield name, views[name]
+            continue
+        values = scheme.dequantize(views[name], scales, torch.float32)
+        error = (values - weight.float()).abs_()
+        bound = scheme.largest_error(weight, scales)
+        if not bool((error <= bound).all()):
+            row, column = divmod(int((error > bound).flatten().int().argmax()), weight.shape[1])
+            raise RuntimeError(
+                f"{name}: the element [{row}, {column}] is {float(weight[row, column]):g}, and "
+                f"{float(values[row, column]):g} when it is quantised and packed; {ADVICE}"
+            )
+        if weight.device.type == "cpu":
+            yield name, values.to(weight.dtype)
+        else:
+            yield name, views[name]
+            yield name + scheme.suffix, scales

@@ -101,7 +101,7 @@ function decomposition() {
   return h("div", { class: "block", id: "decomposition" }, h("h3", {}, "Where the gap comes from"), choice.element, place);
 }
 
-const LEVELS = { none: "no replay", ids: "replay of expert ids", weights: "replay of ids and weights" };
+const LEVELS = { none: "no replay", ids: "replay of expert ids", weights: "replay of ids and weights", quantized: "replay of ids, quantised weights" };
 
 function decomposed(found) {
   const columns = ["logprob_abs_mean", "k3", "extreme_share"];
