@@ -11,9 +11,10 @@ Dimensions: a weight [N, K] has N outputs and K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +118,31 @@ def is_quantized(name: str, num_dims: int) -> bool:
     quantised."""
     *path, module, leaf = name.split(".")
     return num_dims == 2 and leaf == "weight" and module in MODULES and "layers" in path
+
+
+def fp8_config(quantization: str) -> dict[str, Any]:
+    """Return the `quantization_config` in the config.json of a model whose weights are stored in fp8
+    blocks, as in DeepSeek-V3's checkpoints. `quantization` is `fp8_block` or `fp8_block_ue8m0`."""
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+    return config | ({"scale_fmt": "ue8m0"} if quantization == "fp8_block_ue8m0" else {})
+
+
+def quantized_tensors(
+    tensors: Iterable[tuple[str, Tensor]], scheme: Scheme
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield pairs (name, tensor) with the matrices quantised, each followed by its scales."""
+    for name, tensor in tensors:
+        if not is_quantized(name, tensor.dim()):
+            yield name, tensor
+            continue
+        quantized, scales = scheme.quantize(tensor)
+        yield name, quantized
+        yield name + scheme.suffix, scales
 
 
 def fake_quantize(scheme: Scheme, name: str, weight: Tensor) -> Tensor:

@@ -117,6 +117,23 @@ def _check_positive(config: HfConfig, theta: float, file: Path) -> None:
             )
 
 
+def stored_quantization(config: HfConfig, path: str) -> HfConfig | None:
+    """Return the `quantization_config` of a config.json whose weights are stored in fp8 blocks of 128 x
+    128; None if the weights are not quantised. Raises InputError for any other format. `path` is the
+    model folder."""
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method != "fp8" or block != [128, 128]:
+        raise InputError(
+            f"model.path: {path}/config.json has weights quantised by {method!r} with "
+            f"weight_block_size {block}, expected none, or 'fp8' with [128, 128]; give the folder of "
+            "the weights in bfloat16"
+        )
+    return found
+
+
 def has_weights(folder: Path) -> bool:
     """Return whether a model folder has weights, and not only a config.json."""
     return any(folder.glob("*.safetensors"))

@@ -13,11 +13,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.errors import InputError
+from mrl.kernels.block_quant import dequantize_fp8_blocks
 from mrl.system.heartbeat import beat
 from mrl.system.json_text import parse_json
-from parallel.hf_config import HfModel
+from parallel.hf_config import HfModel, stored_quantization
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+SCALES = "_scale_inv"
+"""What the name of the scales of a weight in fp8 blocks adds to the weight's name."""
+BLOCK = 128
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -26,18 +30,27 @@ class HfTensors:
 
     The constructor raises InputError for a missing or damaged file. Access raises InputError for a
     name that the folder lacks.
+
+    If the folder's weights are stored in fp8 blocks (DeepSeek-V3's format), a weight is dequantised
+    when it is accessed, and the scales are not among the names.
     """
 
     def __init__(self, model: HfModel) -> None:
         self.path = model.path
         self._files = [_open(file) for file in _weight_files(model.path)]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._scales: dict[str, Any] = {}
+        """The files of the scales, by the names of the quantised weights."""
+        if stored_quantization(model.config, str(model.path)) is not None:
+            for name in [name for name in self._where if name.endswith(SCALES)]:
+                self._scales[name.removesuffix(SCALES)] = self._where.pop(name)
 
     def __enter__(self) -> HfTensors:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._where.clear()
+        self._scales.clear()
         self._files.clear()
 
     @property
@@ -52,13 +65,16 @@ class HfTensors:
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the type of a tensor as safetensors names it (`BF16`), without reading the tensor."""
-        return self._where[name].get_slice(name).get_dtype()
+        """Return the type of a tensor as safetensors names it (`BF16`), without reading the tensor.
+        A weight that is dequantised has the type `F32`."""
+        return "F32" if name in self._scales else self._where[name].get_slice(name).get_dtype()
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
-        """Read the rows [start, end) of a tensor with at least one dimension."""
+        """Read the rows [start, end) of a tensor with at least one dimension. The rows of a quantised
+        weight are not multiplied by their scales."""
         beat()
-        return self._where[name].get_slice(name)[start:end]
+        rows = self._where[name].get_slice(name)[start:end]
+        return rows.float() if name in self._scales else rows
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._where:
@@ -67,7 +83,18 @@ class HfTensors:
                 "folder does not match its config.json"
             )
         beat()
-        return self._where[name].get_tensor(name)
+        tensor = self._where[name].get_tensor(name)
+        if name not in self._scales:
+            return tensor
+        scales = self._scales[name].get_tensor(name + SCALES)
+        expected = tuple(-(-size // BLOCK) for size in tensor.shape)
+        if tensor.dtype != torch.float8_e4m3fn or tuple(scales.shape) != expected:
+            raise InputError(
+                f"model.path: {self.path}: {name} is {tensor.dtype} with scales "
+                f"{shape_in_words(tuple(scales.shape))}, expected float8_e4m3fn with scales "
+                f"{shape_in_words(expected)}, one for each {BLOCK} x {BLOCK} block"
+            )
+        return dequantize_fp8_blocks(tensor, scales.float(), torch.float32)
 
 
 def shape_in_words(shape: tuple[int, ...]) -> str:

@@ -46,6 +46,13 @@ def add_to(commands: Any) -> None:
         metavar="MB",
         help="largest safetensors file in MiB (default 2048)",
     )
+    command.add_argument(
+        "--quantization",
+        choices=("none", "fp8_block", "fp8_block_ue8m0"),
+        default="none",
+        help="store the matrices of attention, MLPs and experts in fp8 blocks of 128 x 128, "
+        "DeepSeek-V3's format, with float32 scales or powers of two (default none)",
+    )
     command.set_defaults(run=run, only_reads=True)
 
 
@@ -59,4 +66,5 @@ def run(args: argparse.Namespace) -> None:
         args.max_shard_size_mb,
         args.architecture,
         merged=args.merged,
+        quantization=args.quantization,
     )

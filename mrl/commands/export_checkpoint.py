@@ -23,11 +23,12 @@ def export(
     architecture: str | None = None,
     *,
     merged: bool = False,
+    quantization: str = "none",
 ) -> None:
     """Export a checkpoint to the folder `target`.
 
     `source` is a checkpoint folder, or a run folder, of which the newest undamaged checkpoint is
-    exported. `base`, `architecture` and `merged` are passed to
+    exported. `base`, `architecture`, `merged` and `quantization` are passed to
     `parallel.checkpoint.hf_export.export_checkpoint`. Raises InputError if `source` has no
     undamaged checkpoint, if `target` cannot be written, or if the shard size is below 1 MiB.
     """
@@ -45,6 +46,7 @@ def export(
             notes=_notes(folder.parent.parent),
             architecture=architecture,
             merged=merged,
+            quantization=quantization,
         )
     print(
         f"wrote the {done.what} after {done.step} steps to {target}: {done.num_tensors} tensors in "

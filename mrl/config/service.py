@@ -139,6 +139,16 @@ class ServiceConfig(Branch):
             )
         return value
 
+    @field_validator("rollout")
+    @classmethod
+    def _unquantized(cls, value: SharedRolloutConfig) -> SharedRolloutConfig:
+        if value.quantization != "none":
+            raise ValueError(
+                f"quantization is {value.quantization}, but adapters are not served on a quantised "
+                "base; leave it at none"
+            )
+        return value
+
     @property
     def longest_wait_s(self) -> float:
         """Timeout in seconds for a rank that waits for another rank. It is long, because an engine's

@@ -214,7 +214,7 @@ def _copy_seconds(
     Each bucket is copied to the worker's host memory before the next one is sent. Each rank of the
     engine then reads the whole model from there.
     """
-    whole, buckets = work.sent_bytes(shape), num_buckets(shape, work)
+    whole, buckets = work.encoded_bytes(shape), num_buckets(shape, work)
     served = -(-work.num_engines(dims) // dims.world)
     is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node
     link = gpu.nvlink if is_near else gpu.network

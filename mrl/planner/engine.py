@@ -11,7 +11,7 @@ from mrl.planner.activations import layer_activation_bytes
 from mrl.planner.engine_adapter import adapter_host_rows, pool_bytes
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
-from mrl.planner.workload import Workload
+from mrl.planner.workload import Workload, quantized_bytes
 
 PREFILL_TOKENS = 8192
 """SGLang's `chunked_prefill_size` on GPUs of 60 to 160 GB (arg_groups/memory_hook.py)."""
@@ -36,7 +36,7 @@ def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
     (`QKVParallelLinear`). Every rank has all routers, all norms, the down projections of latent
     attention and, under DP attention, the whole embedding (`VocabParallelEmbedding(enable_tp=...)`).
     """
-    ranks, total = work.attention_ranks, 0
+    ranks, total, quantized = work.attention_ranks, 0, 0
     extra = max(0, ranks - shape.kv_heads) if shape.mla is None else 0
     copies = 2 * shape.head_dim * shape.hidden * shape.num_layers * extra
     for part in shape.parts():
@@ -47,8 +47,19 @@ def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
             ways = ranks
         elif part.name == "embedding" and work.engine_dp > 1:
             ways = 1
-        total += -(-part.num // ways)
+        if work.quantized and part.sharing != "whole" and part.name not in ("embedding", "output"):
+            quantized += -(-part.num // ways)
+        else:
+            total += -(-part.num // ways)
+    if work.quantized:
+        return work.weight_bytes * total + quantized_bytes(quantized + copies // ranks)
     return work.weight_bytes * (total + copies // ranks)
+
+
+def _weights_in_words(num_bytes: int, work: Workload) -> str:
+    if work.quantized:
+        return f"{num_bytes} B, with quantised matrices"
+    return f"{work.weight_bytes} B x {num_bytes // work.weight_bytes}"
 
 
 def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
@@ -112,7 +123,7 @@ def engine_rows(
     weights = Row(
         "engine weights",
         each,
-        f"{work.weight_bytes} B x {each // work.weight_bytes}, one of {work.engine_tp} ranks{replicas}",
+        f"{_weights_in_words(each, work)}, one of {work.engine_tp} ranks{replicas}",
         "mrl.planner.engine.engine_weight_bytes",
     )
     if not awake:

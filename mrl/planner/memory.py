@@ -14,7 +14,7 @@ from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, expert_data_parallel, is_expert, router_bias_bytes
 from mrl.planner.state import optimizer_row, optimizer_shard
-from mrl.planner.workload import Workload
+from mrl.planner.workload import Workload, quantized_bytes
 from parallel.dims import ParallelDims
 
 UNEVEN = 0.5
@@ -110,13 +110,15 @@ def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes that an export needs on a trainer rank.
 
     An export needs two buffers (one if a single buffer holds the whole model and there is one pipeline
-    stage), the peers' pieces of the largest parameter, and memory to merge an adapter.
+    stage), as many for the quantised weights if engines hold such, the peers' pieces of the largest
+    parameter, and memory to merge an adapter.
     """
     largest, whole = largest_export(shape, dims, work), work.sent_bytes(shape)
     buffer = export_buffer_bytes(shape, dims, work)
     num_buffers = 1 if dims.pp == 1 and whole <= buffer else 2
     peers = largest * (dims.tp * dims.ep * dims.etp > 1)
-    return num_buffers * buffer + peers + merging_bytes(shape, dims, work)
+    quantized = num_buffers * quantized_bytes(buffer // work.weight_bytes) * work.quantized
+    return num_buffers * buffer + quantized + peers + merging_bytes(shape, dims, work)
 
 
 def merging_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:

@@ -165,7 +165,9 @@ def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
         for v in sync_volumes(shape, dims, work, stage)
     ]
     if work.rollout_ranks:
-        rows.append(("copy to the worker of each engine", "rollout", size(work.sent_bytes(shape))))
+        rows.append(
+            ("copy to the worker of each engine", "rollout", size(work.encoded_bytes(shape)))
+        )
     return Table(
         "Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows
     )

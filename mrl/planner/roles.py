@@ -141,7 +141,7 @@ def _rank_rows(shape: ModelShape, work: Workload, gpu: Hardware) -> tuple[Row, .
 
 def _worker_rows(shape: ModelShape, dims: ParallelDims, work: Workload) -> tuple[Row, ...]:
     """Return the host-memory rows of an engine's worker."""
-    each = work.sent_bytes(shape)
+    each = work.encoded_bytes(shape)
     tokens = _tokens_ahead(work) // work.num_engines(dims)
     return (
         Row(

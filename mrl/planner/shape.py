@@ -236,6 +236,13 @@ class ModelShape:
         return sum(part.num for part in self.parts())
 
     @property
+    def num_quantized(self) -> int:
+        """Number of weights that `rollout.quantization` quantises: those of attention, MLPs and
+        experts. Biases of the attention are counted too."""
+        layers = range(self.num_layers)
+        return sum(part.num for n in layers for part in self.layer(n) if part.sharing != "whole")
+
+    @property
     def num_active(self) -> int:
         """Number of active parameters per token, as model cards count them.
 

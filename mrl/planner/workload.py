@@ -78,11 +78,19 @@ class Workload:
     """Bytes above which torch does not round a pinned buffer up to a power of two
     (`PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N`); None if it rounds all of them."""
 
+    quantized: bool = False
+    """Whether engines hold quantised weights (`rollout.quantization`)."""
+
     def sent_bytes(self, shape: ModelShape) -> int:
-        """Return the bytes that a weight sync sends: the whole model, or only its adapter."""
+        """Return the bytes that a weight sync exports: the whole model, or only its adapter."""
         if shape.adapter and self.lora == "adapter":
             return self.weight_bytes * shape.adapter.num_parameters
         return self.weight_bytes * shape.num_parameters
+
+    def encoded_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes that a weight sync sends to an engine, after quantising."""
+        matrices = shape.num_quantized if self.quantized else 0
+        return self.sent_bytes(shape) - matrices * self.weight_bytes + quantized_bytes(matrices)
 
     @property
     def sequence_len(self) -> int:
@@ -132,6 +140,11 @@ class Workload:
         return round_up(count, dims.pp) if dims.vpp > 1 else count
 
 
+def quantized_bytes(num_weights: int) -> int:
+    """Return the bytes of weights with one byte each, and a float32 scale for each 128 x 128 block."""
+    return num_weights + -(-num_weights // 128**2) * 4
+
+
 def recipe_workload(
     recipe: Recipe, shape: ModelShape, prompt_len: int, exact_pinned: int | None = None
 ) -> Workload:
@@ -173,6 +186,7 @@ def recipe_workload(
         native=recipe.lora is not None or recipe.model.transformer_impl == "local",
         lora=recipe.lora.rollout if recipe.lora else None,
         exact_pinned=exact_pinned,
+        quantized=recipe.rollout.quantization != "none",
     )
     bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
     return dataclasses.replace(work, bucket_bytes=bucket_bytes)

@@ -35,6 +35,11 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
             "its layers have no low-rank update; leave it out",
         ),
         (
+            f"rollout.quantization={recipe.rollout.quantization} with lora.rollout=adapter",
+            recipe.rollout.quantization != "none" and recipe.lora.rollout == "adapter",
+            "an adapter is not served on a quantised base; use lora.rollout=merged, or none",
+        ),
+        (
             f"moe.expert_bias_update_rate={recipe.moe.expert_bias_update_rate}",
             recipe.moe.expert_bias_update_rate > 0,
             "it would change the base model, which is frozen; set it to 0",

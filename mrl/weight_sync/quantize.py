@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.quantization import SCHEMES, Scheme, is_quantized
+from mrl.quantization import SCHEMES, Scheme, quantized_tensors
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 
@@ -46,14 +46,8 @@ def quantized_buckets(
                 f"weight sync to version {bucket.version}: the gathered weights have other digests "
                 f"than the ranks' shards: they were corrupted in between; {ADVICE}"
             )
-        tensors = []
-        for name, weight in bucket.tensors:
-            if is_quantized(name, weight.dim()):
-                quantized, scales = scheme.quantize(weight)
-                tensors += [(name, quantized), (name + scheme.suffix, scales)]
-            else:
-                tensors.append((name, weight))
-        flat, path, views = _packed(tensors, memory, number % NUM_BUFFERS)
+        tensors = quantized_tensors(bucket.tensors, scheme)
+        flat, path, views = _packed(list(tensors), memory, number % NUM_BUFFERS)
         held = list(_held(dict(bucket.tensors), views, scheme))
         digest = add_digests(digests_of(held))
         yield dataclasses.replace(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
+from mrl.quantization import SCHEMES, fp8_config, quantized_tensors
 from mrl.version import __version__
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
@@ -54,6 +55,7 @@ def export_checkpoint(
     notes: dict[str, str],
     architecture: str | None = None,
     merged: bool = False,
+    quantization: str = "none",
 ) -> Exported:
     """Convert the checkpoint `folder`, which must be undamaged, to a model folder `target`.
 
@@ -62,7 +64,8 @@ def export_checkpoint(
     by default it is the folder that the run trained from. `notes` are additional rows of the model
     card's table. `architecture` is the current location of the recipe's `model.architecture`, by
     default the location that the run used. Each weight file has at most `max_bytes`, unless a
-    single tensor is larger. `target` gets its name only when it is complete.
+    single tensor is larger. `target` gets its name only when it is complete. `quantization` is `none`,
+    `fp8_block` or `fp8_block_ue8m0` (see `rollout.quantization`).
 
     Raises InputError if `target` exists and is not empty or cannot be made, if the model folder is
     missing (a PEFT folder needs none) or is not the base model of the adapter to merge, if the
@@ -80,6 +83,11 @@ def export_checkpoint(
     refuse_critic(folder, saved, model)
     if adapter is None or merged:
         _check_base(model)
+    elif quantization != "none":
+        raise InputError(
+            f"--quantization {quantization}: checkpoint {folder} is an adapter, which is not "
+            "quantised; leave it out, or add --merged"
+        )
     with new_folder(target) as partial:
         if adapter is not None and not merged:
             what, tensors = "adapter", adapter_tensors(saved, model, adapter)
@@ -90,9 +98,11 @@ def export_checkpoint(
             if adapter is not None:
                 what = "base with the adapter merged"
                 tensors = merged_tensors(saved, model, adapter, getattr(torch, content["dtype"]))
+            if quantization != "none":
+                tensors = quantized_tensors(tensors, SCHEMES[quantization])
             where = write_safetensors(partial, tensors, max_bytes)
             num_files, num_tensors = len(set(where.values())), len(where)
-            _write_config(partial, model.config, content["dtype"])
+            _write_config(partial, model.config, content["dtype"], quantization)
             copy_files(model.path, partial)
         name = Path(os.path.abspath(target)).name
         card = model_card(name, model.path.resolve().name, content, notes, merged=merged)
@@ -171,8 +181,12 @@ def _place(name: str, rules: list[tuple[re.Pattern[str], Rule]]) -> tuple[int, i
     raise ValueError(f"no rule for the weight {name}")
 
 
-def _write_config(folder: Path, config: dict[str, Any], dtype: str) -> None:
-    """Write config.json with the dtype (`dtype` in transformers 5, `torch_dtype` in transformers 4)."""
+def _write_config(folder: Path, config: dict[str, Any], dtype: str, quantization: str) -> None:
+    """Write config.json with the dtype (`dtype` in transformers 5, `torch_dtype` in transformers 4)
+    and, for weights in fp8 blocks, DeepSeek-V3's `quantization_config`."""
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if quantization != "none":
+        config["quantization_config"] = fp8_config(quantization)
     assert isinstance(getattr(torch, dtype), torch.dtype)
     named = {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps({**config, **named}, indent=2) + "\n")

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.data": set(),
     "mrl.engines": {"moe.trace", "mrl.kernels", "mrl.quantization"},
     "mrl.scheduling": set(),
-    "parallel": {"mrl.kernels", "moe"},
+    "parallel": {"mrl.kernels", "mrl.quantization", "moe"},
     "mrl.planner": {
         *("moe.route_rows", "mrl.kernels.vp_logprob", "parallel.architectures"),
         "mrl.algorithms",

@@ -10,7 +10,7 @@ import torch
 from rollout_helpers import make_buckets, make_engine, make_prompts
 from torch import Tensor
 
-import mrl.weight_sync.quantize as module
+import mrl.quantization as module
 from mrl.engines.sglang.digests import ACTION, check_quantized, quantized_modules
 from mrl.engines.sglang.engine import Engine
 from mrl.engines.sglang.quantized import engine_modules

@@ -17,7 +17,7 @@ from mrl.engines.base import EngineConfig, engine_seed
 from mrl.engines.sglang.adapter.limits import refuse_layout
 from mrl.engines.sglang.decode import RouteShape, refuse_unfaithful, refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models
-from mrl.engines.sglang.quantized import check_quantization
+from mrl.engines.sglang.quantized import check_quantization, dequantized_settings
 from mrl.engines.sglang.settings import server_environment, server_settings
 from mrl.errors import InputError
 
@@ -87,6 +87,8 @@ def read_launch(
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
     context_len = _context_len(rollout, hf_config)
     settings = server_settings(config, context_len, adapters)
+    if not on_gpu:
+        settings |= dequantized_settings(hf_config, rollout.server_args)
     environment = server_environment(
         gpu_ids,
         ranks,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.config.rollout import SharedRolloutConfig
 from mrl.errors import InputError
-from mrl.quantization import BLOCK, is_quantized
+from mrl.quantization import fp8_config, is_quantized
 
 PACKED = {
     "q_proj": "qkv_proj",
@@ -47,17 +47,19 @@ def quantization_settings(quantization: str, server_args: Mapping[str, Any]) -> 
         return {}
     if quantization == "int8":
         return {"quantization": "w8a8_int8", "load_format": "dummy"}
-    config = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-    }
-    if quantization == "fp8_block_ue8m0":
-        config["scale_fmt"] = "ue8m0"
     given = json.loads(server_args.get("json_model_override_args") or "{}")
-    overrides = json.dumps({**given, "quantization_config": config})
+    overrides = json.dumps({**given, "quantization_config": fp8_config(quantization)})
     return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
+
+
+def dequantized_settings(config: Any, server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ServerArgs for an engine on CPUs if the checkpoint's weights are stored in
+    fp8, and otherwise none. The engine holds them dequantised, from the first update on."""
+    if not getattr(config, "quantization_config", None):
+        return {}
+    given = json.loads(server_args.get("json_model_override_args") or "{}")
+    overrides = json.dumps({**given, "quantization_config": None})
+    return {"load_format": "dummy", "json_model_override_args": overrides}
 
 
 def check_quantization(config: Any, rollout: SharedRolloutConfig, weight_sync: str) -> None:
@@ -66,6 +68,12 @@ def check_quantization(config: Any, rollout: SharedRolloutConfig, weight_sync: s
     `config` is the content of config.json. `weight_sync` is `rollout.weight_sync`.
     """
     key = f"rollout.quantization={rollout.quantization}"
+    stored = getattr(config, "quantization_config", None)
+    if stored and rollout.quantization not in ("fp8_block", "fp8_block_ue8m0"):
+        raise InputError(
+            f"{key}: the weights of model.path are stored in fp8, and the engine would start with "
+            "such weights; set rollout.quantization=fp8_block"
+        )
     if rollout.quantization == "none":
         return
     if config.model_type not in MODEL_TYPES:
