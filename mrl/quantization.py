@@ -1,10 +1,10 @@
 """Formats of quantised weights in engines (`rollout.quantization`), and which weights are quantised.
 
 The trainer quantises the weights that its own forward pass uses, before they are sent
-(`mrl.weight_sync.quantize`). Only the matrices of attention, MLPs and experts are quantised. Router,
-embeddings, output layer, norms, biases and shared-expert gates keep the dtype of the export, as in
-DeepSeek-V3 (arXiv 2412.19437, 3.3). A layer is chosen by the whole name of its last module, so that
-`mlp.gate` cannot mean `mlp.gate_proj`.
+(`mrl.weight_sync.quantize`). Only the matrices of attention, MLPs and experts are quantised.
+Router, embeddings, output layer, norms, biases and shared-expert gates keep the dtype of the
+export, as in DeepSeek-V3 (arXiv 2412.19437, 3.3). A layer is quantised if the last part of its name
+is in MODULES; `mlp.gate`, for example, is not, although `mlp.gate_proj` is.
 
 Dimensions: a weight [N, K] has N outputs and K inputs.
 """
@@ -47,24 +47,29 @@ class Scheme:
     name: str
     """The value of `rollout.quantization`."""
     suffix: str
-    """What the name of a weight's scales adds to the weight's name."""
+    """Suffix that, appended to the name of a weight, gives the name of the weight's scales."""
     dtype: torch.dtype
-    """The dtype of the quantised weights, with one byte an element."""
+    """The dtype of the quantised weights, which has one byte per element."""
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Returns the quantised weight [N, K] and its float32 scales of shape `scale_shape(N, K)`."""
+    """Takes a weight [N, K]. Returns the quantised weight [N, K], and its float32 scales of shape
+    `scale_shape(N, K)`."""
     dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    """Returns the weight [N, K] in a dtype, from the quantised weight and its scales."""
+    """Takes a quantised weight [N, K], its scales and a dtype. Returns the weight [N, K] in that
+    dtype."""
     fake_quantize: Callable[[Tensor], Tensor]
-    """Quantises and dequantises the input [..., K] of a layer, as the engine does on GPUs."""
+    """Takes the input [..., K] of a layer. Returns the input quantised and dequantised, with the
+    rounding errors that the engine's kernels cause on GPUs."""
     scale_shape: Callable[[int, int], tuple[int, int]]
-    """Returns the shape of the scales for N and K."""
+    """Takes N and K. Returns the shape of the scales of a weight [N, K]."""
     relative_error: float
     """The largest relative error of a quantised weight, unless `absolute_error` is larger."""
     absolute_error: float
     """The largest absolute error of a quantised weight, as a multiple of its scale."""
 
     def largest_error(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Return f32[N, K]: how far the dequantised weight can be from `weight` [N, K] by rounding."""
+        """Return f32[N, K]: for each element of `weight` [N, K], the largest error that rounding
+        can cause when the weight is quantised and dequantised. `scales` are the scales of the
+        quantised weight."""
         steps = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
         by_scale = self.dequantize(steps, scales, torch.float32).mul_(self.absolute_error)
         # The division by the scale and the product with it round too.
@@ -146,8 +151,8 @@ def quantized_tensors(
 
 
 def fake_quantize(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
-    """Return the values that an engine holds for the weight `name`, in the same dtype: quantised and
-    dequantised if the weight is one of those that are quantised, and otherwise the weight itself."""
+    """Return the values with which an engine computes for the weight `name`, in the weight's dtype.
+    If `is_quantized`, `weight` is quantised and dequantised; otherwise it is returned unchanged."""
     if not is_quantized(name, weight.dim()):
         return weight
     return scheme.dequantize(*scheme.quantize(weight), weight.dtype)

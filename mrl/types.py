@@ -47,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """The range [start, end) of a sample's tokens or route rows that weights `version` produced."""
+    """A range [start, end) of a sample's tokens or route rows, and the weight version that made it."""
 
     version: int
     start: int
@@ -140,7 +140,7 @@ class Sample:
     """`stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """(end, reward) of each turn; the tokens before `end` earned the reward. Empty without turns."""
+    """(end, reward) of each turn: the turn's last token has index `end` - 1. Empty without turns."""
     sampling_mask: SamplingMask | None = None
     """Tokens that `top_p` and `top_k` kept per position, with `rollout.sampling_mask`; else None."""
 
@@ -208,15 +208,15 @@ class MicroBatch:
     """
 
     input_ids: Tensor
-    """i64[N]."""
+    """i64[N]: the token ids."""
     position_ids: Tensor
     """i64[N], restarting at 0 in each sequence."""
     cu_seqlens: Tensor
-    """i32[B+1]."""
+    """i32[B+1]: the index of each sequence's first token; the last entry is N."""
     loss_mask: Tensor
-    """bool[N]."""
+    """bool[N]: true for the loss tokens."""
     rollout_logprobs: Tensor
-    """f32[N]."""
+    """f32[N]: the engine's log-probs."""
     rewards: Tensor
     """f32[B]: rewards after shaping (`mrl.learn.step_data.shaped_rewards`); 0 without a reward."""
     seq_weight: Tensor
@@ -230,9 +230,9 @@ class MicroBatch:
     """i32[N]: weight version of each token; UNKNOWN_VERSION if the policy did not sample it."""
     routes: TokenRoutes | None = None
     old_logprobs: Tensor | None = None
-    """f32[N], on the last pipeline stage."""
+    """f32[N]: the policy's log-probs before the update, on the last pipeline stage."""
     ref_logprobs: Tensor | None = None
-    """f32[N], on the last pipeline stage."""
+    """f32[N]: the frozen reference model's log-probs, on the last pipeline stage."""
     token_advantages: Tensor | None = None
     """f32[N]: one advantage per token, on the last pipeline stage; replaces `advantages` if given."""
     old_values: Tensor | None = None
@@ -299,7 +299,7 @@ class Quantiles:
     counts: Tensor
     """i64[bins]: a histogram of the values (`mrl.system.histogram`)."""
     reported: tuple[tuple[str, float], ...]
-    """(metric key, quantile in [0, 1]) of each quantile."""
+    """A pair (metric key, quantile in [0, 1]) for each quantile that is reported."""
 
 
 Statistic = Mean | Sum | Max | Quantiles

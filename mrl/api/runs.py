@@ -118,8 +118,8 @@ def _session() -> Iterator[None]:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute with one CPU thread inside the `with` block, unless OMP_NUM_THREADS is set. A run
-    inside the block may still choose another number of threads (mrl/system/threads.py). The number
-    from before the block is restored at its end."""
+    inside the block may still choose another number of threads (mrl/system/threads.py). At the end
+    of the block, the previous number of threads is restored."""
     before = torch.get_num_threads()
     changed = compute_with_one_thread()
     try:

@@ -68,9 +68,9 @@ class AlgorithmConfig(Branch):
     value."""
 
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus, which is subtracted from the loss. The bonus sums the entropy of
-    the full, untruncated distribution over the loss tokens, each weighted like the token's loss. 0
-    turns the bonus off."""
+    """Weight of the entropy bonus, which is subtracted from the loss. The bonus is a sum over the
+    loss tokens: the entropy of each token's full, untruncated distribution, weighted like the
+    token's loss. 0 turns the bonus off."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of KL(policy || reference). If it is 0, no reference model is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -118,11 +118,11 @@ class AlgorithmConfig(Branch):
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""
 
     advantage_eps: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation by which rewards are divided (and token advantages, if they
-    are whitened)."""
+    """Added to the standard deviation by which rewards and, if they are whitened, token advantages
+    are divided."""
     min_group_std: float = Field(default=1e-3, ge=0)
-    """Lower bound of the standard deviation by which rewards are divided (and token advantages, if
-    they are whitened). It prevents nearly equal rewards from giving huge advantages."""
+    """Lower bound of the standard deviation by which rewards and, if they are whitened, token
+    advantages are divided. The bound prevents nearly equal rewards from giving huge advantages."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups from other prompts (DAPO, arXiv
     2503.14476)."""

@@ -10,8 +10,8 @@ from mrl.config.branch import Branch
 
 
 class WorkerConfig(Branch):
-    """Configuration of the processes on rollout ranks, which is the same for all tenants of a
-    service."""
+    """Configuration of the processes on rollout ranks. All tenants of a service have the same
+    values."""
 
     worker_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign of life after which the process of a rollout rank is considered lost
@@ -45,12 +45,12 @@ class AsyncConfig(WorkerConfig):
     tokens come from several versions."""
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of interrupted requests. `keep`: later tokens attend to keys and
-    values of older weights. `recompute`: the cache is computed again with the newer weights. Under
-    R3, tokens sampled before the update are then excluded from the loss, because their routes are
-    unknown."""
+    values of older weights. `recompute`: the cache is computed again with the newer weights. With
+    `moe.routing_replay: r3`, tokens sampled before the update are then excluded from the loss,
+    because their routes are unknown."""
     stale_prefixes: bool = False
-    """Requests may reuse cached prefixes that older weights computed. This is faster, but the
-    routes of these prefixes are not replayed."""
+    """Let requests reuse cached prefixes whose keys and values older weights computed. This is
+    faster, but the routes of these prefixes are not replayed."""
     groups_in_flight: int | None = Field(default=None, ge=1)
     """Number of groups that an engine works on at a time, if engines run freely (max_staleness
     above 0, not deterministic). Null takes twice the number of groups of a step, divided by the

@@ -24,9 +24,9 @@ class GuardConfig(Branch):
     choice may be nearly a tie. With fewer than 1,000 tokens, 0.999 means all of them; 1 always
     checks the token with the largest difference."""
     clip_budget: float = Field(default=0.1, gt=0)
-    """Share of the clip range of a sequence ratio (3e-4 for GSPO) that the trainer's numerical
-    noise may take before the first update. If the noise takes more, a warning says that sequences
-    will be clipped before the policy has learned anything."""
+    """Share of a sequence ratio's clip range that the trainer's numerical noise may take up before
+    the first update; GSPO's clip range is 3e-4. If the noise takes up more, a warning says that
+    sequences will be clipped before the policy has learned anything."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """The run ends with exit code 76 if the log-probs, loss or gradients of the policy, the critic
     or SFT are NaN or infinite in this many consecutive optimizer steps. Each such step is skipped:

@@ -13,7 +13,7 @@ from mrl.config.training import ModelConfig
 
 
 class SharedRolloutConfig(Branch):
-    """Configuration of a rollout engine, which is the same for all runs that share the engine
+    """Configuration of a rollout engine. All runs that share the engine have the same values
     (docs/tenants.md)."""
 
     engine: str = "sglang"
@@ -75,7 +75,9 @@ class SharedRolloutConfig(Branch):
     run freely (see `async.groups_in_flight`), training begins as soon as one engine has started,
     and each other engine must start within this time."""
     request_timeout_s: float = Field(default=1800.0, gt=0)
-    """Time limit for all completions of a step, or for one turn of its conversations, in seconds."""
+    """Time limit in seconds from when a request is sent to the engine until its completion arrives.
+    Time in the engine's queue counts too, so if the requests of a whole step are sent at once, all
+    of its completions must arrive within this time."""
     stall_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds without a sign of life from an engine's scheduler after which the engine is
     considered hung and is replaced."""
@@ -144,8 +146,8 @@ class RolloutConfig(SharedRolloutConfig):
     dynamic_sampling_rounds: int = Field(default=4, ge=1)
     """Maximum number of rounds in which a step with `algorithm.dynamic_sampling` collects
     prompts_per_step groups whose rewards differ. Each round generates for as many new prompts as
-    groups are missing. After the last round, groups with equal rewards fill the step, but no token
-    of theirs is in the loss."""
+    groups are missing. After the last round, groups with equal rewards fill the step, but none of
+    their tokens is in the loss."""
     canary_prompts: int = Field(default=4, ge=0)
     """Number of prompts used to check, after every sync, that trainer and engine agree on the
     log-probs; 0 turns the check off."""

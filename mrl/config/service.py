@@ -52,8 +52,8 @@ class LoraLimits(Branch):
     """Modules outside the experts that an adapter may update: `attention` for every attention
     projection, or a list of Hugging Face module names."""
     experts: tuple[Experts, ...] = ("none",)
-    """Allowed values of `lora.experts` besides `none`, which is always allowed. With any other
-    value the engine reserves memory for expert adapters in every slot."""
+    """Allowed values of `lora.experts`; `none` is always allowed. If another value is allowed too,
+    the engine reserves memory for expert adapters in every slot."""
     slots: int = Field(default=4, ge=1)
     """Number of adapters that the engine computes with at a time. The other adapters stay in host
     memory, and their requests wait for a slot."""

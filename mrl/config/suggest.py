@@ -44,7 +44,8 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
 
     `key` is compared, in this order, with the exact names of other frameworks, the exact names in
     other sections, the nearest name in the same section, the nearest name anywhere, and the nearest
-    name of another framework. If `is_own` is false, only exact names are tried.
+    name of another framework. `is_own` is false if the unknown key is not `key` itself but the
+    section that contains it; then only exact names are compared.
     """
     if (foreign := _foreign(key)) is not None and foreign[0] in known:
         return _quoted(*foreign)

@@ -124,8 +124,9 @@ class OptimizerConfig(Branch):
 
 class MoeConfig(Branch):
     routing_replay: Literal["off", "r2", "r3"] = "r3"
-    """`r3`: replay the engine's routes from the rollout. `r2`: replay the trainer's routes from
-    before the update. `off`: no replay."""
+    """Which routes the trainer replays; a route is the choice of experts for a token in each layer.
+    `r3`: the engine's routes from the rollout. `r2`: the trainer's own routes from before the
+    update. `off`: none, so that the router chooses in every forward pass."""
     replay: Literal["ids", "ids_order", "ids_weights", "ids_order_weights"] = "ids"
     """Which parts of a route are replayed. All values replay the choice of experts. `ids`: the
     trainer weights the experts' outputs by its current router scores, and sums them in the order of
@@ -135,11 +136,11 @@ class MoeConfig(Branch):
     `rollout.return_routing_weights`."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Load-balancing loss of the router. It is off by default, because it changes the router
-    independently of the reward. The load is balanced over each micro-batch (`aux_loss`, which
-    therefore depends on how samples are packed), over each sequence (`seq_aux_loss`, which does not
-    depend on packing), or over all ranks and the micro-batches of the step so far
-    (`global_aux_loss`). The load is computed from the experts that the router would choose with its
-    current weights, even if other routes are replayed."""
+    independently of the reward. `aux_loss` balances the load over each micro-batch, and therefore
+    depends on how samples are packed. `seq_aux_loss` balances it over each sequence, and does not
+    depend on packing. `global_aux_loss` balances it over all ranks and the micro-batches of the
+    step so far. The load is computed from the experts that the router would choose with its current
+    weights, even if other routes are replayed."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss; requires a `load_balancing_type`. The loss is averaged
     over the tokens of the step, without padding and without samples that have no loss, and is

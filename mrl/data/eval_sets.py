@@ -27,8 +27,9 @@ def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Eva
     in tokens.
 
     Raises InputError if a set cannot be read, does not fit the context or has fewer rows than its
-    `num_prompts`, or if two sets have the same name. Also raises InputError if `eval.every` is not
-    0 although there is no set, or although `debug.load_rollouts` is set, with which no engine runs.
+    `num_prompts`, or if two sets have the same name. If `eval.every` is not 0, InputError is also
+    raised if the recipe has no set, or if `debug.load_rollouts` is given, because no engine runs
+    then.
     """
     config = recipe.eval
     names = [each.name for each in config.sets]

@@ -151,8 +151,8 @@ class Diagnosis:
         return {i: self._pieces[i] for i in token_ids}
 
     def _quantized(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return what makes a context in which the policy has the engines' quantised weights; None if
-        engines have the policy's own weights."""
+        """Return a function that makes a context manager. Inside its block, the policy's weights
+        are quantised as in the engines. None if the engines do not quantise."""
         rollout = self.recipe.rollout
         if rollout.quantization == "none":
             return None

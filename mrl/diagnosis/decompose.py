@@ -66,10 +66,11 @@ class Decomposition:
     num_tokens: int
     """The number of loss tokens in the micro-batches of all data-parallel ranks."""
     levels: dict[str, dict[str, float]]
-    """The MEASURES of the mismatch by level of replay, such as `levels["ids"]["k3"]`. The level
-    `none` replays nothing. The level `ids` replays the expert ids, if the engine reported them. The
-    level `weights` also replays the gate weights, if the engine reported them. The level `quantized`
-    replays what `ids` does, with the engine's quantised weights in the trainer."""
+    """Measures of the mismatch (with the names MEASURES) for each level of replay;
+    `levels["ids"]["k3"]` is an example. The level `none` replays nothing. The level `ids` replays
+    the expert ids, if the engine reported them. The level `weights` also replays the gate weights,
+    if the engine reported them. The level `quantized` replays the same ids as `ids`, and the
+    trainer's weights are quantised like the engine's."""
     layers: list[LayerGap]
     """One entry per MoE layer; empty if the engine reported no routes."""
     first_divergent_layer: int | None
@@ -111,8 +112,8 @@ def decompose(
     captured: the engine's routes by layer number, for this rank's rows and layers, as
     `PipelineRunner.captured` returns them. layer_numbers: the numbers of all L MoE layers of the
     model, ascending. max_layers: the largest number of layers to examine one by one. quantized:
-    makes a context in which the policy has the weights of engines with quantised weights; None if
-    the engines have the policy's own weights.
+    makes a context manager, inside whose block the policy's weights are quantised as in the
+    engines; None if the engines do not quantise.
     """
     runs = _Runs(policy, batch)
     available = reduce_statistics(_available_routes(captured))
@@ -163,9 +164,9 @@ class _Runs:
     def run(
         self, name: str, routes: Mapping[int, Route] | None, keep_states: bool = False
     ) -> dict[int, Tensor]:
-        """Run a pass that replays only `routes`; record each of the MEASURES of the mismatch.
+        """Run a forward pass that replays only `routes`, and record how large the mismatch is.
 
-        The statistics are called `name/MEASURE`.
+        The statistics `NAME/MEASURE`, one for each of MEASURES, are added to `stats`.
 
         name: the name of the pass. routes: the routes to replay, by layer number; None to replay
         nothing.

@@ -91,8 +91,9 @@ def choose_samples(lengths: Sequence[int], gaps: Mapping[int, float], max_tokens
 def _while_they_fit(numbers: Sequence[int], lengths: Sequence[int], budget: int) -> set[int]:
     """Choose samples in the order of `numbers`, as long as they fit into `budget` tokens in total.
 
-    numbers: sample indices, which may be chosen. lengths: the number of tokens of every sample. A
-    sample that is longer than the rest of the budget is skipped. Returns the chosen indices.
+    numbers: the indices of the samples that may be chosen. lengths: the number of tokens of every
+    sample, by index. A sample with more tokens than are left of `budget` is skipped. Returns the
+    chosen indices.
     """
     chosen: set[int] = set()
     for i in numbers:
@@ -193,9 +194,10 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
 def route_parts(
     policy: Policy, batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen
 ) -> tuple[tuple[int, ...], Parts]:
-    """Return the numbers of this rank's l MoE layers, ascending, and its values of the route fields.
+    """Return two values: the l numbers of this rank's MoE layers, and the rank's route fields.
 
-    The values have the shape [m, l, ...], with the layers in the same order.
+    The numbers are ascending. The values of a route field for m tokens have the shape [m, l, ...],
+    with the layers in the same order.
     """
     layers, parts = tuple(sorted(policy.moe_layers)), []
     for batch, observed in zip(batches, old.observed, strict=True):

@@ -199,10 +199,10 @@ def _signalled(drill: Drill, name: str, numbers: Sequence[int], codes: Sequence[
 
 
 def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
-    """Return the exit codes that a run may have that must save within checkpoint.stop_limit_s seconds.
+    """Return the allowed exit codes of a run that must save within checkpoint.stop_limit_s.
 
-    SAVED is always allowed. `late` is also allowed if a step of the run without faults took at
-    least half of that time.
+    SAVED is always allowed. `late` is also allowed if some step of the run without faults took at
+    least half of stop_limit_s.
     """
     longest = max(row["time/step_s"] for row in RunFolder(drill.reference).read_metrics())
     is_short = longest < drill.recipe.checkpoint.stop_limit_s / 2

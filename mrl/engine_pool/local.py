@@ -58,8 +58,8 @@ class LocalPool:
     """The engines on the trainer's devices, for one policy. See `mrl.collect.base.Pool`.
 
     In a run without a service, `sync` and `rollout` are called. In a service, tenants share the
-    engine, and neither is called: the service wakes the engine once for all tenants, and calls
-    `generate`, `end_generation` and the methods of `part` for each tenant.
+    engine, and neither is called: the service wakes the engine once for all tenants, and for each
+    tenant calls `generate`, `end_generation` and the methods of `part` (an `EnginePart`).
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class LocalPool:
         is_shared: bool = False,
         user: WorkerUser | None = None,
     ) -> None:
-        """`is_shared`: whether the engine belongs to a service, which starts and stops it. `user`:
-        the owner of the processes of rewards and environments; None means the user of this
-        process."""
+        """`part` syncs the policy's weights to the engine. `is_shared`: whether the engine belongs
+        to a service, which starts and stops it. `user`: the owner of the processes of rewards and
+        environments; None means the user of this process."""
         recipe = plan.recipe
         self.start_text = "the tenant begins" if is_shared else "starting the rollout engine"
         self.part = part

@@ -59,7 +59,7 @@ class LocalEngine:
         )
 
     def begin_step(self) -> None:
-        """Reset the count of losses and the metrics for a new step."""
+        """Set the count of lost engines and the metrics to 0 for a new step."""
         self._restarts.reset()
         self.metrics.reset()
 

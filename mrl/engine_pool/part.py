@@ -55,7 +55,7 @@ class EnginePart:
         self._config, self._group, self._sends_adapter = config, group, sends_adapter
         self._dtype = choose_dtype(config.engine_dtype(model))
         self._quantized = SharedMemory()
-        """The buckets with quantised weights, on CPUs."""
+        """On CPUs, the memory for the buckets with quantised weights."""
         self._loader = WeightLoader(config, model, self.metrics)
         self._canary_maker = CanaryMaker(config, model, prompts)
         self._canaries: Canaries | None = None

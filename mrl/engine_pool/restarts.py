@@ -1,7 +1,8 @@
 """Starts lost engines again, and limits how often an engine may be lost.
 
-A worker of a rollout rank counts the losses of its engine since the last finished batch. In a
-colocated run, the losses of all ranks' engines in a step are added up.
+A worker of a rollout rank counts how often its engine was lost since the last finished batch or, if
+the worker takes prompts one at a time (under leases), since the last finished group. In a colocated
+run, the lost engines of all ranks in a step are added up.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Restarts:
     """
 
     description: str
-    """`IN_BATCH` or `IN_STEP`: what the error message counts."""
+    """`IN_BATCH` or `IN_STEP`: the part of the error message that follows the number of lost
+    engines."""
     max_restarts: int
-    """How many losses are allowed between two calls of `reset`."""
+    """How many times engines may be lost between two calls of `reset`."""
     engine_number: int | None
     """The number of the engine that this rank leads. None if another rank leads the engine; then
     that rank counts the engine's losses."""
@@ -46,7 +48,8 @@ class Restarts:
     is not tried again."""
 
     def reset(self) -> None:
-        """Set the count to 0: a new step begins, or a batch is finished."""
+        """Set the count of lost engines to 0, because a new step begins, or a batch or a group is
+        finished."""
         self.num_counted = 0
 
     def count_lost(self) -> int:

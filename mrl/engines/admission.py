@@ -16,7 +16,7 @@ class Demand:
     tenant: str
     weight: float
     num_waiting: int
-    """Requests that are not in the engine yet."""
+    """Number of the tenant's requests that have not been sent to the engine yet."""
     tokens_each: int
     """Tokens that each waiting request is expected to hold when it ends
     (`AdmissionPolicy.tokens_each`)."""

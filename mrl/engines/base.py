@@ -97,7 +97,7 @@ class Completion:
     tokens if there is a sampling mask, otherwise over the whole vocabulary."""
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: tuple[VersionSpan, ...]
-    """Spans that cover [P, P + C) in order: each has the version of the weights that sampled it."""
+    """Spans that cover [P, P + C) in order, each with the weight version that sampled its tokens."""
     routing: RoutingTrace | None
     """Routes of all P + C - 1 routed tokens; None if routes are off or nothing was generated."""
     num_retractions: int = 0
@@ -138,7 +138,7 @@ class EngineConfig:
     num_nodes: int = 1
     """Number of nodes over which the `rollout.tensor_parallel_size` ranks are spread evenly."""
     weight_push: Callable[..., Any] | None = None
-    """Sends the weights: `Push` of a module in mrl/weight_sync/transports. None: the engine's own."""
+    """Makes the object that sends weights (`Push` in mrl/weight_sync/transports). None: a default."""
     adapter: Adapter | None = None
     """If set, updates load only the matrices of this adapter, and only sleep(1) is allowed."""
 
@@ -196,13 +196,13 @@ class EngineServer(Protocol):
         these tokens from the loss. To keep them, abort() the requests, update, and send prompt and
         partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
 
-        The prefix cache stores prefixes under keys, which name the weight version. After the update, a
-        request that was retracted or had not begun gets the key of the new version, so it reads nothing
-        that older weights computed (plugins/server/mrl_weight_versions.py). A running request keeps the
-        old key, which no later request uses. Calls with `stale_prefixes`, and calls that run alone, use
-        no key: for rows of routes that they read from the cache, `RoutingTrace.row_versions` has the
-        version that computed them, or UNKNOWN_VERSION. If a call that runs alone ends while the server
-        is paused, the server resumes.
+        The prefix cache stores prefixes under keys, which name the weight version. After the
+        update, a request that was retracted or had not begun gets the key of the new version, so it
+        reads nothing that older weights computed (plugins/server/mrl_weight_versions.py). A running
+        request keeps the old key, which no later request uses. On a server with one policy, calls
+        that have `stale_prefixes` or are not `concurrent` use no key: `RoutingTrace.row_versions`
+        has the version that computed each row of their routes, or UNKNOWN_VERSION. If a call that
+        is not `concurrent` ends during the pause, such a server resumes.
         """
         ...
 

@@ -17,8 +17,8 @@ Named = tuple[str, str]
 
 
 class CrashedRequests:
-    """The requests that were in flight each time an engine died, over all starts of the gate's engine.
-    The gate calls these methods under its lock."""
+    """Remembers the requests that were in flight when an engine died. One object serves a gate
+    (gate.py) through all starts of its engine. The gate calls these methods under its lock."""
 
     def __init__(self) -> None:
         self._in_crash: set[Named] = set()

@@ -251,8 +251,9 @@ class Gate:
         return max_tokens if self._policy is None else self._policy.tokens_each(name, max_tokens)
 
     def _may_admit(self, in_flight: int) -> bool:
-        """Return whether any request may be sent now. If the engine has no requests, also choose the
-        first queue that must run alone, if there is one, to run next."""
+        """Return whether any request may be sent now. `in_flight` is the sum of
+        `_Tenant.in_flight`, which is 0 if the engine has no requests. Then a queue that must run
+        alone, if there is one, is chosen to run next."""
         if self._alone is not None:
             return True
         queues = [queue for tenant in self._tenants.values() for queue in tenant.queues]

@@ -142,8 +142,10 @@ def _add_near(
     holders: Mapping[int, int],
 ) -> None:
     """Add the transfers for `readers`, the ranks of this node that need `selection`: messages to
-    `rank`, reads by `rank` from the memory of other ranks, and the pages of all ranks of the
-    node."""
+    `rank`, reads by `rank` from the memory of other ranks, and the pages of all ranks of the node.
+
+    `local` has the samples that each rank holds. `near` and `holders` map a sample to the lowest
+    rank that holds it, on this node and on all nodes."""
     messages: dict[int, list[int]] = defaultdict(list)
     reading: dict[int, list[int]] = defaultdict(list)
     for i in selection.samples:

@@ -26,7 +26,7 @@ STOPPED_S = 60.0
 """The seconds that a rank may be stopped (SIGSTOP) before it is killed."""
 IDLE_S = 600.0
 """The seconds that a starting rank may make no progress before it is killed. The limit no longer
-applies once the rank has reached the other ranks."""
+applies once the rank has started and waits for the other ranks."""
 CPU_S, BYTES = 1.0, 1 << 16
 """A starting rank counts as idle until it has used CPU_S more seconds of CPU time, or read BYTES more
 bytes. A thread that only polls does not reach these numbers within IDLE_S."""
@@ -121,7 +121,8 @@ class LauncherWatchdog:
     def _idle_s(self, pid: int) -> float:
         """Return for how many seconds a rank has neither computed nor read.
 
-        Returns 0 if the rank has reached the other ranks, or if it is stopped.
+        Returns 0 if the rank has reported that it has started (`signal_arrived`), or if it is
+        stopped (SIGSTOP).
         """
         if self._stopped_s[pid] or (self._folder / arrived_file(rank_of(pid) or 0)).exists():
             self._idle.pop(pid, None)

@@ -17,16 +17,16 @@ NATIVE = {2: 1.9, 4: 1.3}
 numbers of bytes of a weight (2 for bf16, 4 for fp32). tests/planner/test_estimates.py measures the
 ratios on a CPU."""
 HEAD_SLICE = 8192
-"""Number of rows of the output layer's weight whose gradient the chunked output head computes at a
-time, if the weight is in half precision."""
+"""The chunked output head computes the gradient of its weight in slices of this many rows, if the
+weight is in half precision."""
 
 
 def layer_parts(shape: ModelShape, number: int) -> dict[str, tuple[int, int]]:
     """Return the size of the activations that layer `number` keeps per row, by module.
 
     The keys are modules as in Megatron's `recompute_modules`; selective recompute never covers the
-    activations under keys that begin with `kept`. The values are (number of elements of b bytes, number
-    of elements of 4 bytes).
+    activations under keys that begin with `kept`. The values are (number of elements in the dtype
+    of the weights, number of elements of 4 bytes).
     """
     width = shape.query_width + shape.kv_width
     rotated = (1 + shape.qk_norm) * (shape.query_width + shape.kv_width // 2)

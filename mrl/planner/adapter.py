@@ -67,10 +67,11 @@ class _Layer:
         self.outputs: dict[str, int] = {}
 
     def add(self, part: Part, rule: Rule, sizes: tuple[int, int], passes: int) -> None:
-        """Add one matrix, the A or B of a module, which `rule` describes.
+        """Add the matrix A or B of an adapted module.
 
-        `sizes` is (rank, outputs) of the low-rank update. `passes` is how often each token passes
-        through the matrix.
+        `part` has the matrix's size and sharding, and `rule` its names. `sizes` is (the adapter's
+        rank, number of outputs of the module). `passes` is the number of times that each token is
+        multiplied by the matrix: top-k for matrices of experts, otherwise 1.
         """
         self.parts.append(part)
         if rule.megatron.endswith(".A"):

@@ -157,7 +157,9 @@ def step_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardwa
 def update_seconds(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, held: list[Stage]
 ) -> float:
-    """Estimate the seconds of Adam's update, which is bound by HBM bandwidth.
+    """Estimate the seconds of one update by Adam, which is bound by HBM bandwidth.
+
+    `held` has all pipeline stages; the one that moves the most bytes determines the time.
 
     Adam reads and writes its state, reads gradients and writes weights. For the offloaded share of the
     state, gradients are copied to the host, Adam reads and writes main parameters and moments there,

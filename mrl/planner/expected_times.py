@@ -20,7 +20,8 @@ COST = "mrl.planner.cost"
 LOAD = "engine: load weights"
 SYNC = "weight sync"
 OFFLOAD = "offload and onload"
-"""LOAD and OFFLOAD are keys of `StepCost.seconds`; keys of a weight sync begin with SYNC."""
+"""LOAD and OFFLOAD are keys of `StepCost.seconds`. SYNC is the beginning of all keys there that
+belong to a weight sync."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,10 @@ def pinned_bytes(num_bytes: int, exact: int | None) -> int:
 
 
 def pinned_total(tensors: Tensors, element_bytes: int, exact: int | None) -> int:
-    """Return the pinned bytes of `tensors`, each of which has its own buffer."""
+    """Return the bytes that torch reserves for pinned copies of `tensors`, one buffer per tensor.
+
+    `element_bytes` is the size of an element. `exact` is described in `pinned_bytes`.
+    """
     return sum(count * pinned_bytes(element_bytes * n, exact) for count, n in tensors)
 
 
@@ -47,9 +50,9 @@ def stage_tensors(parts: Iterable[Part], dims: ParallelDims) -> tuple[Tensors, T
 
 
 def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]:
-    """Return the module buffers of a stage, each with its element size in bytes.
+    """Return (tensors, bytes of an element) for each kind of module buffer on a stage.
 
-    An element size of 0 means the element size of the weights (`Workload.weight_bytes`).
+    0 bytes mean that the elements are as large as those of the weights (`Workload.weight_bytes`).
     """
     moe_layers = len(set(stage.layers) & set(shape.moe_layers))
     found: list[tuple[Tensors, int]] = [

@@ -55,5 +55,5 @@ def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
 
 
 def _has(words: list[str], part: list[str]) -> bool:
-    """Return whether `words` contains the words of `part`, one after the other."""
+    """Return whether the words of `part` occur in `words` in the same order, with no word between."""
     return any(words[i : i + len(part)] == part for i in range(len(words)))

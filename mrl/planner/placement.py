@@ -139,8 +139,8 @@ def generation_s(
     - `finish`: g / r + (g - g / r) / n. The engine is full except before it loads newer weights, when
       it waits for its slowest group. At best this happens once in n steps.
     - `interrupt`: max(g / r, g / n). The engine does not finish its groups before it loads newer
-      weights, so it is always full. But the slowest group must be complete n steps after it began,
-      because the last step that may train on it begins then.
+      weights, so it is always full. But no group may take longer than n steps, because later steps
+      must not train on it.
 
     For n = 1 both formulas give g, because then only the groups of one step are in flight.
     """

@@ -157,7 +157,7 @@ def _worker_rows(shape: ModelShape, dims: ParallelDims, work: Workload) -> tuple
 
 
 def _tokens_ahead(work: Workload) -> int:
-    """Return the number of tokens in one step and in all steps that may be generated ahead of it."""
+    """Return the number of tokens of 1 + `max_staleness` steps, which may be in memory together."""
     return (1 + work.max_staleness) * work.num_tokens
 
 

@@ -33,7 +33,8 @@ class RolloutBytes:
 
     name: str
     leader: float
-    """Bytes that the leader of each engine sends."""
+    """Bytes that the leader of each engine (its first rank) sends; for `routes from the engine`,
+    the bytes that the engine passes to its leader."""
     rank: float
     """Bytes that one rank receives, on the pipeline stage whose ranks receive the most."""
     first: float
@@ -41,7 +42,11 @@ class RolloutBytes:
 
 
 def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[RolloutBytes]:
-    """Return one entry per kind of traffic. With a single rank, the only traffic is from its engine."""
+    """Return a step's rollout traffic between processes in bytes, one entry per kind of traffic.
+
+    The kinds depend on the layout. With a single rank there is one kind: the routes that the engine
+    passes to this rank through shared memory (0 bytes without r3 replay).
+    """
     num_engines = work.num_engines(dims)
     per_engine = work.num_tokens / num_engines
     found = [_from_engine(shape, work, per_engine)]
@@ -73,10 +78,12 @@ def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
 
 
 def _to_first_rank(shape: ModelShape, work: Workload, num_tokens: float) -> RolloutBytes:
-    """Return the traffic from the workers to the server on the first trainer rank, without texts.
+    """Return the bytes that rollout ranks send to the first trainer rank in a disaggregated run.
 
-    `num_tokens` is the number of tokens of one engine. The first rank then sends the samples to the
-    other ranks, which is not counted.
+    They are tokens, log-probs and, with r3 replay, routes. Texts are not counted.
+
+    `num_tokens` is the number of tokens of one engine. The bytes that the first trainer rank then
+    sends to the other trainer ranks are not counted.
     """
     is_replayed = work.routing_replay == "r3"
     row = route_bytes(shape.num_experts, shape.topk) if is_replayed else 0

@@ -214,7 +214,7 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
 
 
 def _runs(shape: ModelShape, dims: ParallelDims) -> bool:
-    """Return whether the layout divides the world and the model."""
+    """Return whether the parallel sizes of the layout divide the number of ranks and the model."""
     dense, expert = dims.tp * dims.cp * dims.pp, dims.ep * dims.etp * dims.pp
     try:
         dims.check_model(shape.sizes)

@@ -62,7 +62,10 @@ def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
 
 
 def _check_shares(rollout: RolloutConfig, num_engines: int) -> None:
-    """Raise InputError if an engine starts only as many prompts as the step needs from that engine."""
+    """Raise InputError if over-sampling has no effect on some engine.
+
+    That is the case if the engine starts no more prompts than the step needs from it.
+    """
     for number in range(num_engines):
         started, wanted = (
             len(range(number, total, num_engines))

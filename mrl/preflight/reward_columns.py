@@ -47,7 +47,8 @@ def check_reward_columns(
     needed: dict[str, list[str]] = {}
     functions: dict[str, RewardFunction | None] = {}
     fit: set[tuple[str, ...]] = set()
-    """(reward, *columns) of the rows that were already checked for clashing names."""
+    """One tuple (reward, name of each column) for every combination already checked for a column
+    with the name of another argument."""
     missing: dict[tuple[str, str], list[Prompt]] = {}
     empty: dict[tuple[str, str], list[Prompt]] = {}
     specs = {key: [term.path for term in terms_of(each)] for key, each in of_sources.items()}

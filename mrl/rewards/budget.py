@@ -12,8 +12,8 @@ from mrl.errors import RunFailed
 
 
 class Budget:
-    """A limit on the wall-clock time in each step during which at least one call of a reward or an
-    environment runs. Thread-safe.
+    """A limit on the wall-clock time per step that calls of rewards and environments take.
+    Thread-safe.
 
     The time of calls that run concurrently is counted only once.
     """

@@ -52,7 +52,7 @@ read this variable."""
 
 
 class ServerFailed(RewardError):
-    """The server could not score the samples of this call, but may be able to score fewer at once."""
+    """The server could not score the samples of this call. A call with fewer samples may succeed."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)

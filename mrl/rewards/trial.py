@@ -154,7 +154,7 @@ class _Failure:
     kind: str
     text: str
     broken: bool
-    """Whether scoring each completion alone would be useless."""
+    """Whether the call failed in a way that would not change if each completion were scored alone."""
 
 
 class _Caller:

@@ -58,7 +58,7 @@ class Divergence:
 
     step: int
     pairs: list[Pair]
-    """The values of the step that differ."""
+    """The values in which the two runs differ in this step."""
 
 
 @dataclass(frozen=True)

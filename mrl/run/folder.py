@@ -219,9 +219,10 @@ class RunFolder:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def evaluation_file(self, version: int) -> Path:
-        """Return the path of the metrics of the evaluation of weights `version`.
+        """Return the path of the file with the metrics of an evaluation of the weights of version
+        `version`.
 
-        The file exists only if that evaluation is complete.
+        The file exists only if the evaluation is complete.
         """
         return self.evals / f"step_{version:06d}.json"
 
@@ -249,7 +250,7 @@ def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
 
 
 def _set_aside(folder: Path, step: int) -> None:
-    """Move the files of the steps from `step` on to a new folder `dropped_N`."""
+    """Move the files of step `step` and of all later steps to a new folder `dropped_N`."""
     dropped = [f for f in folder.glob("step_*") if step_of_file(f) >= step]
     if not dropped:
         return

@@ -146,11 +146,13 @@ def in_order(scored: Iterable[PendingPrompt]) -> list[PendingPrompt]:
 def whole_batches(
     waiting: Sequence[PendingPrompt], step: int, config: RolloutConfig, max_staleness: int
 ) -> tuple[list[list[PendingPrompt]], list[PendingPrompt]]:
-    """Split pending prompts into batches for `step` and the following steps, and all other prompts.
+    """Return two lists: full batches for `step` and the steps after it, and all other pending
+    prompts.
 
-    Each batch has `prompts_per_step` scored groups that fit `config`. All tokens of the batch for
-    step S were sampled by weights of version S - `max_staleness` or newer. The list of batches ends
-    before the first step for which there are too few such groups.
+    A batch is for one step, and has `prompts_per_step` groups that are scored and whose samples can
+    be used with `config` (`PendingPrompt.fits`). All tokens of the batch for step S were sampled by
+    weights of version S - `max_staleness` or newer. The batches end before the first step for which
+    too few such groups remain.
     """
     ready = [one for one in waiting if one.is_scored and one.fits(config)]
     batches: list[list[PendingPrompt]] = []

@@ -47,7 +47,8 @@ class Timeline:
         add_line(self.file, row)
 
     def rewind(self, step: int) -> None:
-        """Remove the rows of the steps from `step` on, which will be repeated."""
+        """Remove the rows of step `step` and of all later steps, because these steps will be
+        repeated."""
         if self.file.exists():
             lines = self.file.read_bytes().splitlines(keepends=True)
             write_whole(self.file, [line for line in lines if _step(line) in range(step)])

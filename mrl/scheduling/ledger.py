@@ -86,13 +86,12 @@ class Ledger:
         return list(added)
 
     def num_to_draw(self, version: int, most: int) -> int:
-        """Return how many prompts must be added before `lease(worker, version, most)`, so that the
-        call does not run out of prompts."""
+        """Return how many prompts must be added so that only `most` and the bound on staleness
+        limit what `lease(worker, version, most)` returns."""
         return max(0, min(most, self.capacity(version)) - len(self.waiting))
 
     def capacity(self, version: int) -> int:
-        """Return how many more groups may be started if the weights `version` sample the oldest
-        token of each."""
+        """Return how many more groups may be started whose oldest token is of version `version`."""
         in_flight = [*self.leases.values(), *self.finished.values()]
         return self.bound.room(self.step, [each.oldest for each in in_flight], version)
 

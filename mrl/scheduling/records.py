@@ -44,8 +44,9 @@ class Lease:
         return self.version if self.partial is None else min(self.version, self.partial.oldest)
 
     def check_versions(self, oldest: int, newest: int, step: int) -> None:
-        """Raise ValueError if the versions `oldest` to `newest` cannot have sampled this lease's
-        tokens at step `step`."""
+        """Check the versions `oldest` to `newest`, which according to the worker sampled the
+        group's tokens. Raise ValueError unless they lie between this lease's oldest version and
+        `step`, the trainer's next step."""
         if not self.oldest <= oldest <= newest <= step:
             raise ValueError(
                 f"worker {self.worker} says that weights {oldest} to {newest} sampled the group of "

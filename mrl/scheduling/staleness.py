@@ -6,8 +6,8 @@ group is *in flight* while it is leased or finished. It is *due* in step `oldest
 
 The rule is AReaL's (areal/infra/staleness_manager.py, `get_capacity`), except that it uses the
 version of the engine instead of the trainer's version. An engine with the weights `version` may
-start as many groups as the steps up to `version + n` still have room for, after the groups in
-flight that are due in these steps. So for every step d
+start groups as long as the steps up to `version + n` have room for them beside the groups in flight
+that are due in these steps. So for every step d
 
     number of groups in flight that are due in step d or before <= (d - s + 1) * B    (1)
 
@@ -63,8 +63,8 @@ class Bound:
         """Return whether a leased group may become too old if `step` does not wait for it.
 
         `leased` has the version of the oldest token of each leased group. Finished groups need not
-        be counted: `step` takes the groups that are due first. If the step leaves a finished group
-        in the queue, all groups of its batch were due no later than that group.
+        be counted. The step takes the groups that are due first, so a finished group that it leaves
+        in the queue is due no earlier than any group that it takes.
         """
         dues = sorted(self.due(each) for each in leased)
         return any(

@@ -49,9 +49,11 @@ OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
 """Keys in the sections of `SHARED` for which a tenant may give its own value, within limits that
 `_beyond` checks."""
 FREE_FORM = ("megatron", "rollout.server_args", "watch.limits")
-"""Mappings with arbitrary keys. A key that only the recipe sets counts as a difference too."""
+"""Mappings with arbitrary keys. All their keys belong to the service. A key that a recipe sets and
+the service's configuration does not set counts as a different value."""
 NATIVE = ("auto", "local")
-"""Values of model.transformer_impl that are equivalent for a model with adapters."""
+"""Values of model.transformer_impl that a tenant's recipe may have. Both mean mrl's own layers,
+because only these support adapters."""
 MAX_SAMPLES = 65_536
 """Maximum number of samples in a step, all of which the service holds in memory. Also the maximum
 of `samples_per_prompt` in an evaluation set."""

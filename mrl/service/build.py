@@ -74,7 +74,7 @@ def build_service(
 
 
 def share_local(config: ServiceConfig, mesh: Mesh) -> SharedResources[SharedLocalEngine]:
-    """Load the base model, and prepare the engine to which this rank belongs without starting it. A
+    """Load the base model, and prepare, but do not start, the engine to which this rank belongs. A
     collective."""
     base = _load_base(config, mesh)
     rollout, world = config.rollout_config(), dist.get_world_size()

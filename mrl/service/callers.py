@@ -29,12 +29,13 @@ class Limits:
     num_headers: int = 64
     body_bytes: int = 1 << 20
     operation_bytes: int = 8 << 20
-    """Like `body_bytes`, but for a body that posts an operation of a session. It may hold many
-    tokens."""
+    """Maximum number of bytes of a body that posts an operation of a session. It is larger than
+    `body_bytes`, because such a body may hold many tokens."""
     depth: int = 32
     """Maximum depth to which objects and lists may be nested in the body."""
     head_s: float = 5.0
-    """Seconds within which the head of the request, which contains the token, must arrive."""
+    """Seconds within which the head of the request, which contains the caller's secret token, must
+    arrive."""
     request_s: float = 10.0
     """Seconds within which the whole request must arrive."""
     unread: int = 64
@@ -53,8 +54,9 @@ SHUT: dict[Stage, int] = {
     "body": socket.SHUT_RD,
     "answer": socket.SHUT_RDWR,
 }
-"""How to shut down the connection of a refused caller, which wakes the thread that serves the
-caller. Before the answer, only reading is shut down, so that the reason can still be sent."""
+"""How the connection of a refused caller is shut down, by the stage that the caller is in. This
+wakes the thread that serves the caller. Before the answer, only reading is shut down, so that the
+reason can still be sent."""
 
 
 class Callers:

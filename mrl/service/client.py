@@ -88,9 +88,9 @@ class ControlClient:
         self, name: str, reason: str | None = None, sequence: int | None = None
     ) -> dict[str, Any]:
         """Pause a tenant. `sequence` is the number that distinguishes the tenant from other tenants
-        that had the same name (`Tenant.sequence`). If it is given, and the tenant that has the name
-        now has another number, the service refuses the request. The same holds for `resume` and
-        `remove`."""
+        that had the same name (`Tenant.sequence`). If it is given, the service refuses the request
+        unless the tenant that now has the name also has this number. `resume` and `remove` treat it
+        in the same way."""
         body = {"sequence": sequence} | ({} if reason is None else {"reason": reason})
         return self.call("POST", f"/tenants/{check_name(name)}/pause", body)
 

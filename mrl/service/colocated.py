@@ -35,11 +35,11 @@ from parallel.policy import Policy
 
 
 class RecipeMember:
-    """Takes part in the rollout phases of a service for a tenant whose training loop the service
-    runs.
+    """Represents a tenant with a recipe in the rollout phases of a colocated service.
 
-    The class has the methods and properties that a rollout phase uses. `SessionSampler` has them
-    too, for the other kind of tenant, a session. All of these methods except `generate` are
+    The service itself runs the training loop of such a tenant. The class has the methods and
+    properties that a rollout phase uses. For a session, which is the other kind of tenant,
+    `SessionSampler` has the same methods and properties. All of the methods except `generate` are
     collectives.
     """
 
@@ -96,7 +96,7 @@ Runs = TenantRun | SessionRun
 
 
 def _member(run: Runs) -> SessionSampler | RecipeMember:
-    """Return the object that takes part in rollout phases for a run."""
+    """Return the object that represents the tenant of `run` in rollout phases."""
     return run.sampler if isinstance(run, SessionRun) else RecipeMember(run)
 
 
@@ -159,8 +159,8 @@ class ColocatedService(Service[Runs]):
 
     def _collect(self, runs: Sequence[Runs], clock: Clock) -> dict[str, float]:
         """Generate and score one step's samples for each tenant. Return statistics that say how
-        full this rank's engine was and whose requests filled it (see `GateTimes`), summed over the
-        time in which the engine generated."""
+        full this rank's engine was while it generated, and whose requests filled it (see
+        `GateTimes`)."""
         names, times = [run.name for run in runs], []
         for run in runs:
             self._attempt(run, run.begin)

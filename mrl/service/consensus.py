@@ -46,8 +46,7 @@ class FailureConsensus:
     and every call is a collective."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: seconds for which a rank on which the work succeeded may wait for the other
-        ranks."""
+        """`timeout_s`: seconds that a rank whose own work succeeded may wait for the other ranks."""
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -1,4 +1,5 @@
-"""A service whose engines are on separate ranks: some tenants roll out while another tenant trains.
+"""A service whose engines are on separate ranks. Engines generate for some tenants while the
+trainer trains another tenant.
 
 A turn does what is possible without waiting: it sends adapters that engines have room for, takes
 samples that have arrived, and trains one tenant if one is ready.

@@ -1,8 +1,8 @@
 """Computes the metrics of a service, and each tenant's shares and waits over several rounds.
 
-The metrics are computed from the statistics of the engines' gates
-(`mrl.engines.gate_times.GateTimes`) and from the trainer's seconds. The shares over rounds are
-computed from rows of the service's metrics.jsonl.
+The metrics are computed from the seconds of the trainer and from statistics of the engines' gates
+(`mrl.engines.gate_times.GateTimes`). An engine's gate decides when each tenant's requests are sent
+to the engine. The shares over rounds are computed from rows of the service's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class OverRounds(NamedTuple):
     round has a value for them."""
 
     trainer_share: float | None
-    """The trainer's seconds for the tenant's swaps and updates, divided by the sum over all
-    tenants."""
+    """The trainer's seconds for the tenant's updates, and for bringing the tenant's state to the
+    device before them, divided by the sum of these seconds over all tenants."""
     tokens: float
     """Number of tokens that were generated for the tenant."""
     tokens_share: float | None
@@ -98,8 +98,9 @@ def over_rounds(
 
     `tenants`: for each tenant name, the number that distinguishes the tenant from others with the
     same name (`Tenant.sequence`). A value of a row is left out if the row's `service/NAME/sequence`
-    shows that the value belongs to another tenant of that name. Rows that an older version of mrl
-    wrote lack this key. Values that are not finite numbers are left out too.
+    shows that the value belongs to another tenant of that name. If a row has no such key, because
+    an older version of mrl wrote it, its values are not left out. Values that are not finite
+    numbers are left out.
     """
     names = list(tenants)
     own = [_own(row, tenants) for row in rows]

@@ -1,11 +1,12 @@
-"""This module is the scheduling policy of a service with many tenants.
+"""The scheduling policy of a service with many tenants.
 
 TrainingQueue   chooses the tenant that is trained next, among the tenants with complete samples
 Admission       chooses the waiting requests that go to an engine now, given its free KV memory
 Phase           chooses the tenants that roll out together if trainer and engine share the GPUs
 
-All of it is deterministic and reads no clock: `now` is in seconds on any clock that does not go back.
-When the service is restarted, all debts are zero again, and costs are measured again.
+All of it is deterministic and reads no clock: `now` is in seconds on any clock that does not go
+back. After a restart of the service, the debts of all tenants (see `TrainingQueue`) are zero again,
+and the seconds that their updates take are measured again.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class _Entry:
 class TrainingQueue:
     """Chooses whose samples are trained next: deficit round-robin, with a bound on the wait.
 
-    **Debts.** A tenant's debt is the seconds of training that its share has not paid for yet. They
-    include the swap, which brings the tenant's state to the device. The tenant in line with the
-    smallest debt per weight is next; among equals, the one that joined first. If all tenants in
-    line have debts, every tenant is first forgiven its weight times the smallest debt per weight
-    among the tenants in line. (This is deficit round-robin that charges once the cost is known,
-    with the smallest quantum that lets one tenant run.) No debt falls below zero, so no tenant
-    saves up time while away.
+    **Debts.** A tenant's debt is the number of seconds that its updates took, minus the seconds
+    that it was forgiven. The seconds of an update include the swap, which brings the tenant's state
+    to the device. The tenant in line with the smallest debt per weight is next; among equals, the
+    one that joined first. If all tenants in line have debts, every tenant is first forgiven its
+    weight times the smallest debt per weight among the tenants in line. (This is deficit
+    round-robin that charges once the cost is known, with the smallest quantum that lets one tenant
+    run.) No debt falls below zero, so no tenant saves up time while away.
 
     **The bound.** A tenant i that gets in line at time r is promised a start by D = r + max(max_wait_s,
     B). B would be the wait of i if all tenants were served in the order in which they came: the rest
@@ -203,7 +204,7 @@ class Admission:
         self._lengths[tenant] = number, mean + (num_tokens - mean) / number
 
     def leave(self, tenant: str) -> None:
-        """Forget a tenant."""
+        """Remove all that is stored about a tenant, such as the lengths of its requests."""
         self._lengths.pop(tenant, None)
         self._passed.pop(tenant, None)
 
@@ -259,15 +260,17 @@ class Phase:
     max_tenants: int
     """How many adapters the engine can hold at the same time."""
     fill: float = 4.0
-    """The samples of a phase are expected to hold at most `fill` times as many tokens as fit into
-    the KV memory, unless the phase has only one tenant. With more tokens the engine would be no
-    fuller, and tenants would wait longer for each other."""
+    """Limit on the number of tokens in a phase's samples, as a multiple of the tokens that fit into
+    the KV memory at once. A phase with only one tenant has no limit. More tokens would not use the
+    engine better, and tenants would wait longer for each other."""
 
     def start(self, capacity_tokens: int, wanting: Mapping[str, int]) -> list[str]:
-        """Return the tenants that take part: as many as fit, but at least the first one.
+        """Return the tenants that take part: the first ones in `wanting`, as many as `max_tenants`
+        and `fill` allow, but at least one.
 
         `wanting`: the tenants that need samples, in the order in which they began to need them,
-        each with the expected total number of tokens in its samples of the phase.
+        each with the largest number of tokens that its samples of the phase may have together.
+        `capacity_tokens`: the number of tokens that fit into the KV memory at once.
         """
         ends = itertools.accumulate(wanting.values())
         room = self.fill * capacity_tokens

@@ -83,8 +83,8 @@ class Service(ABC, Generic[Run]):
         """The number of completed turns."""
 
     def serve(self, *, until_done: bool = False) -> int:
-        """Give tenants turns until a signal comes, then save every tenant. Return which signal it
-        was, as a key of `mrl.system.stop.WHO`, or 0 if there was none.
+        """Give tenants turns until a stop signal arrives, then save every tenant. Return which
+        signal it was, as a key of `mrl.system.stop.WHO`, or 0 if there was none.
 
         `until_done`: also end when no tenant has anything left to do.
         """

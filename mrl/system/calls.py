@@ -18,9 +18,9 @@ def why_not(
     """Return Python's reason for refusing a call of `function`; empty if Python accepts the call.
 
     The call has `num_positional` positional arguments and the keyword arguments `names`. Missing
-    arguments are not reported, and a function without a signature is accepted. `num_positional` leaves
-    out `self`, which is counted in addition if `function` is a bound method or a callable object, or
-    if `is_unbound` says that it is an unbound method.
+    arguments are not reported, and a function without a signature is accepted. `num_positional`
+    does not count `self`. One argument is added for it if `function` is a bound method or a
+    callable object, or if `is_unbound` says that it is an unbound method.
     """
     num_positional += is_unbound
     if inspect.ismethod(function):
@@ -48,9 +48,9 @@ def unaccepted_column(
 ) -> str | None:
     """Return the first column that `function` does not accept as a keyword argument, or None.
 
-    In addition to the columns, the function is called with `num_positional` positional arguments and
-    the keyword arguments `given`. `num_positional` leaves out `self`; `is_unbound` says whether
-    `function` is an unbound method.
+    In addition to the columns, the function is called with `num_positional` positional arguments
+    and the keyword arguments `given`. `num_positional` does not count `self`; `is_unbound` says
+    whether `function` is an unbound method.
     """
     if not why_not(function, num_positional, {*columns, *given}, is_unbound=is_unbound):
         return None

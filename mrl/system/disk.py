@@ -24,7 +24,7 @@ NO_INODES = "the disk has no inodes left"
 
 
 def refusal(error: BaseException, place: Path) -> str:
-    """Return one line that says why a write failed, with the path and the free bytes.
+    """Return one line that says why a write failed, with the path and the number of free bytes.
 
     The result is empty if neither `error` nor one of its causes is about a full or read-only disk,
     a quota or the maximum file size (`DISK_ERRORS`). If the error names no file, the line names the

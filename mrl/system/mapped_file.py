@@ -52,7 +52,8 @@ class _Mapping:
 
 
 _mappings: dict[str, _Mapping] = {}
-"""Mappings by path. While a file is mapped, it exists, so no other file gets its inode number."""
+"""Mappings by path of the file. No other file can get a mapped file's inode number, even after the
+mapped file was removed, because the system keeps a file while it is mapped."""
 
 
 def _number(path: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Writes a run or a service folder as one HTML file that needs no server and no network (`mrl view`).
+"""Writes an HTML file that shows a run or a service. Reading it needs no server and no network.
 
 series.py    metrics.jsonl as thinned curves
 facts.py     config.yaml or service.yaml as the facts at the top

@@ -105,8 +105,8 @@ def require_run(folder: Path) -> None:
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
     """Choose at most `limit` of the steps with a token record, and return them in ascending order.
 
-    The last step, the first step and the steps in which the metrics of WORST_BY are largest come
-    first. Evenly spaced steps fill the rest.
+    They are chosen in this order until there are `limit` steps: the last step, the first step, for
+    each metric of WORST_BY the step in which it is largest, and evenly spaced steps.
 
     recorded: the steps with a token record, ascending. rows: the rows of metrics.jsonl.
     """

@@ -112,8 +112,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _series(key: str, number: int) -> str:
-    """Return the key of the curve that shows the metric `key` in run `number`. It contains no
-    space, because the page splits lists of keys at spaces."""
+    """Return the key of the curve that shows the metric `key` in run `number`. The result contains
+    no space, because the page splits lists of keys at spaces."""
     return f"{key}#{number}"
 
 

@@ -62,7 +62,7 @@ def noting_collectives() -> Iterator[None]:
 
 
 def _replace(owner: type, method: str, undo: ExitStack) -> Callable[..., Any]:
-    """Return a method of the class `owner` before it is replaced; make `undo` restore it later.
+    """Return the method that the caller is about to replace; make `undo` restore it when it closes.
 
     `undo` restores the entry of the class's `__dict__`, because the function that pybind11 returns
     for the attribute would not be bound to instances.

@@ -192,7 +192,8 @@ def end_last(found: Verdict, ranks: Sequence[Process], head: MonitorServer | Non
 
 
 def kill_last(ranks: Sequence[Process], number: int) -> None:
-    """Kill a rank after the run if it is on this node. The launcher is told that it did not fail."""
+    """After the run, kill the rank with this number if it is on this node. A file tells the
+    launcher that the rank did not fail."""
     for rank in [rank for rank in ranks if rank.rank == number]:
         if folder := os.environ.get(LAUNCH_FOLDER):
             with suppress(OSError):

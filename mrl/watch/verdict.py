@@ -141,7 +141,7 @@ class Watch:
     _ranks: list[_Rank] = field(default_factory=list)
     _longest_s: dict[_Work, float] = field(default_factory=dict)
     _through: dict[_Work, set[int]] = field(default_factory=dict)
-    """The ranks that have completed each phase."""
+    """For each phase and tenant, the ranks that have completed the phase at least once."""
     _warned: set[tuple[int, int]] = field(default_factory=set)
 
     def tick(self, seconds: float, ranks: Sequence[Observation]) -> Verdict | None:

@@ -28,14 +28,15 @@ from parallel.policy import Policy
 MAX_TOKENS = 64
 TOLERANCE_FLOAT32 = 1e-3
 TOLERANCE_HALF = 0.1
-"""The default tolerance unless trainer and engine both run in fp32. It is higher than
-TOLERANCE_FLOAT32, because in half precision a few tokens are routed to other experts. A wrong model
-differs by more than 1."""
+"""The default of `rollout.canary_tolerance` unless trainer and engine both run in fp32. It is
+higher than TOLERANCE_FLOAT32, because in half precision a few tokens are routed to other experts. A
+wrong model differs by more than 1."""
 
 
 QUANTIZATION_FACTOR = 4.0
-"""How much of the difference that quantised weights make is added to the tolerance. The engine also
-quantises the layers' inputs, which makes a difference of about the same size; the rest is margin."""
+"""With quantised weights, the tolerance is raised by this factor times
+`Canaries.quantization_abs_mean`. The engine also quantises the layers' inputs, which changes
+log-probs by about as much again; the rest is margin."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Canaries:
     sequences: list[Tensor]
     logprobs: list[Tensor]
     quantization_abs_mean: float = 0.0
-    """Mean |difference| of the trainer's log-probs that quantising its weights makes on the
-    sequences; 0 for engines without quantised weights."""
+    """By how much the trainer's log-probs of the sequences change if its weights are quantised, as
+    a mean of absolute differences; 0 for engines without quantised weights."""
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
-    """Return the default for the largest mean difference of log-probs on the canaries, given the
-    dtypes of trainer and engine."""
+    """Return the default limit for the mean absolute difference between the engine's and the
+    trainer's log-probs of the canaries. `dtypes` are those of trainer and engine."""
     exact = all(dtype == torch.float32 for dtype in dtypes)
     return TOLERANCE_FLOAT32 if exact else TOLERANCE_HALF
 

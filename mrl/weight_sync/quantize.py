@@ -3,9 +3,9 @@
 The values that are quantised are those of the export, which the trainer's own forward pass uses. The
 optimizer's float32 copies would be quantised to other values.
 
-The export's digests prove that a bucket was gathered correctly. They are compared here, and the bucket
-gets new digests, of what the engine will hold: on GPUs the quantised weights and their scales, on CPUs
-the dequantised weights.
+The export's digests prove that a bucket was gathered correctly. This module compares them with the
+bucket's weights, and gives the bucket new digests, of what the engine will hold: on GPUs the
+quantised weights and their scales, on CPUs the dequantised weights.
 """
 
 from __future__ import annotations

@@ -91,11 +91,6 @@ def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ("default",))
     refuse(
         hf,
         (
-            (
-                hf.get("quantization_config"),
-                "quantization_config: quantised weights cannot be trained; convert the checkpoint "
-                "to bf16 first",
-            ),
             (hf.get("attention_bias"), "attention_bias is not supported; use a model without it"),
             (
                 hf.get("use_sliding_window")

@@ -34,7 +34,8 @@ NUM_STRATA = 10
 """The largest number of groups into which tokens are divided by log-prob. Tokens of a group are
 comparable. Groups have at least 50 tokens if there are that many."""
 NUM_CANDIDATES = 32
-"""The largest number C of suspect experts in the joint regression."""
+"""The largest number C of experts whose effects on the tokens' `|d|` are estimated together, in one
+regression. They are the experts with the largest `expert_z`."""
 MIN_T = 6.0
 """An expert counts as faulty only if its t value is at least this. The threshold is high because the
 tokens of a sample are not independent, and because one of L * E experts may have a large t value by
@@ -58,7 +59,8 @@ class Suspect:
     """The index of the layer among the L MoE layers, from 0."""
     expert: int
     t: float
-    """The t value of the expert in the joint regression."""
+    """The expert's t value in the joint regression of the tokens' mismatch scores on all candidate
+    experts."""
     runner_up: float
     """The t value of the next most suspect expert; 0 without another candidate."""
     inside: Tensor

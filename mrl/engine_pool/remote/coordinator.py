@@ -62,10 +62,10 @@ class Coordinator(Generic[S]):
         assigned."""
         self._results: dict[int, dict[int, Delivered]] = {}
         """The delivered groups of each work item that `take` has not removed yet, by work id and
-        part."""
+        then by part (0 for a batch, the index of the evaluation set for an evaluation)."""
         self._losses: Counter[int] = Counter()
-        """For each engine, how many of its workers were lost since one of them finished a work item
-        or a group."""
+        """For each engine, how many workers were lost since one of its workers last finished a work
+        item or a group."""
         self.num_lost = 0
         self._next_id = 0
         self._measured = EngineMetrics()
@@ -173,12 +173,13 @@ class Coordinator(Generic[S]):
             return Status(self._can_send(version), can_proceed, is_delivered)
 
     def take(self, work_id: int) -> dict[int, Delivered]:
-        """Return the delivered groups of a work item, by part, and remove the item."""
+        """Return the delivered groups of a work item, and remove the item. The keys are 0 for a
+        batch, and the indices of the evaluation sets for an evaluation."""
         with self._lock:
             return self._results.pop(work_id)
 
     def peek(self, work_id: int) -> dict[int, Delivered]:
-        """Return the delivered groups of a work item, by part, without removing the item."""
+        """Return the same as `take`, without removing the work item."""
         return self._results[work_id]
 
     def put(self, delivered: Delivered) -> int:

@@ -46,8 +46,12 @@ class EngineOwner:
         self.server.start()
 
     def reset_losses(self) -> None:
-        """Set the count of losses to 0. Call this after each finished batch, or after each finished
-        group if the worker has leases."""
+        """Set the number of times that the engine was lost to 0.
+
+        Call this after each finished batch. If the worker instead takes prompts one at a time (each
+        under a lease, see `mrl.engine_pool.remote.lease_schedule`), call it after each finished
+        sample group.
+        """
         with self._lock:
             self._restarts.reset()
 

@@ -278,8 +278,8 @@ class LeaseSchedule(Schedule):
 
 
 def default_groups(prompts_per_step: int, num_engines: int) -> int:
-    """Return how many groups an engine generates at a time if the recipe does not say so
-    (`async.groups_in_flight`)."""
+    """Return the default of `async.groups_in_flight`, the number of groups that an engine generates
+    at a time."""
     return max(1, math.ceil(2 * prompts_per_step / num_engines))
 
 

@@ -60,7 +60,8 @@ class RemoteWork:
     """Whether the groups were taken from the queue of finished groups; only set on rank 0."""
 
     def add(self, part: int, delivered: Delivered) -> None:
-        """Add the groups that one engine has delivered to `scored[part]`."""
+        """Add to `scored[part]` the groups that one engine has delivered. `part` is 0 for a batch,
+        and the index of the evaluation set for an evaluation."""
         whole = self.scored[part]
         assert whole is not None
         whole.add(delivered)
@@ -92,7 +93,7 @@ class RemotePool:
         self._canaries = CanaryMaker(recipe.rollout, recipe.model, plan.prompts)
         self._sender: WeightSender | None = None
         self._quantized = SharedMemory()
-        """The buckets with quantised weights, on CPUs."""
+        """On CPUs, the memory for the buckets with quantised weights."""
         self._policy: Policy | None = None
 
     @property

@@ -62,7 +62,7 @@ def connect(settings: Mapping[str, Any]) -> Wire:
     """Connect to the trainer's server at `settings["server"]`, and send the token and the engine
     number.
 
-    Raises WireClosed if the server does not answer, because the run may have ended meanwhile.
+    Raises WireClosed if the server does not answer; the run may have ended.
     """
     address = tuple(settings["server"])
     try:

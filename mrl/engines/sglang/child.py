@@ -1,8 +1,9 @@
 """The entry point of the server process: `python -m mrl.engines.sglang.child`, with settings on stdin.
 
-The settings are one JSON object {"server_args": {...}, "parent_pid": int, "scratch": str}. The API key
-is in `server_args` and is passed in no other way, because other users of the machine can read a command
-line, and other processes of this user can read an environment.
+The settings are one JSON object {"server_args": {...}, "parent_pid": int, "scratch": str}.
+`scratch` is the server's folder for temporary files. The API key is in `server_args` and is passed
+in no other way, because other users of the machine can read a command line, and other processes of
+this user can read an environment.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main() -> None:
 
 
 def _die_with_parent(parent_pid: int, scratch: str) -> None:
-    """Kill this whole session, schedulers included, when the trainer dies for any reason.
+    """Kill this whole session, schedulers included, and delete the folder `scratch`, when the
+    trainer dies for any reason.
 
     PR_SET_PDEATHSIG is not enough: it fires when the *thread* that started this process ends, and it
     kills only this process. Schedulers that are still importing would then keep running.

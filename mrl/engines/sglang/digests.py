@@ -17,10 +17,10 @@ from mrl.kernels.digest import add_digests, digest_place
 
 ACTION = "mrl_digest"
 QUANTIZED = "quantized:"
-"""What precedes the name of a module that computes with quantised weights."""
+"""In a rank's report, the prefix of the name of a module that computes with quantised weights."""
 UNKNOWN = "?"
-"""A rank's report names this as the rank's piece of a parameter if the parameter's module does not know
-which piece it holds."""
+"""What a rank reports instead of the piece of a parameter that it holds, if the parameter's module
+does not know the piece."""
 SHOWN = 3
 ADVICE = "this ends the run: start it again, it continues from its last checkpoint, and report this"
 
@@ -57,7 +57,8 @@ def held_digests(answer: Mapping[str, Any], num_ranks: int) -> tuple[dict[str, i
 
 
 def quantized_modules(answer: Mapping[str, Any]) -> set[str]:
-    """Return the names of the modules that compute with quantised weights, from the same answer."""
+    """Return the names of the modules that compute with quantised weights, from the answer to POST
+    /weights_checker."""
     return {name.removeprefix(QUANTIZED) for name in _lines(answer) if name.startswith(QUANTIZED)}
 
 
@@ -74,7 +75,8 @@ def check_quantized(expected: Collection[str], found: Collection[str]) -> None:
 
 
 def _lines(answer: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-    """Return the lines of the answer by name and rank."""
+    """Return the texts in the answer to POST /weights_checker, by name (of a parameter, or of a
+    module after QUANTIZED) and then by rank."""
     lines: dict[str, dict[int, str]] = {}
     for rank in answer.get("ranks") or []:
         for key, text in rank["checksums"].items():

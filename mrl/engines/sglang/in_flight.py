@@ -92,7 +92,7 @@ class InFlightRequests:
 
     @property
     def is_cache_empty(self) -> bool:
-        """Whether nothing has filled the prefix cache since it was dropped."""
+        """Whether no request has filled the prefix cache since it was last dropped."""
         return not (self._in_cache or self._in_keyed_cache)
 
     def versions_in_use(self) -> set[int]:

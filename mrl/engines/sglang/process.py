@@ -201,8 +201,8 @@ class ServerProcess:
         return "\n".join([f"last lines of {self.log_path}:", *lines])
 
     def why(self) -> str:
-        """Return the path of the log, and before it the line of the log that says what went wrong, if
-        there is one."""
+        """Return the end of an error message: what went wrong, if the log or the exit code tells,
+        and then the path of the log."""
         found = cause(self.log_text(), self.exit_code())
         return f"{found}; its log is {self.log_path}" if found else f"its log is {self.log_path}"
 

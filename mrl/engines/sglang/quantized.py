@@ -39,7 +39,8 @@ def engine_modules(names: Iterable[str]) -> set[str]:
 
 def quantization_settings(quantization: str, server_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ServerArgs for an engine on GPUs whose weights are quantised. The engine
-    does not read the checkpoint, whose weights are in another format. The first update sends all.
+    does not read the checkpoint, whose weights are in another format. It gets all weights in the
+    first update.
 
     This has not run on a GPU yet.
     """

@@ -58,7 +58,8 @@ class Answer(NamedTuple):
 
 
 OnSend = Callable[[Sequence[str], Sequence[Request]], SendContext]
-"""Called with SGLang's ids of requests and the requests themselves, just before they are sent."""
+"""Called just before requests are sent, with SGLang's ids of the requests and the requests. Returns
+the state of the weights at that moment."""
 
 
 Enqueue = Callable[[Sequence[Request], Callable[[], None]], AdmissionQueue]
@@ -66,8 +67,9 @@ Enqueue = Callable[[Sequence[Request], Callable[[], None]], AdmissionQueue]
 
 
 class _Event(NamedTuple):
-    """What a thread tells the consumer: the answer to a request (one id), the end of a stream (the ids
-    of its batch, with the error if it broke), or that a gate has admitted requests (no ids)."""
+    """What a thread tells the consumer of `answers()`: the answer to a request (one id), the end of
+    a stream (the ids of its batch, with the error if it broke), or that a gate has admitted
+    requests (no ids)."""
 
     rids: Sequence[str]
     answer: dict[str, Any] | None

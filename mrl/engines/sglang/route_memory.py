@@ -38,7 +38,7 @@ MAX_BYTES = 4 << 30
 does without this module."""
 PAGE = 4096
 CLOSED = 0
-"""The number in the trainer's memory while the trainer wants routes as base64 in JSON."""
+"""Written in place of the call number while the trainer wants routes as base64 in JSON."""
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 
@@ -177,7 +177,8 @@ class RouteWriter:
 
 
 _NUMBER_AT = 16
-"""Offset of the number in the trainer's memory, after the nonce of `mrl.system.shared_memory`."""
+"""Offset in bytes of the call number in the trainer's memory, after the nonce of
+`mrl.system.shared_memory`."""
 
 
 def make_writer() -> RouteWriter | None:

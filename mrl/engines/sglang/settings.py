@@ -23,8 +23,9 @@ ADAPTER_PLUGIN = PLUGINS / "adapter"
 CPU_ADAPTER_PLUGIN = PLUGINS / "cpu_adapter"
 CPU_QUANTIZED_PLUGIN = PLUGINS / "cpu_quantized"
 SLOT_WAIT_S = 10.0
-"""Seconds after which an adapter whose requests wait gets the next slot that can be emptied. Without
-this limit, the adapter in the slot would keep it for as long as new requests for that adapter come."""
+"""Seconds that requests may wait for their adapter to be put into a slot (device memory for one
+adapter). Then the adapter gets the next slot that can be emptied. Without this limit, an adapter
+would keep its slot for as long as new requests for it come."""
 CPU_MAX_TOTAL_TOKENS = 16_384
 
 

@@ -204,14 +204,15 @@ class Operations:
                 self._keep_past(name_of(session), mine)
 
     def _lose(self, mine: _Life, states: tuple[State, ...]) -> None:
-        """Mark the operations in these states as lost."""
+        """Mark the operations of the life `mine` that are in one of these states as lost."""
         for each in [each for each in mine.waiting if each.state in states]:
             mine.waiting.remove(each)
             mine.answers[each.id] = _Answer("lost", json.dumps(LOST).encode(), time.monotonic())
 
     def _keep_past(self, name: str, mine: _Life) -> None:
-        """Keep the answers of the life `mine` of a session, which has ended. If there are too many
-        such lives, drop the oldest."""
+        """Keep the answers of `mine`, the last life of the session `name`, after the life has
+        ended. If answers of more than MAX_PAST sessions are kept, drop those of the session that
+        ended first."""
         self._lose(mine, ("queued", "running"))
         mine.keys.clear()
         self._past[name] = mine
@@ -254,8 +255,8 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        """Return the current life of a session, and begin one if there is none yet. Earlier lives
-        of a session with the same name then end if the session was never open in them."""
+        """Return the current life of a session. If it has none yet, begin one, and end all earlier
+        lives under the same name in which the session was never open."""
         if session not in self._lives:
             name = name_of(session)
             for key, life in list(self._lives.items()):

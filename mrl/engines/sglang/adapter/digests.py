@@ -18,9 +18,9 @@ ACTION = "mrl_adapter "
 def check_exported(exported: Iterable[tuple[str, int]], came: Mapping[str, int]) -> None:
     """Raise RuntimeError if the received matrices differ from those that the trainer exported.
 
-    `exported` has the exporter's digests. Each is keyed either by PEFT's name of a matrix, or by a
-    module of the model (`digest_place`), and is then the sum over the module's matrices. `came` has the
-    digests of the received matrices, by PEFT's name.
+    `exported` has the exporter's digests as pairs (name, digest). The name is either PEFT's name of
+    a matrix, or the name of a module (`digest_place`). The digest of a module is the sum over its
+    matrices. `came` has the digests of the received matrices, by PEFT's name.
     """
     expected = add_digests(exported)
     places = add_digests((digest_place(name), digest) for name, digest in came.items())

@@ -151,9 +151,9 @@ class AdapterUpdater:
             raise
 
     def drop_unused(self, used: Collection[int]) -> None:
-        """Make SGLang unload every version except the newest and those in `used`. SGLang would wait for
-        the requests that use a version before it unloads the version. Raises RuntimeError if SGLang
-        refuses."""
+        """Make SGLang unload every version except the newest and those in `used`, the versions that
+        requests still use. (SGLang does not unload a version before its requests have finished, so
+        the call would wait for them.) Raises RuntimeError if SGLang refuses."""
         with self._changing:
             for version in list(self._loaded)[:-1]:
                 if version not in used:

@@ -61,8 +61,8 @@ def stamp(request, *args, **options):
 
 
 def release(original, manager, abort):
-    """Run TokenizerManager._handle_abort_req. If it ended the request, release the request's adapter,
-    because such a request never reaches SGLang's own code that releases adapters."""
+    """Run TokenizerManager._handle_abort_req. If this ended the request, release the request's
+    adapter, because SGLang's own code that releases adapters is not called for such a request."""
     state = manager.rid_to_state.get(abort.rid)
     result = original(manager, abort)
     is_over = state is not None and abort.rid not in manager.rid_to_state
@@ -157,8 +157,9 @@ def in_slot(manager, adapter_id):
 
 
 def of_linear(pool, name, module, weights, held, rank):
-    """Yield (name of the buffer, A or B, the part of the slot that is read, this rank's part of the
-    matrix) for a dense layer."""
+    """For a dense layer, yield tuples of four: the name of the module in SGLang's memory pool, "A"
+    or "B", the part of the slot that batches read, and what it should contain (this rank's part of
+    the matrix)."""
     import torch
 
     target = take("get_target_module_name")(name, pool.target_modules)
@@ -171,8 +172,9 @@ def of_linear(pool, name, module, weights, held, rank):
 
 
 def of_experts(pool, module, weights, held, adapter):
-    """Yield (name of the buffer, A or B, the slot, the contents that it should have) for all experts of
-    this rank. B is multiplied by the scale, as in mem_pool.py."""
+    """For all experts of this rank, yield tuples of four: the name of the module in SGLang's memory
+    pool, "A" or "B", the contents of the slot, and what it should contain. B is multiplied by the
+    scale, as in mem_pool.py."""
     import torch
 
     cuts = {"A": module.slice_moe_lora_a_weights, "B": module.slice_moe_lora_b_weights}
@@ -195,8 +197,9 @@ def of_experts(pool, module, weights, held, adapter):
 
 
 def by_expert(pool, own, cut):
-    """Return [(index of the expert on this rank, its matrix)] for the experts of this rank. A matrix
-    that all experts share has index 0."""
+    """Return [(index of the expert on this rank, its matrix)] for the experts of this rank. A
+    matrix that all experts share has index 0. `own` has the adapter's matrices by name, and `cut`
+    takes this tensor-parallel rank's part of them."""
     if not own:
         return []
     first = next(iter(own.values()))

@@ -55,7 +55,7 @@ LARGEST_HALF_EXPERT = 1 << 16
 """The largest H x I of an expert in bf16 or fp16 for which fused_experts replaces SGLang's loop."""
 
 WHOLE_VECTORS = 32
-"""A multiple of the number of elements that torch computes at once, for every dtype."""
+"""A multiple of the number of elements in one of torch's SIMD vectors, for every dtype."""
 
 
 def register():
@@ -92,7 +92,8 @@ def give_cpu_module():
 
 
 def find_no_nccl():
-    """Raise the error that SGLang itself raises, and handles, with a CPU build of torch."""
+    """Replace SGLang's search for the NCCL library: raise ValueError, as the search does with a CPU
+    build of torch. SGLang handles the error."""
     raise ValueError("NCCL needs GPUs, and this server runs on CPUs")
 
 
@@ -120,6 +121,7 @@ def attend_decode(
     """Compute attention of the last token of each request: query [n, h, d], output [n, h, e] for n
     tokens, h heads and head sizes d and e.
 
+    Arguments are those of SGLang's function `original`, which is called if `fits_kernel` is False.
     The last token sees all others of its request, so SGLang does not ask for a causal mask here.
     """
     cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
@@ -145,7 +147,8 @@ def attend_extend(
     **options,
 ):
     """Compute attention of the new tokens of each request: query [n, h, d], output [n, h, e] for n
-    tokens, h heads and head sizes d and e."""
+    tokens, h heads and head sizes d and e. Arguments are those of SGLang's function `original`,
+    which is called if there is no causal mask or `fits_kernel` is False."""
     cache = (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens)
     if not causal or not fits_kernel(query, k_cache, v_cache, encoder_lens):
         new = (extend_prefix_lens, extend_seq_lens)
@@ -160,14 +163,19 @@ def fits_kernel(query, k_cache, v_cache, encoder_lens):
     """Return whether paged_attention can replace SGLang's loop.
 
     It cannot for models with an encoder, for a cache in another dtype than the queries (or neither
-    fp32, bf16 nor fp16), and for head sizes that are not multiples of 8. The loop remains for these,
-    and for extends without a causal mask.
+    fp32, bf16 nor fp16), and for head sizes that are not multiples of 8. SGLang's loop still
+    computes these, and prefills without a causal mask.
     """
     return encoder_lens is None and supports_paged_attention(query, k_cache, v_cache)
 
 
 def attend(query, output, cache, starts, options):
-    """Write the attention output of the batch's queries, without the padding queries at the end."""
+    """Write the attention output of the batch's queries into `output`, and return it. Padding
+    queries at the end are left out.
+
+    `cache` is SGLang's (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens). `starts` has
+    the index of each request's first query, and then the number of queries; None if each request
+    has one query. `options` are the other arguments of SGLang's function."""
     num_queries = len(cache[-1]) if starts is None else int(starts[-1])
     scale, window = options.get("scaling"), options.get("sliding_window_size")
     paged_attention(

@@ -175,8 +175,9 @@ def update(x, slots, ranks, a, b, expert):
 
 
 def multiply_a(inputs, weights, batch_info, num_slices=1):
-    """Return the scaled A x for x [n, inputs], with the matrices [slices * r, inputs] in each
-    token's slot. The result fills the first slices * r columns of [n, slices * R], where R is the
+    """Return A x, times the adapter's scale, for x [n, inputs]. A is [slices * r, inputs] and comes
+    from each token's slot. It has one slice for each of the projections that SGLang fuses, such as
+    q, k and v. The result fills the first slices * r columns of [n, slices * R], where R is the
     largest rank."""
     out = inputs.new_zeros(len(inputs), weights.shape[1])
     for rows, slot, rank in segments(batch_info):
@@ -186,8 +187,9 @@ def multiply_a(inputs, weights, batch_info, num_slices=1):
 
 
 def multiply_b(inputs, weights, batch_info, slice_offsets, base_output=None):
-    """Add B y to the base layer's output [n, outputs] in place, and return it. `inputs` is y
-    [n, slices * R] from `multiply_a`."""
+    """Add B y to the base layer's output [n, outputs] in place, and return it. `inputs` is y [n,
+    slices * R] from `multiply_a`. Slice i is added to the columns from `slice_offsets[i]` to
+    `slice_offsets[i + 1]`."""
     offsets = slice_offsets.tolist()
     if base_output is None:
         base_output = inputs.new_zeros(len(inputs), offsets[-1])

@@ -42,7 +42,8 @@ def widen(capturer, *, num_tokens, device, **options):
 
 
 def note_weights(original, *, topk_ids, topk_weights, **options):
-    """Store ids and weights while SGLang captures the ids in `original`."""
+    """Run SGLang's function `original`, which captures the ids. Meanwhile `chosen` holds ids and
+    weights."""
     bits = topk_weights.float().contiguous().view(torch.int32)
     chosen[:] = [torch.cat([topk_ids.int(), bits], dim=1)]
     try:

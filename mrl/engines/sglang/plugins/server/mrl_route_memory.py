@@ -19,8 +19,8 @@ def register():
 
 
 def with_references(sender, output, *args, **options):
-    """Replace routes by references before SenderWrapper.send_output sends them. Only the rank that
-    sends has a socket."""
+    """Replace routes by references before SenderWrapper.send_output sends them. Do nothing on a
+    rank without a socket, because it sends nothing."""
     routes = getattr(output, "routed_experts", None)
     if not routes or sender.socket is None:
         return

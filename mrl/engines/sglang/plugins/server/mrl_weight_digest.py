@@ -67,12 +67,14 @@ def synchronised(original, worker, *args, **options):
 
 
 def digests(model):
-    """Return the text `dtype piece digest[,digest...] [expert,...]` for each parameter of this rank.
+    """Return the text `dtype piece digest[,digest...] [expert,...]` of each parameter of this rank,
+    by the parameter's name.
 
-    The piece names the part of the parameter that this rank holds: ranks with the same piece hold the
-    same values. It is `?` for a module that does not know its part. A parameter of fused experts
-    [E, ...] has one digest for each expert, and the experts' indices in the whole model. The names of
-    modules that compute with quantised weights follow QUANTIZED, with an empty text.
+    The piece names the part of the parameter that this rank holds: ranks with the same piece hold
+    the same values. It is `?` for a module that does not know its part. A parameter of fused
+    experts [E, ...] has one digest for each expert, and the experts' indices in the whole model.
+    Each module that computes with quantised weights adds one more key, QUANTIZED followed by the
+    module's name, with an empty text.
     """
     from mrl.kernels.digest import MODULUS, weight_sums
     from mrl.quantization import DTYPES
@@ -128,9 +130,9 @@ def parts_of(module, name, parameter):
 
 
 def rank_in(module, number, group):
-    """Return this rank's index in the group of ranks that split a layer; None if the layer has neither
-    attribute. Before SGLang 0.5.22, the layer's attribute `number` has the index. Since then, its
-    attribute `group` has the group."""
+    """Return this rank's index in the group of ranks that split a layer. Before SGLang 0.5.22, the
+    layer's attribute with the name `number` has the index. Since then, its attribute with the name
+    `group` has the group. Return None if the layer has neither attribute."""
     if hasattr(module, number):
         return getattr(module, number)
     if not hasattr(module, group):
