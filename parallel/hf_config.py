@@ -164,6 +164,7 @@ class HfModel:
         model = cls(folder, config, find_architecture(config, named), named)
         try:
             _ = model.sizes, model.context_len
+            stored_quantization(config, str(folder))
             _check_positive(config, model.rotary_base, folder / "config.json")
             _ = model.rope_scaling_factor
             settings = model.architecture.transformer_config(config)
