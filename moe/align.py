@@ -25,7 +25,7 @@ from mrl.types import NATIVE_ROUTE, MicroBatch, RoutingTrace, TokenRoutes
 
 
 def routes_of_trace(trace: RoutingTrace, layers: Sequence[int] | None = None) -> TokenRoutes:
-    """Return the routes of a sample's T-1 rows in the given layers.
+    """Return the routes of a sample in the given layers: T-1 rows, one for each token but the last.
 
     layers: Megatron's 1-based layer numbers, in the order of the result; None takes all layers of
     the trace.

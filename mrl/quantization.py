@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ DTYPES = (torch.float8_e4m3fn, torch.int8)
 MODULES = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # latent attention
         *("gate_proj", "up_proj", "down_proj"),
         *("w1", "w2", "w3"),  # Mixtral's experts
     }
@@ -47,9 +49,9 @@ class Scheme:
     name: str
     """The value of `rollout.quantization`."""
     suffix: str
-    """Suffix that, appended to the name of a weight, gives the name of the weight's scales."""
+    """The suffix that is appended to a weight's name to get the name of its scales."""
     dtype: torch.dtype
-    """The dtype of the quantised weights, which has one byte per element."""
+    """The dtype of the quantised weights, which takes one byte per element."""
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Takes a weight [N, K]. Returns the quantised weight [N, K], and its float32 scales of shape
     `scale_shape(N, K)`."""
@@ -60,16 +62,16 @@ class Scheme:
     """Takes the input [..., K] of a layer. Returns the input quantised and dequantised, with the
     rounding errors that the engine's kernels cause on GPUs."""
     scale_shape: Callable[[int, int], tuple[int, int]]
-    """Takes N and K. Returns the shape of the scales of a weight [N, K]."""
+    """Returns the shape of the scales of a weight [N, K], given N and K."""
     relative_error: float
-    """The largest relative error of a quantised weight, unless `absolute_error` is larger."""
+    """The largest rounding error, as a multiple of the weight. If `absolute_error` gives a larger
+    error, that applies."""
     absolute_error: float
-    """The largest absolute error of a quantised weight, as a multiple of its scale."""
+    """The largest rounding error, as a multiple of the scale. If `relative_error` gives a larger error,
+    that applies."""
 
     def largest_error(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Return f32[N, K]: for each element of `weight` [N, K], the largest error that rounding
-        can cause when the weight is quantised and dequantised. `scales` are the scales of the
-        quantised weight."""
+        """Return f32[N, K]: the largest possible rounding error of each element of `weight` [N, K]."""
         steps = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
         by_scale = self.dequantize(steps, scales, torch.float32).mul_(self.absolute_error)
         # The division by the scale and the product with it round too.
@@ -156,3 +158,18 @@ def fake_quantize(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
     if not is_quantized(name, weight.dim()):
         return weight
     return scheme.dequantize(*scheme.quantize(weight), weight.dtype)
+
+
+def with_rounding_noise(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
+    """Return the weight `name` with noise of the size of the format's rounding errors, if the weight is
+    one of those that are quantised, and otherwise the weight itself.
+
+    The noise is uniform between -1 and 1 times `Scheme.largest_error`, and depends on `name` alone.
+    Unlike `fake_quantize`, it also changes weights that are exact in the format.
+    """
+    if not is_quantized(name, weight.dim()):
+        return weight
+    _, scales = scheme.quantize(weight)
+    noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+    largest = scheme.largest_error(weight, scales)
+    return (weight.float() + (2 * noise - 1).to(weight.device) * largest).to(weight.dtype)

@@ -130,8 +130,8 @@ class Attachments:
 
 
 class GatherHooks:
-    """The hooks in which Megatron's DDP waits for gathered weights. DDP has them only with
-    `overlap_param_gather`."""
+    """The forward hooks in which Megatron's DDP waits until the weights are gathered from all ranks.
+    DDP has these hooks only with `overlap_param_gather`."""
 
     def __init__(self, chunks: list[Any]) -> None:
         """Remember which of `chunks` have such hooks. The chunks are wrapped in DDP, which has
@@ -185,14 +185,14 @@ class Base:
         return bool(self.kinds)
 
     def take(self, model: Any, seed: int) -> None:
-        """Mount `model`, which is being built and attaches its adapter, hooks and replays itself.
-        `seed` is the adapter's seed; only a shared base uses it."""
+        """Record that `model`, which is still being built, is mounted. It attaches its own adapter,
+        hooks and replays. `seed` is the adapter's seed; only a shared base uses it."""
         assert self.mounted is None, "a base of one model was given to another"
         self.mounted = model
 
     def release(self, model: Any) -> bool:
-        """Release a model that is being closed, and return True. A shared base returns False if the
-        model was already released."""
+        """Let go of `model`, which is being closed. Return True; a shared base returns False if the
+        model was released before."""
         return True
 
     def require_mounted(self, model: Any) -> None:

@@ -43,7 +43,7 @@ class Block:
 
     @property
     def packed(self) -> Tensor:
-        """i64[num_tokens]: packed indices of the block's tokens."""
+        """i64[num_tokens]: indices of the block's tokens among the N packed tokens."""
         first = self.sequence_start + self.offset
         return torch.arange(first, first + self.num_tokens)
 
@@ -55,15 +55,15 @@ class ContextSlice:
     group: ProcessGroup
     blocks: list[Block]
     index: Tensor | None = None
-    """i64[n]: packed indices of this rank's tokens, in this rank's order; None without context
-    parallelism, where the rank has all tokens."""
+    """i64[n]: indices, among the N packed tokens, of this rank's tokens in this rank's order. None
+    without context parallelism, where the rank has all tokens."""
     places: Tensor | None = None
     """i64[N]: entry t is the position of packed token t in the concatenated slices of all ranks; None
     without context parallelism."""
 
     @property
     def packed(self) -> Tensor:
-        """i64[n] on the CPU: packed indices of this rank's tokens, in this rank's order."""
+        """i64[n] on the CPU: indices, among the N packed tokens, of this rank's tokens in its order."""
         parts = [block.packed for block in self.blocks]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 

@@ -142,8 +142,8 @@ class Critic(MegatronModel):
             self.load(may_lack=(VALUE_HEAD,))
 
     def values(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists of values without gradient: of the state before each loss token, and of
-        the state after each loss token.
+        """Return two lists of values, without gradient. The first has the values of the states before
+        the loss tokens, the second those of the states after them.
 
         On the last pipeline stage, each list has one tensor f32[N] per micro-batch, with 0 at
         tokens without loss. On other stages the lists are empty.

@@ -233,7 +233,8 @@ class PipelineRunner:
         return found
 
     def row_places(self, batch: MicroBatch) -> Tensor:
-        """Return i64[n] on the CPU: the packed indices of the rows that this rank's routers see."""
+        """Return i64[n] on the CPU: the indices, in the packed micro-batch, of the rows (tokens) that
+        this rank's routers see."""
         context = context_slice(batch.cu_seqlens, self.mesh.cp, torch.device("cpu"))
         places = self._row_places(batch.num_tokens, context)
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
@@ -275,7 +276,8 @@ class PipelineRunner:
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
     def _row_places(self, num_tokens: int, context: ContextSlice) -> slice | Tensor:
-        """Return the packed indices of the rows that this rank's routers see."""
+        """Return the indices, in a packed micro-batch, of the rows (tokens) that this rank's routers
+        see."""
         num_rows = num_tokens // self.mesh.dims.cp
         own = row_slice(num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
         return own if context.index is None else context.index[own]

@@ -34,8 +34,8 @@ LARGEST_COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-"""The largest allowed values of the keys for which LARGEST_COUNT is too high, because mrl makes lists
-of that length."""
+"""The largest allowed values of some keys; LARGEST_COUNT applies to all others. These are lower,
+because mrl makes lists with as many entries."""
 TWO_NAMES = (
     (("num_experts",), ("num_local_experts",)),
     (("rope_theta",), ("rope_parameters", "rope_theta")),

@@ -36,7 +36,7 @@ class BackwardWatch:
         wrapper."""
         self._num_seen: dict[int, int] = {}
         self._bad: list[tuple[int, Tensor]] = []
-        """(index of the micro-batch, bool[]: whether its backward pass overflowed)."""
+        """Pairs (index of a micro-batch, bool[] that is true if its backward pass overflowed)."""
         self._layers = [layer for chunk in chunks for layer in list(chunk.decoder.layers)[:1]]
         self._hooks: list[Any] = []
         self.attach()

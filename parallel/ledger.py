@@ -40,7 +40,7 @@ Place = Literal["device", "host", "freed"]
 
 
 class Bytes(NamedTuple):
-    """The bytes of one kind on this rank: on the device, on the host, and freed."""
+    """This rank's bytes of one kind (such as `parameters`): on the device, on the host, freed."""
 
     device: int
     host: int
@@ -65,7 +65,7 @@ class _Owner:
 
 
 class Ledger:
-    """The storages of one rank by kind. All storages of a kind are moved together."""
+    """The storages of one rank by kind (such as `parameters`). A kind is moved as a whole."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.type
@@ -215,7 +215,7 @@ class Ledger:
         self._host_buffer_bytes -= sum(n for _, n, host in owner.away if host is not None)
 
     def where(self) -> dict[str, Bytes]:
-        """Return the bytes of this rank by kind. No storage is counted twice."""
+        """Return this rank's bytes of each kind (see `Bytes`). No storage is counted twice."""
         counts = {}
         for kind, storages in self._storages().items():
             owner = self._owners[kind]

@@ -129,7 +129,7 @@ class MegatronModel:
         return parameter_tensors(self.chunks)
 
     def _prepare_training(self, overlaps_reduction: bool) -> None:
-        """Set how Megatron's schedules finish gradients, and register the memory of training."""
+        """Set up how gradients are reduced; register gradients and optimizer in the memory ledger."""
         # The loss carries its own normaliser; Megatron would divide by the number of tokens.
         self._settings.finalize_model_grads_func = self._finish_gradients
         if overlaps_reduction:
@@ -152,7 +152,7 @@ class MegatronModel:
 
     @property
     def own_kinds(self) -> tuple[str, ...]:
-        """The kinds of this model in the ledger, without the kinds of a shared base."""
+        """This model's kinds in the memory ledger (such as `parameters`), without a shared base's."""
         training = () if self._optimizer_config is None else ("gradients", "optimizer")
         return tuple(self._prefix + kind for kind in ("parameters", *training))
 

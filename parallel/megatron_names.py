@@ -13,7 +13,7 @@ from mrl.system.releases import SUPPORTED, Name, NameTable, since
 _CORE = "megatron.core"
 _MOE, _PARALLEL = f"{_CORE}.transformer.moe", f"{_CORE}.tensor_parallel"
 always = partial(since, SUPPORTED["megatron-core"][0])
-"""Makes the entry of a name that has the same path in all supported releases."""
+"""Makes an entry of NAMES for a name whose path is the same in all supported releases."""
 
 NAMES: dict[str, Name] = {
     # cpu_mode.py

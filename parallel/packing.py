@@ -47,7 +47,8 @@ class WeightedSample:
     reward: float = 0.0
     """The shaped reward; 0 if the sample has no reward."""
     credits_turns: bool = False
-    """Whether each turn's reward is credited at that turn. It is the same for all samples."""
+    """Whether each turn's reward goes to the last loss token of the turn, instead of one reward to the
+    whole sample. It is the same for all samples."""
 
 
 def assign_micro_batches(

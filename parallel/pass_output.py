@@ -68,8 +68,8 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class Observer:
-    """What a training pass records about the routers (`observe`), and a function that gets the
-    output of the pass before the update (`record`)."""
+    """Observes a training pass: `observe` says what the pass records about the routers, and `record`
+    is called with the output of the pass, before the weights are updated."""
 
     observe: Observe | None = None
     record: Callable[[PassOutput], None] = lambda output: None

@@ -67,8 +67,8 @@ class Policy(MegatronModel):
         `reference` is the frozen reference; None if there is no reference. `megatron` is the recipe's
         section of that name. `lora` describes the adapter that is trained. The reference is then
         the model without the adapter, which needs no copy, and `reference` must be `model` or None.
-        `base` is a base that the policy shares with other policies; building the policy mounts the
-        policy on it. `name` must differ from the names of the other policies on the base.
+        `base` is a base that the policy shares with other policies; building the policy also mounts
+        it on this base. `name` must differ from the names of the other policies on the base.
 
         Raises InputError if the policy cannot share that base; the other policies are then
         unchanged.
@@ -108,16 +108,16 @@ class Policy(MegatronModel):
             raise
 
     def share_device(self, companion: MegatronModel) -> None:
-        """Let later moves of this policy also move `companion`, a critic with the same ledger.
+        """Let later moves of this policy also move `companion`, a critic with the same memory ledger.
 
-        The critic leaves the device before the engine wakes, and returns with the policy.
+        The critic leaves the device before the engine needs the memory, and returns with the policy.
         """
         self._companion = companion
 
     def move_optimizer(self) -> None:
-        """Move the optimizer state to the host and free the gradients. Also move the weights and
-        the state of the companion (`share_device`), because no engine reads them. On a CPU nothing
-        moves."""
+        """Move the optimizer state to the host and free the gradients. Also move the
+        companion (the critic given to `share_device`) completely, with its weights, because no engine
+        reads them. On a CPU nothing moves."""
         super().move_optimizer()
         if self._companion is not None:
             self._companion.move_optimizer()
@@ -148,10 +148,12 @@ class Policy(MegatronModel):
         return base.unmount()
 
     def where(self) -> dict[str, Bytes]:
-        """Return the bytes of the ledger by kind, without the bytes of other policies.
+        """Return, for each kind of memory (such as `parameters` or `optimizer`), how many bytes this
+        rank has on the device, on the host, and freed (see `parallel.ledger.Bytes`).
 
-        The bytes of a shared base are included in `parameters`, as if the base belonged to this
-        policy.
+        If the policy shares its base, only this policy's kinds are returned, and `parameters` also
+        counts the base, as if it belonged to this policy. Otherwise the kinds of a critic are
+        returned too.
         """
         found = self.ledger.where()
         if self._shared is None:

@@ -18,8 +18,8 @@ from parallel.shards import join, take_shard
 from parallel.weights import WeightMap
 
 FakeQuantize = Callable[[str, Tensor], Tensor]
-"""Takes the name of a weight in Hugging Face's format and the weight. Returns the weight as an engine
-holds it: the same shape and dtype."""
+"""Takes the name of a weight in Hugging Face's format and the weight. Returns, in
+the same shape and dtype, the values that an engine with quantised weights holds."""
 
 
 @contextmanager

@@ -120,8 +120,8 @@ class WeightMap:
 
     @property
     def tied_entries(self) -> list[Entry]:
-        """The entry of the last pipeline stage's copy of a tied embedding; empty if this rank has no
-        such copy."""
+        """A list with the entry of the tied embedding's copy on the last pipeline stage. Empty if this
+        rank has no such copy."""
         return [
             Entry(output, rule, -1, -1)
             for output in self._tied_outputs

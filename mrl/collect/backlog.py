@@ -27,8 +27,8 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
-"""If a step draws a prompt more than once, the number of earlier draws, shifted left by this many
-bits, is added to the prompt's seed. The prompt's seed thus differs from the seeds of all steps."""
+"""If a step draws a prompt again, the number of its earlier draws in the step, shifted left by this
+many bits, is added to the seed. The sum differs from the seeds of all steps."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Started:
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """The prompts that a step starts. Group i has the id i."""
+    """The prompts that a round of a step starts. In the first round, the sample group of prompt i has
+    the id i; later rounds continue the numbering (`fresh_prompts`)."""
 
     started: list[Started]
     num_wanted: int
@@ -72,7 +73,7 @@ def fresh_prompts(
     prompts: Sequence[Prompt], samples_per_prompt: int, seed: int, first_id: int
 ) -> StepPrompts:
     """Return the prompts of another round of a step. The round ends when the groups of all
-    `prompts` are complete. Group i has the id `first_id + i`."""
+    `prompts` are complete. The group of prompt i has the id `first_id + i`."""
     started = _fresh(prompts, samples_per_prompt, seed)
     numbered = [_numbered(one, first_id + i) for i, one in enumerate(started)]
     return StepPrompts(numbered, len(numbered), is_long_round=False, remaining=[])

@@ -64,13 +64,13 @@ class Pool(Protocol[Assigned]):
         """Load the policy's weights into the engines as version `version`.
 
         Raises RunFailed if the export fails, or if engine and trainer disagree on the log-probs of the
-        canaries (mrl/weight_sync/load.py).
+        canaries, a few prompts that serve to check a sync (mrl/weight_sync/load.py).
         """
         ...
 
     def rollout(self, assignments: Sequence[Assigned], step: int, clock: Clock) -> bool:
         """Generate the samples of one round's assignments, or wait until they are generated. `clock`
-        times this as `rollout`.
+        records the time under the name `rollout`.
 
         Returns False if some samples are not generated yet, because an engine was lost or needs
         newer weights first.

@@ -47,7 +47,7 @@ class Round:
 
     @property
     def assignments(self) -> list[Any]:
-        """The assignments of this round, of the pool's type. The evaluation comes last."""
+        """This round's assignments, in the class that the pool uses. The evaluation's comes last."""
         return [each for each in (self.batch, self.evaluated) if each is not None]
 
 
@@ -124,14 +124,15 @@ class Collector:
     @phase("rollout")
     def rollout(self, clock: Clock) -> None:
         """Generate the samples of the current round, or wait until other ranks have generated them.
-        `clock` times this as `rollout`."""
+        `clock` records the time under the name `rollout`."""
         assert self.round is not None
         self.round.is_generated = self.pool.rollout(self.round.assignments, self._step, clock)
 
     @phase("score")
     def score(self, clock: Clock) -> None:
         """If the samples of the current round are generated, share its groups and rewards with all
-        ranks; `clock` times this as `score`. Dynamic sampling may then begin another round."""
+        ranks. `clock` records the time under the name `score`. Dynamic sampling may then begin another
+        round."""
         ended = self.round
         assert ended is not None
         if not ended.is_generated:

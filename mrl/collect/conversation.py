@@ -39,13 +39,15 @@ class Conversation:
     rollout_logprobs: Tensor
     """f32[T]: the engine's log-probs of the loss tokens; 0 for all other tokens."""
     weight_versions: tuple[VersionSpan, ...] = ()
-    """Spans that cover the loss tokens, in order."""
+    """Spans of loss tokens, each with the version of the weights that sampled it. In order, they cover
+    all loss tokens."""
     routing: RoutingTrace | None = None
     """The routes of all tokens before the last token of the last completion."""
     turn_ends: tuple[int, ...] = ()
     """For each completion that has tokens, the length of the conversation at its end."""
     sampling_mask: SamplingMask | None = None
-    """The sampling mask of all tokens; None if completions have no sampling masks."""
+    """The tokens that `top_p` and `top_k` kept when each token was sampled; None if the engine does
+    not return them."""
     finish_reason: FinishReason | None = None
     """None until the conversation has ended."""
 

@@ -22,8 +22,8 @@ class SavedCollector:
     function.
 
     It has the methods of `Collector`. Each rank keeps the tokens and routes of some groups, as if
-    it had generated them. Of the other groups it keeps outlines, whose tensors have a shape but no
-    content (`mrl.run.rollouts.outline`).
+    it had generated them. For the other groups it keeps outlines: groups whose tensors have a shape
+    but no content (`mrl.run.rollouts.outline`).
     """
 
     start_text = "opening the saved rollouts"

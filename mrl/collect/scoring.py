@@ -66,8 +66,8 @@ class Scoring:
             self.environments.reset_counts()
 
     def episodes(self) -> ConcurrentEpisodes | None:
-        """Return an object that runs the episodes of one group, while the episodes of other groups
-        also run. Return None if the recipe has no environment."""
+        """Return an object that runs the episodes of one group. Several such objects can run at the
+        same time. Return None if the recipe has no environment."""
         return None if self.environments is None else ConcurrentEpisodes(self.environments)
 
     def begin(self, group: SampleGroup) -> None:
@@ -99,9 +99,9 @@ class Scoring:
     def score(self, group: SampleGroup) -> tuple[SampleGroup, int]:
         """Score one group. Return the group and the number of samples that could not be scored.
 
-        Any thread may call this. The group does not belong to a step yet. The limit of 5% failures
-        therefore applies to each period in which as many samples are scored as a step has;
-        RunFailed is raised if it is exceeded.
+        Any thread may call this. The group does not belong to a step yet, so failures are counted
+        over consecutive groups that together have about as many samples as a step. Raises RunFailed
+        if the failures are more than 5% of a step's samples.
         """
         return self._thread.submit(self._score, group).result()
 

@@ -54,13 +54,13 @@ class Task:
     rollout: Rollout
     scoring: Scoring
     clock_name: str
-    """The name under which the step's clock times the generation: `rollout` or `eval`."""
+    """The name under which the step's clock records the time of the generation: `rollout` or `eval`."""
     keeps_routes: bool = True
     """Whether complete groups keep their routes. They are large, and evaluations do not need
     them."""
 
     needs_masks: bool = False
-    """Whether every sample must have its sampling mask."""
+    """Whether every sample must have a sampling mask (the tokens that `top_p` and `top_k` kept)."""
 
     @property
     def is_over(self) -> bool:
@@ -188,7 +188,8 @@ def make_rollout(
 
 
 def lacks_masks(group: SampleGroup) -> bool:
-    """Return whether any sample with generated tokens lacks a sampling mask."""
+    """Return whether any sample with generated tokens lacks a sampling mask (the tokens that `top_p`
+    and `top_k` kept)."""
     return any(s.num_generated and s.sampling_mask is None for s in group.samples)
 
 
@@ -198,8 +199,8 @@ def _without_routes(group: SampleGroup) -> SampleGroup:
 
 
 def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[SampleGroup]:
-    """Return the scored groups of all ranks. A rank has the tokens of its own groups. Of the other
-    groups it has outlines, whose tensors have a shape but no content (`mrl.run.rollouts.outline`).
+    """Return the scored groups of all ranks. A rank has the tokens of its own groups. The groups of
+    other ranks are outlines, whose tensors have a shape but no content (`mrl.run.rollouts.outline`).
 
     A collective. Raises RunFailed if too many samples could not be scored. The limit is a share of
     the samples of a whole step, even if this round has fewer samples.
@@ -219,8 +220,8 @@ def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[Samp
 
 
 def share_partial(scored: Scored | None, mesh: Mesh) -> list[SampleGroup]:
-    """Return the partial groups of all ranks. A rank has the tokens of its own groups. Of the other
-    groups it has outlines, whose tensors have a shape but no content. A collective."""
+    """Return the partial groups of all ranks. A rank has the tokens of its own groups. The groups of
+    other ranks are outlines, whose tensors have a shape but no content. A collective."""
     partial = [] if scored is None else scored.partial
     return partial if mesh.dims.world == 1 else _share_outlines(partial, mesh)
 

@@ -1,4 +1,5 @@
-"""Quantise weights in blocks or channels, and layer inputs in groups or tokens."""
+"""Quantise weights, with one scale per block (fp8) or channel (int8), and layer inputs, with one
+scale per group of elements (fp8) or per token (int8)."""
 
 from mrl.kernels.oracle.block_quant import (
     dequantize_fp8_blocks,

@@ -23,7 +23,7 @@ MODULUS = 2**64
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The code of each dtype in `WeightType` of csrc/weight_digest.h."""
 QUANTIZED = (torch.float8_e4m3fn, torch.int8)
-"""Dtypes of quantised weights. Their values are exact in bfloat16, whose digest they get."""
+"""Dtypes of quantised weights. They are converted to bfloat16, without rounding, and then digested."""
 CHUNK = 1 << 24
 """The number of elements that `digest_in_torch` processes at a time. Each needs 12 bytes of memory."""
 LAYER = re.compile(r"^(?P<layer>.*?\.?layers\.\d+)\.(?:.*\.experts\.(?P<expert>\d+)\.)?")

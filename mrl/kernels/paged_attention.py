@@ -69,7 +69,7 @@ def paged_attention(
     Raises:
         ValueError: for a wrong shape, dtype, device or stride, for a request or slot out of range,
             for a negative `window`, for a request with fewer positions than queries, and for
-            `query_starts` that do not divide M queries.
+            `query_starts` that do not cover exactly the M queries.
     """
     if not supports_paged_attention(query, k_cache, v_cache):
         given = ", ".join(

@@ -118,8 +118,8 @@ def compare_rewards(
     """Return f32[S]: the advantages that `algorithm` computes from the rewards of each group.
 
     `penalties`, if given, are first subtracted from the rewards. The result is whitened if the
-    algorithm whitens and has no critic. With a critic, the result is still rewards and not
-    advantages.
+    algorithm whitens and has no critic. With a critic, the result holds rewards, from
+    which advantages are computed later.
 
     rewards: the shaped rewards of each group, f32[G]. num_loss_tokens: i64[S], for algorithms that
     whiten.

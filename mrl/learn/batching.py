@@ -52,8 +52,8 @@ step."""
 
 
 TokenSource = Callable[[Sequence[Sample], Sequence[Collection[int]]], Mapping[int, Sample]]
-"""A function with the arguments of a `RouteSource` that returns this rank's samples with their
-tokens, by sample number."""
+"""A function that takes the same arguments as a `RouteSource`, and returns this rank's samples with
+their tokens, by sample number (the index in the step)."""
 
 
 def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
@@ -164,8 +164,8 @@ def _fetch_routes(
 ) -> list[dict[int, TokenRoutes]]:
     """Fetch the routes of all mini-batches with one call of `source`.
 
-    Stale rows lose their captured routes; the trainer's router then chooses their experts. Returns
-    the routes of each mini-batch, by the index of the sample in its mini-batch.
+    Stale rows (`moe.provenance`) lose their captured routes; the trainer's router then chooses their
+    experts. Returns the routes of each mini-batch, by the index of the sample in its mini-batch.
     """
     if source is None:
         return [{} for _ in parts]

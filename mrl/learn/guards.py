@@ -53,8 +53,8 @@ class UpdateGuard:
     """The distance from 1 to the nearer bound of the clip range, for algorithms that clip one ratio
     per sequence; None for other algorithms."""
     quantile: float = 1.0
-    """`guards.ratio_quantile`, from 0 to 1: the quantile of `|logp - old|` over the tokens that
-    `drift` computes."""
+    """`guards.ratio_quantile`, from 0 to 1: which quantile of `|logp - old|` over the tokens the
+    guard reports (see `drift`)."""
     judge: Callable[[dict[str, float]], None] | None = None
     """A function that `check` calls with the metrics `guard/*` over all ranks, and that may raise an
     error. None for every update but the policy's first one after a start."""
@@ -98,8 +98,9 @@ class UpdateGuard:
     def check(self) -> None:
         """Check what `watch` observed and set `metrics` and `ess`. A collective.
 
-        Raises, on every rank, NotFinite if a sample of any rank is not finite, LowEss if the effective
-        sample size is below `min_ess`, and whatever `judge` raises.
+        Raises, on every rank, NotFinite if a sample of any rank has a log-prob, loss or gradient that
+        is not finite, LowEss if the effective sample size is below `min_ess`, and whatever `judge`
+        raises.
         """
         found = [
             (what, number)

@@ -20,7 +20,8 @@ from parallel.megatron_model import StepOutput
 
 @dataclass
 class NonFiniteSteps:
-    """Takes the optimizer steps of one model, and skips steps that are not finite."""
+    """Takes the optimizer steps of one model, and skips those in which a log-prob, a value, a loss or
+    a gradient is not finite."""
 
     model: str
     """The name of the model in messages."""
@@ -32,7 +33,8 @@ class NonFiniteSteps:
     """The number of steps skipped since `begin`."""
 
     def begin(self) -> None:
-        """Reset `num_skipped` for another rollout; `in_a_row` keeps its value."""
+        """Reset `num_skipped` for another rollout. `in_a_row`, the number of skipped steps since the
+        last step that was not skipped, keeps its value."""
         self.num_skipped = 0
 
     def take(self, step: int, train_step: Callable[[], StepOutput | None]) -> StepOutput | None:
@@ -83,7 +85,8 @@ class LowEssSteps:
     step."""
 
     def begin(self) -> None:
-        """Reset the metrics for another rollout; `in_a_row` keeps its value."""
+        """Reset the metrics for another rollout. `in_a_row`, the number of skipped steps since the last
+        step that was not skipped, keeps its value."""
         self._num_skipped, self._lowest = 0, math.inf
 
     def metrics(self) -> dict[str, float]:

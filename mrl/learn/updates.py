@@ -170,9 +170,9 @@ class Updates:
     ) -> Updated:
         """Take one optimizer step of the policy.
 
-        Returns `done` with the output of the step added. A skipped step adds at most `first_pass` and
-        `first_micro_batch`.
-        start: the index of the step's first micro-batch in the rollout.
+        done: the results of the rollout's earlier steps. start: the index of the step's first
+        micro-batch in the rollout. Returns a copy of `done` that also has the results of this step.
+        If the step was skipped, at most `first_pass` and `first_micro_batch` have changed.
         """
         algorithm, config = self.algorithm, self.kl.config
 

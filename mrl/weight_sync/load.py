@@ -20,7 +20,7 @@ from torch import Tensor
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.engines.base import PolicyEndpoint
 from mrl.errors import NotFinite, RunFailed
-from mrl.quantization import SCHEMES, fake_quantize
+from mrl.quantization import SCHEMES, with_rounding_noise
 from mrl.types import Prompt, WeightBucket
 from parallel.implementation import choose_dtype
 from parallel.policy import Policy
@@ -35,8 +35,8 @@ wrong model differs by more than 1."""
 
 QUANTIZATION_FACTOR = 4.0
 """With quantised weights, the tolerance is raised by this factor times
-`Canaries.quantization_abs_mean`. The engine also quantises the layers' inputs, which changes
-log-probs by about as much again; the rest is margin."""
+`Canaries.quantization_abs_mean`. The engine quantises weights and the layers' inputs, each of which
+changes log-probs by about that much; the rest is margin."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Canaries:
     sequences: list[Tensor]
     logprobs: list[Tensor]
     quantization_abs_mean: float = 0.0
-    """By how much the trainer's log-probs of the sequences change if its weights are quantised, as
-    a mean of absolute differences; 0 for engines without quantised weights."""
+    """By how much noise of the size of the weights' rounding errors changes the trainer's log-probs of
+    the sequences, as a mean of absolute differences; 0 for engines without quantised weights."""
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
@@ -84,9 +84,9 @@ class CanaryMaker:
             return Canaries([], [])
         logprobs = policy.sequence_logprobs(self._sequences)
         if self._scheme is not None and self._effect is None:
-            with policy.fake_quantized(partial(fake_quantize, self._scheme), self._dtype):
-                quantized = policy.sequence_logprobs(self._sequences)
-            self._effect = _mean_difference(quantized, logprobs)
+            with policy.fake_quantized(partial(with_rounding_noise, self._scheme), self._dtype):
+                noisy = policy.sequence_logprobs(self._sequences)
+            self._effect = _mean_difference(noisy, logprobs)
         return Canaries(self._sequences, logprobs, self._effect or 0.0)
 
 

@@ -38,11 +38,11 @@ def load_architecture(model_type: str) -> Architecture:
 
 
 def find_architecture(config: HfConfig, named: str | None = None) -> Architecture:
-    """Return the architecture that the recipe names as `model.architecture` (`named`). If `named` is
+    """Return the architecture `named`, which is the recipe's `model.architecture`. If `named` is
     None, return the architecture for the `model_type` of `config`, a parsed config.json.
 
-    Raises InputError if there is no such architecture, or if a user's own architecture breaks the
-    contract of `base`.
+    Raises InputError if there is no such architecture, or if a user's own architecture does not
+    fulfil the contract in `parallel.architectures.base`.
     """
     if named is None:
         return load_architecture(str(config.get("model_type") or ""))

@@ -188,8 +188,8 @@ def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
 
 
 def decoder_rules(hf: HfConfig) -> list[Rule]:
-    """Return the rules of the embedding, the norms, and the output layer. The output layer has no
-    rule if it is tied to the embedding."""
+    """Return the rules (which HF tensors form a Megatron parameter) of the embedding, the norms and
+    the output layer. The output layer has no rule if it is tied to the embedding."""
     table = [
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows"),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -202,8 +202,8 @@ def decoder_rules(hf: HfConfig) -> list[Rule]:
 
 
 def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Return the rules of grouped-query attention, optionally with query and key norms, and with
-    query, key and value biases."""
+    """Return the rules (which HF tensors form a Megatron parameter) of grouped-query attention,
+    optionally with query and key norms, and with query, key and value biases."""
 
     def qkv(kind: str) -> tuple[str, ...]:
         return tuple(f"{HF_ATTENTION}.{x}_proj.{kind}" for x in "qkv")
@@ -225,7 +225,8 @@ def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule
 def mlp_rules(
     megatron: str, hf: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Rule]:
-    """Return the rules of a SwiGLU block, which may be a dense MLP, an expert or a shared expert.
+    """Return the rules (which HF tensors form a Megatron parameter) of a SwiGLU block: a dense MLP,
+    an expert or a shared expert.
 
     `megatron` and `hf` are the prefixes of its weight names. `names` are the HF names of its gate,
     up and down projections.

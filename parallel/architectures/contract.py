@@ -23,7 +23,8 @@ ALIKE = {
 }
 """Maps keys of `transformer_config` to the fields of `sizes` that must have the same value."""
 PARTS = {"gated": 2, "qkv": 3}
-"""The number of HF tensors that form a parameter, by split; 1 for all other splits."""
+"""Maps the kind of a parameter's split to the number of HF tensors that form the parameter. For all
+other kinds it is 1."""
 
 
 def check_object(spec: str, found: Any) -> Architecture:
@@ -89,7 +90,8 @@ def _check_settings(spec: str, settings: dict[str, Any], sizes: ModelSizes) -> N
 
 
 def _check_rules(spec: str, rules: list[Rule]) -> None:
-    """Raise InputError for an unknown split, a wrong number of HF tensors, or a name in two rules."""
+    """Raise InputError for an unknown split, a wrong number of HF tensors, or a name that is in two
+    rules."""
     for rule in rules:
         if not isinstance(rule.hf, tuple):
             raise InputError(

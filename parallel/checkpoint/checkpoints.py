@@ -124,8 +124,8 @@ class Checkpoints:
         """Save the policy, the critic if there is one, and the JSON-able `trainer` state.
 
         Waits first for an earlier save in flight. Returns the folder that the checkpoint will have.
-        A crash at any moment leaves the previous checkpoint untouched and named by LATEST. Raises
-        RunFailed if a rank cannot write.
+        After a crash at any moment, the previous checkpoint is untouched, and the file LATEST still
+        names it. Raises RunFailed if a rank cannot write.
         """
         self.finish()
         models = by_prefix(policy, critic)
@@ -218,7 +218,7 @@ class Checkpoints:
     def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load the newest checkpoint that is not damaged.
 
-        Newer checkpoints, which are damaged, are reported and renamed, so that they do not count in
+        Damaged checkpoints that are newer are reported and renamed, so that they do not count in
         `keep` and are not found again. Raises InputError if there is no undamaged checkpoint, or if
         the newest undamaged one is of another model.
         """

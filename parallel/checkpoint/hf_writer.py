@@ -125,7 +125,7 @@ def _lock_folder(folder: Path) -> int:
 
     Raises BlockingIOError if another process holds the lock or has just renamed the folder. Raises
     another OSError for a symbolic link, because files would be deleted in the folder to which it
-    points. On a file system that has no locks, as some network file systems, the folder is not
+    points. On a file system that has no locks, such as some network file systems, the folder is not
     locked.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -134,10 +134,10 @@ def damage(folder: Path, *, digests: bool = True, rank: int = 0, world: int = 1)
 
 
 def candidates(root: Path) -> list[Path]:
-    """Return the folders of the checkpoint that LATEST names and of all older checkpoints, newest
-    first.
+    """Return the folder of the checkpoint that the file LATEST names, then the folders of all older
+    checkpoints, newest first.
 
-    If LATEST names no checkpoint, return the folders of all checkpoints.
+    If LATEST is missing or holds no number, return the folders of all checkpoints.
     """
     found = set(steps(root))
     latest = latest_step(root)
@@ -198,8 +198,8 @@ def partial_folder(root: Path, step: int) -> Path:
 
 
 def publish(root: Path, step: int, keep: int) -> Path:
-    """Give a complete checkpoint its name, and make LATEST name it. Keep the newest `keep`
-    checkpoints up to `step`, and remove older ones. Return the checkpoint's folder."""
+    """Give the complete checkpoint of `step` its name, and write `step` to the file LATEST. Keep the
+    newest `keep` checkpoints up to `step`, and remove older ones. Return the checkpoint's folder."""
     final, partial = root / folder_name(step), partial_folder(root, step)
     replaced = root / f".{final.name}.replaced"
     sync(partial)
@@ -226,7 +226,7 @@ def sweep(root: Path) -> None:
 
 
 def point_to(root: Path, step: int) -> None:
-    """Make LATEST name `step`, so that the next start resumes from there."""
+    """Write `step` to the file LATEST, so that the next start resumes from that checkpoint."""
     write_whole(root / LATEST, f"{step}\n", durable=True)
 
 

@@ -1,4 +1,4 @@
-"""The folder on a node in which a run keeps its snapshots, by default in host memory.
+"""The folder in which a run keeps its snapshots on one node, by default in host memory (/dev/shm).
 
 The folder belongs to the user (mode 0700), and its name consists of the user's id and a digest of
 the run's path. A file in the folder holds a random token: ranks that read the same token share the
@@ -30,8 +30,8 @@ takes snapshots on the node removes them."""
 
 
 def node_folder(run: Path, given: str | None) -> Path:
-    """Return the path of a run's snapshot folder, inside the folder `given` or in host memory.
-    `run` is the run's own folder."""
+    """Return the path of a run's snapshot folder. It is inside the folder `given`, or in host memory
+    (/dev/shm) if that is None. `run` is the run's own folder."""
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return Path(given or HOST_MEMORY) / f"mrl-{os.getuid()}-{digest}"
 
@@ -45,7 +45,8 @@ class NodeFolder:
         self._lock: IO[str] | None = None
 
     def claim(self) -> str:
-        """Make the folder, lock it for this process, and return its token.
+        """Make the folder, lock it for this process, and return its token: a random string, which is
+        the same for all ranks that share the folder.
 
         Raises InputError if the folder cannot be made, or if other users can access it.
         """

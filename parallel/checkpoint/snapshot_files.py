@@ -24,12 +24,12 @@ def share(rank: int) -> str:
 
 
 def is_share(name: str) -> bool:
-    """Return whether a file name is that of a rank's share."""
+    """Return whether `name` is the file name of a share, the large file that one rank writes."""
     return name.endswith(".distcp")
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files in `folder` except the shares, by file name."""
+    """Return, by file name, the contents of all files in `folder` except the ranks' large files."""
     return {f.name: f.read_bytes() for f in folder.iterdir() if not is_share(f.name)}
 
 
@@ -46,12 +46,11 @@ def listed_files(folder: Path) -> dict[str, FileRecord]:
 
 
 def whole_files(folder: Path, sha256: str, number: int, count: int) -> tuple[list[str], list[str]]:
-    """Return the names of all files of the snapshot, and the names of those that are undamaged in
-    `folder`.
+    """Return two lists of file names: all files of the snapshot, and those that were checked and are
+    undamaged in `folder`.
 
-    For the second list only every `count`-th file, starting with file `number`, is checked; the
-    other files are left out. Both lists are empty if the folder does not have the snapshot's
-    manifest, whose digest is `sha256`.
+    Only every `count`-th file, starting with file `number`, is checked. Both lists are empty if the
+    folder does not have the snapshot's manifest, whose digest is `sha256`.
     """
     try:
         if manifest.record(folder / manifest.MANIFEST).sha256 != sha256:
@@ -70,7 +69,7 @@ def whole_files(folder: Path, sha256: str, number: int, count: int) -> tuple[lis
 
 
 def shares_read(shards: list[ShardedTensor], saved: Metadata) -> set[str]:
-    """Return the file names of the shares from which the tensors `shards` are read."""
+    """Return the names of the ranks' large files from which the tensors `shards` are read."""
     found = set()
     for shard in shards:
         tensor: Any = saved.state_dict_metadata[shard.key]

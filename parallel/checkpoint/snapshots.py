@@ -85,7 +85,7 @@ class Snapshots(Checkpoints):
         """The ranks of each node. Nodes are sorted by their lowest rank."""
         self._node = NodeFolder(root)
         self._held: list[set[str]] = []
-        """For each node, its undamaged files of the snapshot that is being loaded."""
+        """For each node, the names of the files that it has undamaged, of the snapshot to load."""
         self._seconds = 0.0
         self._num_bytes = 0
         self._copy_seconds = 0.0
@@ -235,8 +235,8 @@ class Snapshots(Checkpoints):
             raise InputError(refusal)
 
     def _copies(self, ranks: Collection[int]) -> list[Move]:
-        """Return the moves that copy the shares of `ranks`, each to a rank of the next node; an
-        empty list if there is only one node."""
+        """Return the moves that copy the shares (the large files) of `ranks`, each to a rank of the
+        next node; an empty list if there is only one node."""
         moves = []
         for node, following in zip(self.nodes, [*self.nodes[1:], self.nodes[0]], strict=True):
             if node is following:
@@ -321,7 +321,7 @@ class Snapshots(Checkpoints):
         return 0
 
     def _fetch_files(self, folder: Path, shards: list[ShardedTensor], saved: Metadata) -> None:
-        """Send each node the shares that its ranks read and that the node does not have."""
+        """Send each node the shares (ranks' large files) that its ranks read and the node lacks."""
         needed = gather_objects(shares_read(shards, saved))
         moves = []
         for ranks, held in zip(self.nodes, self._held, strict=True):

@@ -98,7 +98,7 @@ class _TakeBack(torch.autograd.Function):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's thd parameters, and values that are computed once per micro-batch."""
+    """Megatron's `PackedSeqParams`, and values that the layers share in one micro-batch."""
 
     buckets: list[Bucket] = field(default_factory=list)
     layout: Layout | None = None

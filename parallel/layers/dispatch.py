@@ -36,9 +36,9 @@ from parallel.layers.permutation import Permutation, by_expert, reorder, reorder
 from parallel.megatron_names import MEGATRON
 
 SHARED_WITH_MESSAGES = MEGATRON.has("SharedExpertMLP.wait_current_stream")
-"""Whether Megatron's `token_dispatch` and `token_combine` compute the two halves of the shared
-experts, as in 0.19. In 0.16 the steps that follow them compute the halves, so this module, which
-replaces those steps, must do it."""
+"""Whether Megatron computes the two halves of the shared experts (first and second projection) in
+`token_dispatch` and `token_combine`, as in 0.19. In 0.16 it computes them in `dispatch_postprocess`
+and `combine_postprocess`; this module replaces these two methods, so it must compute them itself."""
 
 
 class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
@@ -233,8 +233,8 @@ class NativeMoELayer(MoELayer):
 
 
 def permuted_rows(routing_map: Tensor, ids: Tensor) -> Tensor:
-    """Return i64[n, K]: for each token and each of its experts in `ids` i64[n, K], the row of that
-    copy after the dispatcher has sorted all copies by expert, then by token.
+    """Return i64[n, K]: for each token and each of its experts in `ids` i64[n, K], the row in which
+    the dispatcher puts the token's copy for this expert. Rows are sorted by expert, then by token.
 
     `routing_map` bool[n, E] marks exactly the experts that are in `ids`.
     """

@@ -114,9 +114,9 @@ class MainGradient:
 
     This follows the protocol of Megatron's fused accumulation (tensor_parallel/layers.py,
     `LinearWithGradAccumulationAndAsyncCommunication.backward`): `grad_added_to_main_grad` tells
-    DDP's hook not to add the weight's `.grad` again. If reductions overlap, the hook still needs a
-    `.grad`, which is an uninitialized tensor. With a tied embedding (`zero_out_wgrad`) it is all
-    zeros, because the embedding adds its own part to `.grad`, and the hook adds `.grad` to the buffer.
+    DDP's hook not to add the weight's `.grad` again. If reductions overlap, the hook still needs some
+    `.grad`: an uninitialized tensor or, with a tied embedding (`zero_out_wgrad`), a tensor of zeros.
+    The embedding adds its own gradient to these zeros, and the hook adds the result to the buffer.
     """
 
     def __init__(self, weight: Any, *, fused: bool, overlaps: bool) -> None:

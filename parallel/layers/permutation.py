@@ -108,6 +108,6 @@ def reorder_with(
 
 
 def _one_copy_each(order: Tensor, back: Tensor) -> ExpertOrder:
-    """Return the ExpertOrder with which the kernels reorder m rows: as if each row were a token with
-    one copy."""
+    """Return an `ExpertOrder` that makes the permutation kernels only reorder m rows. It treats each
+    row as a token with a single copy."""
     return ExpertOrder(order, order, back.unsqueeze(1), torch.ones_like(order).long())

@@ -55,7 +55,7 @@ class Adaptation:
             updates.detach()
 
     def map_of(self, chunks: list[Any]) -> AdapterMap:
-        """Return the map of the adapter's parameters in `chunks`, each with its rule and PEFT's
+        """Return an `AdapterMap`: the adapter's parameters in `chunks`, each with its rule and PEFT's
         name."""
         return AdapterMap(self._model, self._mesh, chunks, self.setup)
 

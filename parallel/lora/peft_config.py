@@ -25,9 +25,9 @@ NEUTRAL = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
     }
 )
-"""Keys of adapter_config.json that do not change the formula, or that are checked separately. The
-tensors show which modules are adapted, `fan_in_fan_out` has no meaning for linear layers, and mrl
-trains without dropout."""
+"""Keys of adapter_config.json that may have any value here. Some are checked separately; the others
+do not change the formula `W x + (alpha / rank) B (A x)`. For example, the tensors already show which
+modules are adapted, `fan_in_fan_out` has no meaning for linear layers, and mrl uses no dropout."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights unchanged."""
 

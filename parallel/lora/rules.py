@@ -58,8 +58,8 @@ def adapted(rule: Rule, adapter: Adapter) -> list[str]:
 
 
 def adapter_rules(rules: Iterable[Rule], adapter: Adapter) -> list[Rule]:
-    """Return the rules of the matrices A and B of an adapter, one rule each. `rules` are the rules
-    of the model."""
+    """Return the rules of an adapter: for each matrix A or B one rule, which maps its Megatron name
+    to its PEFT name. `rules` are the rules of the model."""
     found: dict[str, Rule] = {}
     for rule in rules:
         for hf in adapted(rule, adapter):

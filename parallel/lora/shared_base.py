@@ -41,9 +41,9 @@ class SwapReport:
 class SharedBase(Base):
     """The frozen weights of a model on this rank, and the policy that is mounted on them.
 
-    Policies are made with `Policy(..., base=this, name=NAME)`, and share the base's ledger. If no
-    policy is mounted, the layers are Megatron's plain layers. Mounting and unmounting are
-    collectives.
+    Policies are made with `Policy(..., base=this, name=NAME)`, and share the base's memory
+    ledger (`parallel.ledger`). If no policy is mounted, the layers are Megatron's plain layers.
+    Mounting and unmounting are collectives.
     """
 
     kinds = (KIND,)
@@ -79,8 +79,8 @@ class SharedBase(Base):
             yield from chunk.buffers()
 
     def take(self, model: Any, seed: int) -> None:
-        """Unmount the current policy, if any, and mount `model`, which is being built and attaches
-        its adapter, hooks and replays itself.
+        """Unmount the current policy, if any, and mount `model`. The model is still being built, and
+        attaches its own adapter, hooks and replays.
 
         The random states of `model` depend only on `seed`, not on earlier policies. Raises
         ValueError if the model's name is empty, or if another policy has the same name.

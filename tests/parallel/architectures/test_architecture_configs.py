@@ -21,7 +21,6 @@ from tests.parallel.models import LLAMA3, SETTINGS, YARN, write_tiny
 
 OLD_ROPE = {"rope_parameters": None, "rope_theta": 10000.0}
 EVERY: list[tuple[dict[str, Any], str]] = [
-    ({"quantization_config": {"quant_method": "fp8"}}, "convert the checkpoint to bf16"),
     ({"attention_bias": True}, "attention_bias"),
     ({"use_sliding_window": True}, "sliding-window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
