@@ -20,6 +20,12 @@ ARMS: dict[str, list[str]] = {
 }
 """Overrides of the recipe. `R2` replays in the update what the trainer itself chose before it."""
 
+CORRECTIONS: dict[str, list[str]] = {
+    **{arm: ARMS[arm] for arm in ("off", "TIS", "R3")},
+    "R3+TIS": [*ARMS["R3"], "algorithm.importance=tis"],
+}
+"""The arms of `studies.quantization`."""
+
 
 @dataclass(frozen=True)
 class Job:

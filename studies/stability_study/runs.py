@@ -29,7 +29,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.types import LossOutput, Mean, MicroBatch, SampleGroup
 from parallel.mesh import Mesh, init_mesh
-from studies.stability_study.arms import ARMS, RECIPE, Job
+from studies.stability_study.arms import ARMS, CORRECTIONS, RECIPE, Job
 from tests.loop.stepped import SteppedRun
 
 TAU = 2.0
@@ -151,7 +151,7 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
         [
             f"model.path={job.start}", f"output_dir={job.folder}", f"seed={job.seed}",
             f"train.num_steps={job.num_steps}", "sft=null", "guards.max_nonfinite_steps=1",
-            *ARMS[job.arm], *job.more,
+            *{**ARMS, **CORRECTIONS}[job.arm], *job.more,
         ],
     )  # fmt: skip
     plan = check(recipe, 1)
