@@ -2,8 +2,8 @@
 
 The toy MoE of the stability study with a float32 trainer, and a bfloat16 engine whose weights are in
 one of FORMATS. For each format four CORRECTIONS (none, truncated importance sampling, routing
-replay, both) with five seeds. The runs are those of `studies.stability`: they have the same start, and the same
-rollouts are compared natively and along the engine's routes. A finished run is a line of
+replay, both) with five seeds. The runs are those of `studies.stability`: they have the same start, and
+the same rollouts are compared natively and along the engine's routes. A finished run is a line of
 FOLDER/FORMAT/results.jsonl; a study that was interrupted continues where it was.
 
 docs/quantization.md gets the table. The last line counts what must hold: every run ended, and replay

@@ -27,6 +27,7 @@ _PARTS = (
     "entropy",
     "gae",
     "kl",
+    "logprob_pass",
     "ratio_loss",
     "signal",
     "value_loss",

@@ -14,7 +14,8 @@ from torch import Tensor
 from moe.provenance import provenance_metrics
 from moe.routes import Replay
 from mrl.algorithms.advantages import raw_rewards
-from mrl.algorithms.base import Algorithm, traits
+from mrl.algorithms.base import Algorithm
+from mrl.algorithms.logprob_pass import needs_logprob_pass
 from mrl.config import Recipe
 from mrl.diagnosis.collect import Diagnosis
 from mrl.errors import RunFailed
@@ -323,14 +324,9 @@ class Learner:
         The mismatch metrics alone do not need this pass. They can use the first update's own
         forward pass.
         """
-        recipe, diagnosis = self.recipe, self.diagnosis
-        needs_old = traits(self.algorithm).needs_old_logprobs and self._trainer_is_old
-        stands_for_it = self.updates.pass_is_old and bool(data.num_loss_tokens.any())
+        serves = self.updates.pass_is_old and bool(data.num_loss_tokens.any())
         return (
-            ((needs_old or diagnosis.saves_tokens(step)) and not stands_for_it)
-            or recipe.moe.routing_replay == "r2"
-            or self.kl.in_reward
-            or recipe.algorithm.turn_rewards
-            or self.critic is not None  # while it warms up, no update has a pass of the policy
-            or diagnosis.decomposes(step)
+            needs_logprob_pass(self.recipe, self.algorithm, update_serves=serves)
+            or (self.diagnosis.saves_tokens(step) and not serves)
+            or self.diagnosis.decomposes(step)
         )

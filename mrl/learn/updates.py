@@ -12,6 +12,7 @@ import torch
 from moe.routes import Replay
 from mrl.algorithms.base import Algorithm, traits
 from mrl.algorithms.entropy import with_entropy_bonus
+from mrl.algorithms.logprob_pass import update_can_serve
 from mrl.algorithms.value_loss import critic_loss
 from mrl.config import Recipe
 from mrl.learn.guards import UpdateGuard, check_first_update, sequence_clip
@@ -97,16 +98,10 @@ class Updates:
 
     @property
     def pass_is_old(self) -> bool:
-        """Whether the log-probs of the policy's training pass can serve as the old log-probs.
-
-        They can if a rollout has a single optimizer step, because the pass then uses the weights from
-        before the update. A separate log-prob pass is still needed for the first update after a start,
-        whose guard compares the two passes (`guards.ratio_tolerance`), and if `guards.min_ess` is set,
-        because a skipped step would otherwise have no mismatch metrics.
-        """
-        config = self.recipe.train
-        takes_one = config.num_steps_per_rollout * config.num_epochs_per_rollout == 1
-        return takes_one and self._has_updated and self.recipe.guards.min_ess is None
+        """Whether the log-probs of the policy's training pass serve as the old log-probs
+        (`update_can_serve`). They do not in the first update after a start, whose guard compares them
+        with those of a separate pass (`guards.ratio_tolerance`)."""
+        return self._has_updated and update_can_serve(self.recipe)
 
     def take(
         self,

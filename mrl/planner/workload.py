@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mrl.algorithms import load_algorithm
-from mrl.algorithms.base import traits
+from mrl.algorithms.logprob_pass import needs_logprob_pass, update_can_serve
 from mrl.config import Recipe
 from mrl.planner.shape import ModelShape
 from mrl.planner.state import StateOptions, read_state
@@ -174,7 +174,9 @@ def recipe_workload(
         weight_bytes=weight_bytes,
         routing_replay=recipe.moe.routing_replay,
         reference=recipe.algorithm.kl_coef > 0,
-        logprob_pass=_has_logprob_pass(recipe),
+        logprob_pass=needs_logprob_pass(
+            recipe, load_algorithm(recipe.algorithm.name), update_serves=update_can_serve(recipe)
+        ),
         engine_tp=recipe.rollout.tensor_parallel_size,
         engine_ep=recipe.rollout.expert_parallel_size,
         engine_dp=recipe.rollout.data_parallel_attention_size,
@@ -190,23 +192,3 @@ def recipe_workload(
     )
     bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
     return dataclasses.replace(work, bucket_bytes=bucket_bytes)
-
-
-def _has_logprob_pass(recipe: Recipe) -> bool:
-    """Return whether an ordinary step computes the policy's log-probs in a pass before the update.
-
-    The first step after a start has one in any case, and so have steps whose tokens are saved or
-    whose mismatch is decomposed (`Learner._needs_pass`).
-    """
-    train, config = recipe.train, recipe.algorithm
-    known = traits(load_algorithm(config.name))
-    takes_one = train.num_steps_per_rollout * train.num_epochs_per_rollout == 1
-    update_stands_for_it = takes_one and recipe.guards.min_ess is None
-    needs_old = config.old_logprobs == "trainer" and known.needs_old_logprobs
-    return (
-        (needs_old and not update_stands_for_it)
-        or recipe.moe.routing_replay == "r2"
-        or (config.kl_coef > 0 and config.kl_in == "reward")
-        or config.turn_rewards
-        or known.needs_critic
-    )

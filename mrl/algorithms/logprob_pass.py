@@ -1,0 +1,35 @@
+"""When a step computes the policy's log-probs in a pass of its own, before the update."""
+
+from __future__ import annotations
+
+from mrl.algorithms.base import Algorithm, traits
+from mrl.config import Recipe
+
+
+def update_can_serve(recipe: Recipe) -> bool:
+    """Return whether the log-probs of the policy's training pass can serve as the old log-probs.
+
+    They can if a rollout has a single optimizer step, because that pass then uses the weights from
+    before the update. A pass of its own is needed if `guards.min_ess` is set, because a skipped step
+    would otherwise have no mismatch metrics.
+    """
+    train = recipe.train
+    takes_one = train.num_steps_per_rollout * train.num_epochs_per_rollout == 1
+    return takes_one and recipe.guards.min_ess is None
+
+
+def needs_logprob_pass(recipe: Recipe, algorithm: Algorithm, *, update_serves: bool) -> bool:
+    """Return whether training needs the pass. Diagnosis may need it in further steps.
+
+    `algorithm` is the algorithm of the recipe. `update_serves`: whether the log-probs of the step's
+    training pass serve as the old log-probs.
+    """
+    config, known = recipe.algorithm, traits(algorithm)
+    needs_old = known.needs_old_logprobs and config.old_logprobs == "trainer"
+    return (
+        (needs_old and not update_serves)
+        or recipe.moe.routing_replay == "r2"
+        or (config.kl_coef > 0 and config.kl_in == "reward")
+        or config.turn_rewards
+        or known.needs_critic  # while the critic warms up, no update has a pass of the policy
+    )
