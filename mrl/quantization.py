@@ -64,11 +64,11 @@ class Scheme:
     scale_shape: Callable[[int, int], tuple[int, int]]
     """Returns the shape of the scales of a weight [N, K], given N and K."""
     relative_error: float
-    """The largest rounding error, as a multiple of the weight. If `absolute_error` gives a larger
-    error, that applies."""
+    """Bounds the rounding error of a weight, as a multiple of the weight. The larger of this bound and
+    that of `absolute_error` applies."""
     absolute_error: float
-    """The largest rounding error, as a multiple of the scale. If `relative_error` gives a larger error,
-    that applies."""
+    """Bounds the rounding error of a weight, as a multiple of the weight's scale. The larger of this
+    bound and that of `relative_error` applies."""
 
     def largest_error(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Return f32[N, K]: the largest possible rounding error of each element of `weight` [N, K]."""
@@ -142,7 +142,8 @@ def fp8_config(quantization: str) -> dict[str, Any]:
 def quantized_tensors(
     tensors: Iterable[tuple[str, Tensor]], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield pairs (name, tensor) with the matrices quantised, each followed by its scales."""
+    """Yield the tensors as pairs (name, tensor). A matrix that is to be quantised (`is_quantized`) is
+    replaced by two pairs: the quantised matrix and its scales."""
     for name, tensor in tensors:
         if not is_quantized(name, tensor.dim()):
             yield name, tensor
@@ -153,16 +154,17 @@ def quantized_tensors(
 
 
 def fake_quantize(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
-    """Return the values with which an engine computes for the weight `name`, in the weight's dtype.
-    If `is_quantized`, `weight` is quantised and dequantised; otherwise it is returned unchanged."""
+    """Return the values with which an engine computes for the weight `name`, in the weight's dtype. A
+    weight that is quantised (`is_quantized`) is quantised and dequantised; any other weight is returned
+    unchanged."""
     if not is_quantized(name, weight.dim()):
         return weight
     return scheme.dequantize(*scheme.quantize(weight), weight.dtype)
 
 
 def with_rounding_noise(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
-    """Return the weight `name` with noise of the size of the format's rounding errors, if the weight is
-    one of those that are quantised, and otherwise the weight itself.
+    """Return the weight `name` plus noise that is as large as the format's rounding errors. A weight
+    that is not quantised (`is_quantized`) is returned unchanged.
 
     The noise is uniform between -1 and 1 times `Scheme.largest_error`, and depends on `name` alone.
     Unlike `fake_quantize`, it also changes weights that are exact in the format.

@@ -306,9 +306,9 @@ class Trainer:
                 save_groups(saved_step(self.folder.rollouts, self.step), groups)
 
     def _save_if_due(self) -> None:
-        """Save a checkpoint at the recipe's interval, after the last step and before a requested
-        stop, but never with `debug.rollout_only`. Take a snapshot if one is due and the run
-        continues."""
+        """Save a checkpoint if the recipe's interval has passed, the last step is done, or a stop
+        was requested; but never with `debug.rollout_only`. Take a snapshot if one is due and the
+        run continues."""
         recipe, every = self.plan.recipe, self.plan.recipe.checkpoint.save_every
         is_last = self.step == recipe.train.num_steps
         request = 0 if is_last else self._stop_request()
@@ -328,8 +328,8 @@ class Trainer:
         return bool(self.stopped)
 
     def _stop_request(self) -> int:
-        """Return the largest `StopRequest.source` of all ranks (`mrl.system.stop`); 0 if no rank
-        was asked to stop. A collective."""
+        """Return who asked the run to stop, as a number (`mrl.system.stop.WHO`); 0 if nobody did.
+        If the ranks differ, the largest number is returned. A collective."""
         asked = Max(torch.tensor(float(self._stop.source)))
         return int(reduce_statistics({"asked": asked})["asked"])
 

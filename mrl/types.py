@@ -32,7 +32,7 @@ class Prompt:
     prompt_id: str
     """The row's number as a string, counted from 0 over all files. It is the same in every run."""
     token_ids: Tensor
-    """i64[P]."""
+    """i64[P]: the ids of the prompt's tokens."""
     content: Any
     """The prompt: a string, or a list of chat messages. `data.overlong` may have truncated it."""
     columns: dict[str, Any]
@@ -47,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """A range [start, end) of a sample's tokens or route rows, and the weight version that made it."""
+    """A range [start, end) of a sample's tokens or route rows, all produced by one weight version."""
 
     version: int
     start: int
@@ -76,7 +76,7 @@ class RoutingTrace:
     """Number of leading rows that the engine computed again after it retracted the request. The
     log-probs of these tokens may be from before the retraction, with other routes."""
     expert_weights: Tensor | None = None
-    """f32[T-1, L, K]: gate weights (`rollout.return_routing_weights`); `meta` if `expert_ids` is."""
+    """f32[T-1, L, K]: gate weights, if `rollout.return_routing_weights`; on `meta` if the ids are."""
 
     @property
     def num_rows(self) -> int:
@@ -137,7 +137,7 @@ class Sample:
     weight_versions: tuple[VersionSpan, ...]
     """Spans of the tokens that the policy sampled, in order. Tokens between its turns have no span."""
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """Why the sample ended: `stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """(end, reward) of each turn: the turn's last token has index `end` - 1. Empty without turns."""
@@ -317,7 +317,7 @@ class LossOutput:
 
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""(function, arguments), to be called in another process of this machine; returns u8[num_bytes]."""
+"""A function and its arguments. Another process on this machine calls it to get u8[num_bytes]."""
 
 
 @dataclass(frozen=True)

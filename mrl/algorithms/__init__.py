@@ -52,7 +52,7 @@ def load_algorithm(name: str) -> Algorithm:
     has these functions as methods.
 
     name: a module of this package, such as `gspo`; the path or the dotted name of another module;
-    or either of the last two with `:OBJECT` (see `mrl.system.plugins.resolve`).
+    or such a path or dotted name followed by `:OBJECT` (see `mrl.system.plugins.resolve`).
 
     Raises InputError if the algorithm cannot be imported or lacks a function.
     """

@@ -63,8 +63,9 @@ def importance_weight(config: AlgorithmConfig) -> ImportanceWeight | None:
 
 @dataclass(frozen=True)
 class _MaskInputs:
-    """The tensors from which masks are computed: four of f32[N] without gradient, the loss mask
-    bool[N], and the sequence boundaries `cu_seqlens`, i32[B+1]."""
+    """The tensors from which masks are computed: the three log-probs of each token and its
+    advantage (f32[N] each, without gradient), the loss mask bool[N], and the sequence boundaries
+    `cu_seqlens`, i32[B+1]."""
 
     logprobs: Tensor
     old: Tensor

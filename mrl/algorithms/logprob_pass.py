@@ -1,4 +1,5 @@
-"""When a step computes the policy's log-probs in a pass of its own, before the update."""
+"""Decides whether a step needs a log-prob pass: a forward pass of the policy, before the update and
+separate from the training pass, that computes the log-probs of the step's tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from mrl.config import Recipe
 def update_can_serve(recipe: Recipe) -> bool:
     """Return whether the log-probs of the policy's training pass can serve as the old log-probs.
 
-    They can if a rollout has a single optimizer step, because that pass then uses the weights from
-    before the update. A pass of its own is needed if `guards.min_ess` is set, because a skipped step
-    would otherwise have no mismatch metrics.
+    They can if a rollout has a single optimizer step, because the training pass then uses the
+    weights from before the update. They cannot if `guards.min_ess` is set: without a separate pass,
+    a skipped step would have no mismatch metrics.
     """
     train = recipe.train
     takes_one = train.num_steps_per_rollout * train.num_epochs_per_rollout == 1
@@ -19,7 +20,8 @@ def update_can_serve(recipe: Recipe) -> bool:
 
 
 def needs_logprob_pass(recipe: Recipe, algorithm: Algorithm, *, update_serves: bool) -> bool:
-    """Return whether training needs the pass. Diagnosis may need it in further steps.
+    """Return whether a step needs a separate log-prob pass for training. Diagnosis, which is not
+    considered here, may need the pass in other steps, too.
 
     `algorithm` is the algorithm of the recipe. `update_serves`: whether the log-probs of the step's
     training pass serve as the old log-probs.

@@ -2,7 +2,8 @@
 
 `advantages` returns the rewards unchanged. Because `WHITENS` is set, `mrl.learn.advantages`
 normalises them by their mean and std over the loss tokens of the step. With `kl_in: reward`, which
-the paper uses with the estimator k1, the KL penalty of each token is subtracted before that.
+the paper uses with the estimator k1, the KL penalty of each token is subtracted before this
+normalisation.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Datum:
     """Factor by which the loss of the sequence is multiplied. The loss is a sum over tokens, so
     normalisers such as 1 / num_tokens belong here."""
     sample: str | None = None
-    """The id of the `Sample` whose routes the trainer replays; the sample must have the same tokens
-    as this datum. None: no routes are replayed."""
+    """The id of the `Sample` whose routes (the experts that the engine's router chose) the trainer
+    replays. The sample must have the same tokens as this datum. None: no routes are replayed."""
 
     def body(self) -> dict[str, Any]:
         """Return the sequence as a JSON object of the service's API."""
@@ -67,8 +67,9 @@ class Sample:
         """Return a `Datum` of prompt and answer, in which every token of the answer has this
         advantage and no token of the prompt is in the loss.
 
-        `replay`: the trainer replays the engine's routes. Set it to False in a session with
-        moe.routing_replay=off, because such a session does not keep the routes.
+        `replay`: whether the trainer replays the engine's routes (see `Datum.sample`). Set it to
+        False in a session with moe.routing_replay=off, because such a session does not keep the
+        routes.
         """
         before = len(self.prompt)
         advantages = np.zeros(before + len(self.tokens), np.float32)

@@ -1,4 +1,4 @@
-"""Chooses the prompts that a step starts, and keeps those that it did not finish for later steps.
+"""Chooses the prompts that a step starts, and keeps unfinished prompts for later steps.
 
 A prompt has one state at any time: not drawn yet, in the backlog, trained on, or dropped and
 counted. All ranks have the same backlog and draw the same prompts, so they make the same choice
@@ -27,8 +27,9 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.types import Prompt, SampleGroup
 
 SEED_SHIFT = 48
-"""If a step draws a prompt again, the number of its earlier draws in the step, shifted left by this
-many bits, is added to the seed. The sum differs from the seeds of all steps."""
+"""Makes the seeds differ if a step draws the same prompt more than once. The seed of the n-th
+repetition is the step's seed plus `n << SEED_SHIFT`. This sum differs from the seeds of all
+steps."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,18 @@ class StepPrompts:
 
     started: list[Started]
     num_wanted: int
-    """Number of complete groups after which the step is over."""
+    """Number of groups that must be complete before the round ends."""
     is_long_round: bool
     """Whether the step has only deferred prompts, and waits for all of them."""
     remaining: list[Started]
     """The prompts that stay in the backlog."""
     num_resumed: int = 0
-    """Number of prompts at the beginning of `started` whose samples are continued. Only the rank
-    that last generated such a prompt has its tokens and routes."""
+    """The first `num_resumed` prompts in `started` continue the samples of an earlier step. The
+    tokens and routes of these samples are only on the rank that generated them."""
 
     def share(self, number: int, num_engines: int) -> tuple[list[Started], int]:
-        """Return the prompts for the engine with index `number`, and how many of their groups must be
-        complete.
+        """Return the prompts for the engine with index `number`, and how many of their groups must
+        be complete before the round ends.
 
         An engine gets every `num_engines`-th prompt, so that resumed prompts are spread over
         engines.
@@ -119,7 +120,8 @@ def left_over(
 
 
 class Backlog:
-    """Keeps the prompts that a step has not finished for later steps of the run."""
+    """Keeps the prompts that a step started but did not finish, so that later steps can continue
+    or repeat them."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -183,8 +185,9 @@ class Backlog:
         return [PendingPrompt(group, one.seed) for group, one in pairs]
 
     def take_up(self, waiting: Iterable[PendingPrompt]) -> list[PendingPrompt]:
-        """Fill the backlog with the pending prompts of a checkpoint. Return those that do not
-        belong in it: prompts without a seed, and with `rollout.partial_rollouts: drop` all prompts.
+        """Fill the backlog with the pending prompts of a checkpoint. Return the prompts that were
+        not put into the backlog: those without a seed or, if `rollout.partial_rollouts` is `drop`,
+        all of them.
 
         The recipe may have changed. A prompt whose partial rollout does not fit the recipe starts
         again without tokens.

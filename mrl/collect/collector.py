@@ -37,7 +37,7 @@ class Round:
     version: int
     """The version of the trainer's weights."""
     prompts: StepPrompts | None = None
-    """None for an evaluation that is not part of a step."""
+    """The prompts that the round starts; None for an evaluation that is not part of a step."""
     batch: Assignment | None = None
     """The assignment of `prompts`; None if `prompts` is None."""
     evaluated: Assignment | None = None
@@ -47,7 +47,8 @@ class Round:
 
     @property
     def assignments(self) -> list[Any]:
-        """This round's assignments, in the class that the pool uses. The evaluation's comes last."""
+        """The round's one or two assignments (objects of the pool's own class): first `batch`, then
+        `evaluated`."""
         return [each for each in (self.batch, self.evaluated) if each is not None]
 
 
@@ -101,8 +102,8 @@ class Collector:
         self.schedule.wait_for_room(step, clock)
 
     def begin_evaluation(self, version: int) -> None:
-        """Begin a round that only evaluates the weights `version` on the recipe's evaluation
-        sets."""
+        """Begin a round without prompts, which evaluates weights of version `version` on the
+        recipe's evaluation sets."""
         self._forget()
         self.round = Round(version, evaluated=self.pool.assign_evaluation(version))
 
@@ -163,8 +164,8 @@ class Collector:
                 )
 
     def _sample_further(self, sampling: DynamicSampling, groups: list[SampleGroup]) -> None:
-        """Add the groups of a round to the step. Begin another round if groups are still
-        missing."""
+        """Add the groups of a round to the step. If groups are missing and another round is
+        allowed, begin it; otherwise set the step's groups and metrics."""
         sampling.add(groups)
         if not sampling.is_over:
             seed = step_seed(self.plan.recipe.seed, self._step)

@@ -32,7 +32,7 @@ class Conversation:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]."""
+    """i64[T]: the ids of all tokens so far."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true for tokens that the policy chose."""
@@ -49,7 +49,7 @@ class Conversation:
     """The tokens that `top_p` and `top_k` kept when each token was sampled; None if the engine does
     not return them."""
     finish_reason: FinishReason | None = None
-    """None until the conversation has ended."""
+    """Why the conversation ended; None if it has not ended yet."""
 
     @property
     def num_turns(self) -> int:

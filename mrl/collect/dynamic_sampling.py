@@ -75,9 +75,10 @@ class DynamicSampling:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of rounds, drawn prompts, missing groups and zero-variance groups by
-        cause, and the mean reward over all drawn prompts. A mean over only the step's groups would
-        be biased, because groups that are all right or all wrong were replaced."""
+        """Return metrics: the number of rounds, of drawn prompts and of missing groups, the number
+        of zero-variance groups for each cause, and the mean reward over all drawn prompts. A mean
+        over only the step's groups would be biased, because groups that are all right or all wrong
+        were replaced."""
         everything = [*self._kept, *self._zero_variance]
         rewards = [group.rewards for group in everything if group.rewards is not None]
         causes = zero_variance_metrics(rewards)

@@ -54,10 +54,11 @@ def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, 
     """Return the metrics of one evaluation set, computed from its scored `groups`.
 
     `avg@k` is the mean over prompts of the mean reward of a prompt's samples. `avg@k_stderr` is the
-    standard error of this mean over prompts. `pass@k` (arXiv 2107.03374 eq. 1, unbiased) is the
-    mean over prompts with at least k scored samples. `unscored` counts samples without a reward,
-    which `avg@k` and `pass@k` leave out. `truncated` is the share of samples that reached the
-    length limit.
+    standard error of this mean over prompts. `pass@k` is the mean of `pass_at_k` (arXiv 2107.03374
+    eq. 1, unbiased) over the prompts with at least k scored samples; a sample passes if its reward
+    is at least the set's `pass_threshold`. `unscored` counts samples without a reward, which
+    `avg@k` and `pass@k` leave out. `truncated` is the share of samples that reached the length
+    limit.
     """
     prefix, k_max = f"eval/{eval_set.config.name}/", eval_set.config.samples_per_prompt
     scored = []

@@ -112,8 +112,8 @@ class MultiTurnRollout:
         return not self._waiting
 
     def finished(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
-        """Yield groups when they are complete, with rewards f32[G]. A reward is the sum over the
-        steps of an episode.
+        """Yield groups when they are complete, with rewards f32[G]. The reward of a sample is the
+        sum of the rewards that its environment returned.
 
         A reward is NaN if the environment failed or an abort ended the episode. Raises the errors
         of generate(), and RunFailed if environments fail too often. After EngineLost, another call

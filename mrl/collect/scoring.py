@@ -37,8 +37,8 @@ class Scoring:
         self._tokenizer = tokenizer
         self._step_samples = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         self._runners: dict[str | None, RewardRunner] = {}
-        """The runners of the data sources' rewards, by `Prompt.reward`. The runner of the recipe's own
-        reward has the key None."""
+        """The runners of reward functions. The key is the `Prompt.reward` of the prompts that a
+        runner scores; it is None for the recipe's own reward."""
         self.environments: EnvironmentRunner | None = None
         """The environments of conversations; None if the recipe has no environment."""
         # Workers are started in this thread, and exit when it ends, so it lives as long as the run.

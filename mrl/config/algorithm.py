@@ -118,11 +118,12 @@ class AlgorithmConfig(Branch):
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""
 
     advantage_eps: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation by which rewards and, if they are whitened, token advantages
-    are divided."""
+    """Added to a standard deviation before the division by it: to the standard deviation of the
+    rewards and, with `whiten`, to the standard deviation of the token advantages."""
     min_group_std: float = Field(default=1e-3, ge=0)
-    """Lower bound of the standard deviation by which rewards and, if they are whitened, token
-    advantages are divided. The bound prevents nearly equal rewards from giving huge advantages."""
+    """Lower bound of the standard deviation by which rewards are divided and, with `whiten`, of the
+    standard deviation by which token advantages are divided. The bound prevents nearly equal
+    rewards from giving huge advantages."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups from other prompts (DAPO, arXiv
     2503.14476)."""

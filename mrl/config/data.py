@@ -58,8 +58,8 @@ class SourceConfig(RowsConfig):
 class DataConfig(Branch):
     path: Paths | None = None
     """A file (`.jsonl`, `.json`, `.csv`, `.tsv`, each also with `.gz`, or `.parquet`), a glob, a
-    folder written by `save_to_disk`, a hub id, or a list of these, whose rows form one data set;
-    see docs/data.md. Give this or `data.sources`."""
+    folder written by `save_to_disk`, a hub id, or a list of these. All rows together form one data
+    set; see docs/data.md. Give either this key or `data.sources`."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources, each with its own columns, reward and weight."""
     prompt_key: str | None = None
@@ -130,8 +130,8 @@ class DataConfig(Branch):
 
     @property
     def rewards(self) -> dict[str, Rewards]:
-        """The rewards that are set in the sources. Each key is the line of text that
-        `describe_rewards` returns for the reward; `Prompt.reward` contains the same line."""
+        """The rewards that are set in the sources, as a dict. The key of a reward is the line of
+        text that `describe_rewards` returns for it. `Prompt.reward` contains the same line."""
         own = (source.reward for source in self.sources if source.reward is not None)
         return {describe_rewards(reward): reward for reward in own}
 

@@ -11,7 +11,7 @@ class DiagnosisConfig(Branch):
     save_tokens_every: int = Field(default=1, ge=0)
     """Number of steps between token records (tokens/step_*.safetensors); 0 writes no records. For
     each token, a record contains the log-probs of trainer and engine before the update, the
-    advantage, the weight version and the routes."""
+    advantage, the weight version and the routes (the chosen experts)."""
     max_tokens: int = Field(default=65536, ge=1)
     """Maximum number of tokens in a token record. If a step has more, about half of the tokens come
     from the samples in which old and rollout log-probs differ most, and the rest from samples
@@ -24,5 +24,6 @@ class DiagnosisConfig(Branch):
     """Number of MoE layers that a decomposition measures, with two forward passes for each. In a
     model with more MoE layers, the measured layers are spread evenly over the model."""
     capture_routes: bool = False
-    """Request the engine's routes even if they are not replayed (`moe.routing_replay` off or r2), to
-    compare them with the trainer's routes. With r3 they are always requested."""
+    """Request the engine's routes (the experts that its router chose for each token) even if they
+    are not replayed (`moe.routing_replay` off or r2), to compare them with the trainer's routes.
+    With r3 they are always requested."""

@@ -65,7 +65,8 @@ def _check_names(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
 
 
 TAGS = ("reward name", "reward list")
-"""Names of the two forms of `Rewards`, which pydantic adds to the location of an error."""
+"""Names of the two forms that `Rewards` can have. Pydantic adds the name of the form to the
+location of an error."""
 Rewards = Annotated[
     Annotated[str, Tag(TAGS[0])]
     | Annotated[tuple[RewardConfig, ...], AfterValidator(_check_names), Tag(TAGS[1])],

@@ -21,20 +21,21 @@ class SharedRolloutConfig(Branch):
     `:NAME` if your engine is called neither `Engine` nor `build_engine`."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: every rank trains, and engines take turns with the trainer on the same devices.
-    `disaggregated`: the last `num_ranks` ranks only lead engines; see docs/async.md."""
+    `disaggregated`: the last `num_ranks` ranks only run engines and do not train; see
+    docs/async.md."""
     num_ranks: int | None = Field(default=None, ge=1)
-    """Number of ranks that lead engines and do not train; a multiple of tensor_parallel_size. Only
+    """Number of ranks that run engines and do not train; a multiple of tensor_parallel_size. Only
     with `placement: disaggregated`."""
     dtype: Dtype = "auto"
     """The dtype of the engine's weights and computation; `auto` takes the trainer's dtype
     (`model.dtype`). If the two dtypes differ, weights are cast before they are sent to the engine."""
     quantization: Literal["none", "fp8_block", "fp8_block_ue8m0", "int8"] = "none"
-    """Format in which the engine holds the matrices of attention, MLPs and experts, and computes with
-    them. `fp8_block`: e4m3 in blocks of 128 x 128 with one float32 scale each, the format of
-    DeepSeek-V3's checkpoints, and layer inputs in groups of 128. `fp8_block_ue8m0`: the same, with
-    scales that are powers of two. `int8`: one scale for each output channel, and one for each token
-    of a layer's input. Weights are quantised before every sync; the trainer keeps its own precision.
-    See docs/quantization.md."""
+    """Format in which the engine holds the matrices of attention, MLPs and experts, and computes
+    with them. `fp8_block`: e4m3 with one float32 scale for each block of 128 x 128 weights (the
+    format of DeepSeek-V3's checkpoints), and one scale for each token and group of 128 inputs of a
+    layer. `fp8_block_ue8m0`: the same, but the weights' scales are powers of two. `int8`: one scale
+    for each output channel of a matrix, and one for each token of a layer's input. Weights are
+    quantised before every sync; the trainer keeps its own precision. See docs/quantization.md."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that one engine spans. If that is more than the ranks of a node, the engine
     must span complete nodes. It may exceed the number of key/value heads, which SGLang then
@@ -83,8 +84,8 @@ class SharedRolloutConfig(Branch):
     considered hung and is replaced."""
     max_restarts: int = Field(default=3, ge=0)
     """Maximum number of engines that may be lost and replaced in one step; at the next loss the run
-    ends. On rollout ranks, the limit holds for the engines that one worker process loses without a
-    finished batch in between (a finished group if engines run freely, see
+    ends. On rollout ranks, it is the maximum number of engines that one worker process may lose
+    between two finished batches (between two finished groups if engines run freely, see
     `async.groups_in_flight`). It is also the maximum number of times in a row that the worker
     process of a rollout rank may end before it has joined the run."""
 
@@ -144,17 +145,19 @@ class RolloutConfig(SharedRolloutConfig):
     `algorithm.importance`. `defer` (RollPacker, arXiv 2509.21009): once enough such prompts have
     accumulated, they start again from the beginning, in a step that waits for all its samples."""
     dynamic_sampling_rounds: int = Field(default=4, ge=1)
-    """Maximum number of rounds in which a step with `algorithm.dynamic_sampling` collects
-    prompts_per_step groups whose rewards differ. Each round generates for as many new prompts as
-    groups are missing. After the last round, groups with equal rewards fill the step, but none of
-    their tokens is in the loss."""
+    """With `algorithm.dynamic_sampling`, a step generates in rounds until it has prompts_per_step
+    groups with unequal rewards; this key is the maximum number of rounds. Each round takes as many
+    new prompts as groups are missing. After the last round, groups with equal rewards fill the
+    step, but none of their tokens is in the loss."""
     canary_prompts: int = Field(default=4, ge=0)
     """Number of prompts used to check, after every sync, that trainer and engine agree on the
     log-probs; 0 turns the check off."""
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean absolute difference between the log-probs of trainer and engine on the canary
     prompts. By default 1e-3 if trainer and engine both compute in float32, otherwise 0.1, because
-    half precision routes a few tokens to other experts."""
+    half precision routes a few tokens to other experts. With `quantization`, the limit is higher by
+    4 times the mean change of the trainer's log-probs that noise as large as the weights' rounding
+    errors causes."""
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -13,8 +13,8 @@ from mrl.config.foreign import FOREIGN
 from mrl.config.recipe import Recipe
 
 MAX_KEYS = 6
-"""If a section is unknown, the message says for at most this many of its keys which key of the
-recipe to use instead."""
+"""Maximum number of suggestions in the message about an unknown section. Each suggestion says for a
+key of that section which key of the recipe to use instead."""
 
 
 def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
@@ -44,8 +44,9 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
 
     `key` is compared, in this order, with the exact names of other frameworks, the exact names in
     other sections, the nearest name in the same section, the nearest name anywhere, and the nearest
-    name of another framework. `is_own` is false if the unknown key is not `key` itself but the
-    section that contains it; then only exact names are compared.
+    name of another framework. `is_own` is true if `key` itself is the unknown key of the message,
+    and false if the message is about an unknown section that contains `key`. If it is false, only
+    exact names are compared.
     """
     if (foreign := _foreign(key)) is not None and foreign[0] in known:
         return _quoted(*foreign)

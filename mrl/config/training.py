@@ -93,8 +93,8 @@ class OptimizerConfig(Branch):
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
         "constant"
     )
-    """How the learning rate falls from `lr` to `min_lr` after the warm-up, with Megatron's names
-    and formulas. `WSD` (arXiv 2404.06395) keeps the learning rate constant until the last
+    """How the learning rate falls from `lr` to `min_lr` after the warm-up. The names and formulas
+    are those of Megatron. `WSD` (arXiv 2404.06395) keeps the learning rate constant until the last
     `wsd_decay_steps`. A critic's learning rate decays in the same way."""
     lr_decay_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps, including the warm-up, after which the learning rate is `min_lr`.
@@ -105,7 +105,8 @@ class OptimizerConfig(Branch):
     """The learning rate at the end of the decay. A critic's learning rate decays to `critic.lr x
     min_lr / lr`."""
     wsd_decay_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the decay at the end of `WSD`, which requires this key."""
+    """Number of optimizer steps at the end in which `WSD` lowers the learning rate; required with
+    `WSD`."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """How the learning rate falls during the last `wsd_decay_steps` steps of `WSD`."""
     weight_decay: float = Field(default=0.0, ge=0)

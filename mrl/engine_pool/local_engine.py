@@ -21,12 +21,12 @@ from mrl.system.memory_watch import MemoryWatch
 
 
 class LocalEngine:
-    """The engine on this rank's devices, for all policies that it serves. `server` is None if this
-    rank does not lead the engine.
+    """The engine on this rank's devices, for all policies that it serves. `server` is None if this rank
+    does not lead the engine.
 
-    If the engine is lost, no error is raised at once, because all ranks must act on the loss
-    together. The loss is noted, and further calls do nothing until the collective `replace_lost`
-    has started another engine.
+    If the engine is lost, no error is raised at once, because all ranks must act on the loss together.
+    The loss is recorded, and further calls do nothing until the collective `replace_lost` has started
+    another engine.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LocalEngine:
 
     @contextmanager
     def noting_loss(self) -> Iterator[None]:
-        """Catch an EngineLost that the block raises, and note the loss."""
+        """Catch an EngineLost that the block raises, and record the loss."""
         try:
             yield
         except EngineLost as error:

@@ -37,7 +37,7 @@ class Restarts:
     that rank counts the engine's losses."""
     share_loss: Callable[[EngineLost | None], EngineLost | None] = lambda lost: lost
     """Takes the error that this rank has seen, or None. Returns the error with which the engine was
-    lost, if any rank that the engine spans has seen one (`EngineNodes.share_loss`)."""
+    lost, or None if the engine is not lost (see `EngineNodes.share_loss`)."""
     sum_up: Callable[[int], int] = int
     """Takes a number from each of the ranks whose losses are counted together, and returns the sum."""
     lost: EngineLost | None = None

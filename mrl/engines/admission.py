@@ -47,7 +47,7 @@ class AdmissionPolicy(Protocol):
         ...
 
     def finished(self, tenant: str, num_tokens: int) -> None:
-        """Note that a request of the tenant finished with `num_tokens` tokens, prompt and answer."""
+        """Record that a request of the tenant finished with `num_tokens` tokens, prompt and answer."""
         ...
 
     def leave(self, tenant: str) -> None:

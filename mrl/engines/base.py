@@ -68,7 +68,7 @@ class RequestFailed(RunFailed):
 
 
 class EndsEngine(RequestFailed):
-    """Two engines died with this request in flight; in the second one, its call was running alone."""
+    """Two engines died with this request in flight; in the second one, only its call was running."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Request:
     request_id: str
     """Unique among the requests in flight."""
     token_ids: Tensor
-    """i64[P]."""
+    """i64[P]: the ids of the tokens to continue."""
     seed: int
     """The token at position p is a function of (weights, tokens before p, seed, p)."""
     sampling: SamplingParams
@@ -99,7 +99,8 @@ class Completion:
     weight_versions: tuple[VersionSpan, ...]
     """Spans that cover [P, P + C) in order, each with the weight version that sampled its tokens."""
     routing: RoutingTrace | None
-    """Routes of all P + C - 1 routed tokens; None if routes are off or nothing was generated."""
+    """Routes of the first P + C - 1 tokens; the last token is not fed to the model. None if routes are
+    off or nothing was generated."""
     num_retractions: int = 0
     """How often the engine retracted the request for lack of KV memory, and later recomputed it."""
     sampling_mask: SamplingMask | None = None
@@ -138,7 +139,7 @@ class EngineConfig:
     num_nodes: int = 1
     """Number of nodes over which the `rollout.tensor_parallel_size` ranks are spread evenly."""
     weight_push: Callable[..., Any] | None = None
-    """Makes the object that sends weights (`Push` in mrl/weight_sync/transports). None: a default."""
+    """Makes the sender of weights (`Push` in mrl/weight_sync/transports); None for the default one."""
     adapter: Adapter | None = None
     """If set, updates load only the matrices of this adapter, and only sleep(1) is allowed."""
 
@@ -153,9 +154,9 @@ class EngineServer(Protocol):
         (host:port on this machine). `meanwhile` is called repeatedly until the engine is ready, and
         raises RuntimeError if another node has failed.
 
-        Raises InputError for a mistake in the recipe. Raises RuntimeError if the engine is running
-        already, and, with the path and the last lines of the log, if it dies or is not ready in time.
-        After EngineLost, this first removes what is left of the lost process.
+        Raises InputError for a mistake in the recipe, and RuntimeError if the engine is running
+        already, dies, or is not ready in time. The last two errors have the path and the last lines of
+        the log. After EngineLost, this first removes what is left of the lost process.
         """
         ...
 
@@ -196,13 +197,13 @@ class EngineServer(Protocol):
         these tokens from the loss. To keep them, abort() the requests, update, and send prompt and
         partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
 
-        The prefix cache stores prefixes under keys, which name the weight version. After the
-        update, a request that was retracted or had not begun gets the key of the new version, so it
-        reads nothing that older weights computed (plugins/server/mrl_weight_versions.py). A running
-        request keeps the old key, which no later request uses. On a server with one policy, calls
-        that have `stale_prefixes` or are not `concurrent` use no key: `RoutingTrace.row_versions`
-        has the version that computed each row of their routes, or UNKNOWN_VERSION. If a call that
-        is not `concurrent` ends during the pause, such a server resumes.
+        The prefix cache stores prefixes under keys, which name the weight version. After the update, a
+        request that was retracted or had not begun gets the key of the new version, so it reads nothing
+        that older weights computed (plugins/server/mrl_weight_versions.py). A running request keeps the
+        old key, which no later request uses. On a server with one policy, calls that have
+        `stale_prefixes` or are not `concurrent` use no key: `RoutingTrace.row_versions` has the version
+        that computed each row of their routes, or UNKNOWN_VERSION. If a call that is not `concurrent`
+        ends during the pause, a server with one policy resumes.
         """
         ...
 
@@ -319,7 +320,7 @@ class RolloutNode(Protocol):
         ...
 
     def note_ready(self) -> None:
-        """Note that the engine has started on all nodes."""
+        """Record that the engine has started on all nodes."""
         ...
 
     def failure(self) -> str:

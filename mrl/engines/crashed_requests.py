@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from mrl.engines.base import EndsEngine
 
 Named = tuple[str, str]
-"""A tenant and the id of a request."""
+"""A pair: the name of a tenant, and the id of one of the tenant's requests."""
 
 
 class CrashedRequests:

@@ -32,7 +32,7 @@ class Admitted(NamedTuple):
     expected: int
     """The number of tokens, prompt and answer, that the request is expected to hold when it ends."""
     since: float
-    """When it was admitted, by the clock of `GateTimes`."""
+    """When it was admitted, in seconds on the clock of `GateTimes`."""
 
 
 class AdmissionQueue:
@@ -140,7 +140,7 @@ class Gate:
         self._tenants: dict[str, _Tenant] = {}
         self._crashed = CrashedRequests()
         self._alone: AdmissionQueue | None = None
-        """The queue whose requests run alone in the engine."""
+        """The queue whose requests run alone in the engine; None if no queue runs alone."""
         self.num_starts = 0
         self._is_lost = False
         """Whether the engine has died since its last start. Nothing is admitted then."""
@@ -159,8 +159,8 @@ class Gate:
 
     @property
     def has_culprit(self) -> bool:
-        """After a loss of the engine: whether requests that ran alone in it killed it. The answer is
-        right even before the thread that sent these requests has noticed the loss."""
+        """Whether requests that ran alone in the engine caused its loss; only meaningful after a loss.
+        The answer is right even before the thread that sent these requests has noticed the loss."""
         with self.lock:
             return self._ended_alone or (self._alone is not None and bool(self._alone.in_engine))
 
@@ -251,9 +251,9 @@ class Gate:
         return max_tokens if self._policy is None else self._policy.tokens_each(name, max_tokens)
 
     def _may_admit(self, in_flight: int) -> bool:
-        """Return whether any request may be sent now. `in_flight` is the sum of
-        `_Tenant.in_flight`, which is 0 if the engine has no requests. Then a queue that must run
-        alone, if there is one, is chosen to run next."""
+        """Return whether any request may be sent now. If a queue must run alone, it is chosen to do so
+        once the engine has no requests, and nothing is sent before that. `in_flight` is the sum of
+        `_Tenant.in_flight`, which is 0 if the engine has no requests."""
         if self._alone is not None:
             return True
         queues = [queue for tenant in self._tenants.values() for queue in tenant.queues]

@@ -46,24 +46,24 @@ class GateTimes:
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def resize(self, max_running: int, cache_tokens: int) -> None:
-        """Note how many requests the engine can run at once, and how many tokens its cache holds."""
+        """Record how many requests the engine can run at once, and how many tokens its cache holds."""
         self._advance()
         self._max_running, self._cache_tokens = max_running, cache_tokens
 
     def come(self, tenant: str, number: int) -> None:
-        """Note that `number` requests of a tenant begin to wait."""
+        """Record that `number` requests of a tenant have begun to wait."""
         self._advance()
         self._waiting[tenant] += number
 
     def withdraw(self, tenant: str, number: int) -> None:
-        """Note that `number` waiting requests of a tenant will not be sent."""
+        """Record that `number` waiting requests of a tenant will not be sent."""
         self._advance()
         self._waiting[tenant] -= number
         self._sums[f"{tenant}/requests"] += number
 
     def send(self, tenant: str, expected: int) -> float:
-        """Note that a waiting request is sent and is expected to hold `expected` tokens when it ends.
-        Return the current time."""
+        """Record that a waiting request has been sent and is expected to hold `expected` tokens when it
+        ends. Return the current time."""
         self._advance()
         self._waiting[tenant] -= 1
         self._sent[tenant] += 1
@@ -72,8 +72,8 @@ class GateTimes:
         return self._at
 
     def end(self, tenant: str, expected: int, since: float, num_prompt: int, num_new: int) -> None:
-        """Note that a request with `num_prompt` prompt tokens ended after `num_new` new tokens. It was
-        sent at the time `since`, and was expected to hold `expected` tokens."""
+        """Record that a request with `num_prompt` prompt tokens ended after `num_new` new tokens. The
+        request was sent at the time `since`, and was expected to hold `expected` tokens."""
         self._advance()
         self._sent[tenant] -= 1
         self._counted[tenant] -= expected
@@ -81,14 +81,15 @@ class GateTimes:
         self._sums[f"{tenant}/tokens"] += num_new
 
     def leave(self, tenant: str) -> None:
-        """Forget the requests of a tenant. The amounts that they have added to the sums stay."""
+        """Forget the requests of a tenant. What these requests have added to the sums so far stays in
+        the sums."""
         self._advance()
         for counts in (self._waiting, self._sent, self._counted):
             counts.pop(tenant, None)
 
     def take(self) -> dict[str, float]:
-        """Return the sums and reset them to 0. The numbers of requests that wait or are in the engine
-        stay."""
+        """Return the sums and reset them to 0. The current numbers of requests, at the gate and in the
+        engine, are not reset."""
         self._advance()
         taken, self._sums = self._sums, defaultdict(float)
         return dict(taken)

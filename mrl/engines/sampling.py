@@ -72,9 +72,9 @@ def sampling_of(config: RolloutConfig) -> SamplingParams:
 
 
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e6
-"""Bounds of a temperature other than 0. SGLang silently treats a temperature below the lower bound
-as 0. At a temperature far above the upper bound all scaled logits are equal, and from 1e30 on the
-kernel of `rollout.batch_invariant` raises."""
+"""Bounds of a temperature other than 0. SGLang silently treats a temperature below the lower bound as
+0. At a temperature far above the upper bound all scaled logits are equal, and from 1e30 on, the kernel
+of `rollout.batch_invariant` raises an error."""
 
 
 def check_sampling_params(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mrl.trainer import Trainer
 
 _NAMES = {"parameters": "weights", "critic_parameters": "critic_weights"}
-"""Renames some of the kinds of memory that `policy.ledger.where()` returns, for the report."""
+"""For some kinds of memory that `policy.ledger.where()` returns, the name that the report uses
+instead."""
 
 
 def bytes_held(trainer: Trainer) -> str:

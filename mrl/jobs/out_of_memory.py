@@ -87,7 +87,8 @@ def _of_trainer(
 
 
 class Key(NamedTuple):
-    """A recipe key with a new value that needs less memory. A restart of a run may change the key."""
+    """A recipe key with a new value that needs less memory. The key can be changed when a run is
+    continued."""
 
     override: str
     """The key with its new value, as `KEY=VALUE`."""

@@ -236,7 +236,7 @@ def _killed(rank: int, name: str, before: OomKills, found: Failure | None) -> Fa
     """Return the failure of a rank that was killed by the signal `name`.
 
     `before` has the kernel's counters of OOM kills, read before the ranks were started. `found` is
-    the record in the run folder; None without a record.
+    the failure that the run folder records (failure.json); None without a record.
     """
     cause, is_memory = "", False
     if name == "SIGKILL":

@@ -121,8 +121,8 @@ class LauncherWatchdog:
     def _idle_s(self, pid: int) -> float:
         """Return for how many seconds a rank has neither computed nor read.
 
-        Returns 0 if the rank has reported that it has started (`signal_arrived`), or if it is
-        stopped (SIGSTOP).
+        Returns 0 if the rank has reported that it has started (by a file in the launcher's folder),
+        or if the rank is stopped (SIGSTOP).
         """
         if self._stopped_s[pid] or (self._folder / arrived_file(rank_of(pid) or 0)).exists():
             self._idle.pop(pid, None)

@@ -57,7 +57,7 @@ their tokens, by sample number (the index in the step)."""
 
 
 def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
-    """Return all samples by number. A `TokenSource` for ranks that hold the tokens of every sample."""
+    """Return all samples, each under its index. A `TokenSource` for ranks that hold all tokens."""
     return dict(enumerate(samples))
 
 

@@ -223,10 +223,10 @@ def check_first_update(
 ) -> None:
     """Check, in the first update after a start, that two passes with the same weights agree.
 
-    metrics: the metrics of `drift` over all ranks. A high quantile of the differences is compared
-    with the tolerance instead of the largest difference, because GPU kernels that add in no fixed
-    order can change a single token a lot if two experts are nearly tied for it. A fault, such as
-    dropout or routes that only one pass replays, changes many tokens.
+    metrics: the metrics of `drift` over all ranks. The tolerance applies to a high quantile of the
+    differences, not to the largest one, because GPU kernels that add in no fixed order can change a
+    single token a lot if two experts are nearly tied for it. A fault, such as dropout or routes
+    that only one pass replays, changes many tokens.
 
     Raises RunFailed if that quantile is above `guards.ratio_tolerance`, or if any difference is not
     finite. Calls `warn(text)` if `guard/clip_budget` is above `guards.clip_budget`.
@@ -269,7 +269,8 @@ def check_finite(
 
 
 def sequence_clip(algorithm: Algorithm, config: AlgorithmConfig) -> float | None:
-    """Return the distance from 1 to the nearer bound of the clip range of a sequence's ratio.
+    """Return how far the importance ratio of a sequence may move from 1, in the narrower direction,
+    before the algorithm clips it.
 
     Returns None for an algorithm that does not clip sequence ratios.
     """

@@ -249,8 +249,8 @@ class Learner:
     def _save_tokens(
         self, step: int, data: StepData, flat: list[MicroBatch], clock: Clock, output: PassOutput
     ) -> None:
-        """If it is due, write the token record: the values that trainer and engine computed for the
-        step's tokens. `output` is the output of the training pass."""
+        """Write the token record if one is due for this step: the values that trainer and engine
+        computed for the step's tokens. `output` is the output of the training pass."""
         with phase("logprobs:diagnosis"), clock.part("diagnosis"):
             self.diagnosis.save_tokens(step, data.samples, flat, output)
 

@@ -55,8 +55,8 @@ class _Rows:
 
 
 def has_lost_a_save(recipe: Recipe, step: int, saved: int | None) -> bool:
-    """Return whether a checkpoint was due by `step` but is missing. The run continues from a snapshot
-    of `step`.
+    """Return whether a checkpoint that was due by `step` is missing, when a run continues from a
+    snapshot of `step`.
 
     saved: the step of the run's newest checkpoint; None if it has no checkpoint.
     """

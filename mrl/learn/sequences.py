@@ -32,11 +32,11 @@ from parallel.reduce import reduce_statistics
 class Weighted:
     """A token sequence and the factor that each token has in the loss.
 
-    Index t of a field describes token t.
+    Entry t of each tensor belongs to token t.
     """
 
     token_ids: Tensor
-    """i64[T], with T at least 2."""
+    """i64[T]: the token ids; T is at least 2."""
     factors: Tensor
     """f32[T]: weights or advantages. The first token and tokens with factor 0 are not in the loss."""
     old_logprobs: Tensor | None = None
@@ -78,7 +78,8 @@ class SequenceTrainer:
     def compute_gradients(
         self, sequences: Sequence[Weighted], named: NamedLoss, config: AlgorithmConfig
     ) -> Passed:
-        """Compute the gradients of a loss into the policy's buffers, without an optimizer step.
+        """Compute the gradients of a loss, and leave them in the policy's gradient buffers. No
+        optimizer step is taken. Return the log-probs and the metrics of the pass.
 
         config: the options of the loss. Raises NotFinite, on all ranks, if a log-prob, the loss or
         a gradient is not finite.

@@ -31,10 +31,10 @@ def policy_metrics(
 ) -> dict[str, float]:
     """Return the losses, `routing/*`, `mismatch/*`, `grad_norm` and `lr` of step `step`.
 
-    batches: the micro-batches of the step. If no separate pass came before the update, those before
-    the first micro-batch of `before` are left out.
-    before: the output of a pass with the weights before the update, over all of `batches` or only
-    the first of them; None if there was no such pass, because no token is in the loss.
+    batches: the micro-batches of the step, beginning with the first one that `before` covers.
+    before: the output of a pass with the weights before the update: a separate pass over all of
+    `batches`, or the training pass over the first of them. None if there was no such pass, because
+    no token is in the loss.
     steps: the policy's optimizer steps; if only the critic was trained or all steps were skipped,
     this is empty, the losses are NaN, and `grad_norm` and `lr` are 0.
     """

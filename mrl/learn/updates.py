@@ -80,7 +80,7 @@ class Updates:
         self._low_ess = LowEssSteps(self.recipe.guards, self._warn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many of the most recent steps were skipped in a row, by cause and model."""
+        """Return the current numbers of consecutive skipped steps, by cause and model."""
         return {
             "nonfinite_steps": [self._policy_steps.in_a_row, self._critic_steps.in_a_row],
             "low_ess_steps": self._low_ess.in_a_row,
@@ -98,9 +98,10 @@ class Updates:
 
     @property
     def pass_is_old(self) -> bool:
-        """Whether the log-probs of the policy's training pass serve as the old log-probs
-        (`update_can_serve`). They do not in the first update after a start, whose guard compares them
-        with those of a separate pass (`guards.ratio_tolerance`)."""
+        """Whether the log-probs of the policy's training pass serve as the old log-probs, so that
+        no separate pass is needed for these (see `update_can_serve`). False for the first update
+        after a start: the guard of that update needs a separate pass to compare with
+        (`guards.ratio_tolerance`)."""
         return self._has_updated and update_can_serve(self.recipe)
 
     def take(
@@ -167,7 +168,8 @@ class Updates:
 
         done: the results of the rollout's earlier steps. start: the index of the step's first
         micro-batch in the rollout. Returns a copy of `done` that also has the results of this step.
-        If the step was skipped, at most `first_pass` and `first_micro_batch` have changed.
+        If the step was skipped, the copy can differ from `done` only in `first_pass` and
+        `first_micro_batch`.
         """
         algorithm, config = self.algorithm, self.kl.config
 

@@ -45,7 +45,7 @@ class Pair:
 
     @property
     def difference(self) -> float | None:
-        """`|a - b| / max(|a|, |b|)`; None if `a` or `b` is not a number."""
+        """The relative difference `|a - b| / max(|a|, |b|)`; None if `a` or `b` is not a number."""
         numbers = [v for v in (self.a, self.b) if isinstance(v, (int, float))]
         if len(numbers) < 2:
             return None

@@ -118,7 +118,8 @@ def step_line(
 
 
 def who_waits(metrics: Mapping[str, float]) -> str:
-    """Describe a disaggregated step: how idle engines and trainer were, and the queue's length."""
+    """Describe a disaggregated step: the shares of its time in which engines and trainer were idle,
+    and how many finished groups wait to be trained on."""
 
     def percent(role: str) -> str:
         share = metrics.get(f"async/{role}_idle_share")

@@ -86,7 +86,7 @@ class Failure:
     is_echo: bool = False
     """Whether `rank` only reports that it lost the connection to another rank."""
     time: float = field(default_factory=time.time)
-    """Seconds since 1970."""
+    """When this record was made, in seconds since 1970."""
 
 
 def write_failure(folder: str | Path, failure: Failure) -> Failure:

@@ -201,7 +201,7 @@ class RunFolder:
     def write_evaluation(
         self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
     ) -> None:
-        """Write the two files of an evaluation of the weights of version `version`.
+        """Write the two files of an evaluation. `version` is the version of the evaluated weights.
 
         The samples (`lines`, see `as_lines`) are written first and the metrics last, so if the file
         with the metrics exists, the evaluation is complete.
@@ -219,8 +219,8 @@ class RunFolder:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def evaluation_file(self, version: int) -> Path:
-        """Return the path of the file with the metrics of an evaluation of the weights of version
-        `version`.
+        """Return the path of an evaluation's metrics file. `version` is that of the evaluated
+        weights.
 
         The file exists only if the evaluation is complete.
         """

@@ -1,8 +1,8 @@
 """Decides which prompts are leased to which worker, and which finished groups a step trains on.
 
 The module does no I/O and has no threads or clock. A prompt has one state at any time: it waits, is
-leased to a worker, is finished (its group is in the queue), was trained on, or was dropped and
-counted. The rule that bounds the staleness is in `staleness.py`.
+leased to a worker (which generates its group), is finished (its group is in the queue), was trained
+on, or was dropped and counted. The rule that bounds the staleness is in `staleness.py`.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class Ledger:
         return list(added)
 
     def num_to_draw(self, version: int, most: int) -> int:
-        """Return how many prompts must be added so that only `most` and the bound on staleness
-        limit what `lease(worker, version, most)` returns."""
+        """Return how many prompts must be added so that enough prompts wait for `lease(worker,
+        version, most)`. Then `lease` returns fewer than `most` prompts only if the bound on
+        staleness requires it."""
         return max(0, min(most, self.capacity(version)) - len(self.waiting))
 
     def capacity(self, version: int) -> int:
@@ -96,11 +97,12 @@ class Ledger:
         return self.bound.room(self.step, [each.oldest for each in in_flight], version)
 
     def lease(self, worker: int, version: int, most: int) -> list[Lease]:
-        """Lease up to `most` prompts to a worker whose engine has the weights `version`. The oldest
-        prompts come first.
+        """Lease up to `most` prompts to a worker whose engine has weights of version `version`. The
+        oldest prompts come first.
 
-        If the list is empty, the worker has to wait for newer weights, for prompts, or until other
-        groups are trained on. A partial rollout that is too old to be continued is discarded.
+        If the returned list is empty, the worker has to wait for newer weights, for prompts, or
+        until other groups are trained on. A partial rollout that is too old to be continued is
+        discarded.
 
         Raises ValueError if the worker has not joined or the trainer has no such version.
         """
@@ -233,8 +235,8 @@ class Ledger:
         finished: Iterable[Finished],
         partials: Mapping[int, Partial],
     ) -> None:
-        """Continue at `step` with the prompts of a checkpoint, by prompt id. Workers stay joined,
-        without leases.
+        """Continue at `step` with the prompts and partial rollouts of a checkpoint, each by prompt
+        id. `counts` is what `counts()` returned at the save. Workers stay joined, without leases.
 
         Prompts without a group in `finished` wait. If the recipe now has a smaller bound, a
         finished group may have become too old. Such a group is generated again or, with `at_bound:

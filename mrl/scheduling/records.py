@@ -83,8 +83,8 @@ class Tally:
     kept_tokens: int = 0
     """Number of tokens in partial rollouts that a later lease has continued."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """How many groups the last step trained on, by the age of the group's oldest token in versions.
-    It is not saved in checkpoints."""
+    """The number of groups that the last step trained on, by staleness: how many versions older
+    than the trainer's weights the group's oldest token was. It is not saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         state = {**vars(self), "dropped": dict(self.dropped)}

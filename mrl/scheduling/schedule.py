@@ -37,11 +37,11 @@ class Schedule(Protocol):
     """How many engines must have started before the first step begins."""
 
     def receivers(self, workers: Collection[R], version: int) -> list[R]:
-        """Return the workers that are to receive the weights `version` now."""
+        """Return the workers that are to receive weights of version `version` now."""
         ...
 
     def can_proceed(self, workers: Collection[Receiver], version: int) -> bool:
-        """Return whether the trainer may proceed with the sync of the weights `version`."""
+        """Return whether the trainer may proceed with the sync of weight version `version`."""
         ...
 
     def joined(self, engine: int) -> None:
@@ -51,7 +51,7 @@ class Schedule(Protocol):
         """Called when the worker of an engine is lost."""
 
     def sent(self, engine: int, version: int) -> None:
-        """Called when the weights `version` are about to be sent to the worker of an engine."""
+        """Called when weights of version `version` are about to be sent to the worker of an engine."""
 
     def handle(self, engine: int, message: Mapping[str, Any], body: bytes) -> bool:
         """Handle a message of an engine's worker. Return False if the type of the message is

@@ -5,17 +5,17 @@ group is *in flight* while it is leased or finished. It is *due* in step `oldest
 `oldest` is the version of its oldest token. No later step may train on the group.
 
 The rule is AReaL's (areal/infra/staleness_manager.py, `get_capacity`), except that it uses the
-version of the engine instead of the trainer's version. An engine with the weights `version` may
-start groups as long as the steps up to `version + n` have room for them beside the groups in flight
-that are due in these steps. So for every step d
+version of the engine instead of the trainer's version. An engine with weights of version `version`
+may start groups as long as the steps up to `version + n` have room for them beside the groups in
+flight that are due in these steps. So for every step d
 
     number of groups in flight that are due in step d or before <= (d - s + 1) * B    (1)
 
-For d = s + n, this is AReaL's inequality: accepted + running <= (n + s + 1) * B, where
-accepted = s * B + queue. Each step takes the groups that are due first. With `at_bound: wait`, a
-step waits as long as the steps after it could not train on all leased groups before these become
-too old. docs/async.md proves that then no finished group is ever too old, and that there is no
-deadlock.
+For d = s + n, this is AReaL's inequality: accepted + running <= (n + s + 1) * B. There, running is
+the number of leased groups, and accepted = s * B + the number of finished groups. Each step takes
+the groups that are due first. With `at_bound: wait`, a step waits as long as the steps after it
+could not train on all leased groups before these become too old. docs/async.md proves that then no
+finished group is ever too old, and that there is no deadlock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Bound:
         return oldest + self.max_staleness
 
     def room(self, step: int, in_flight: Iterable[int], oldest: int) -> int:
-        """Return how many more groups may be started by the staleness rule if their oldest token is
+        """Return how many more groups the rule allows to be started if the oldest token of each is
         of version `oldest`.
 
         `step` is the next step that has no batch yet. `in_flight` has the version of the oldest

@@ -1,1 +1,2 @@
-"""Many tenants on one base model: each has a LoRA adapter, a recipe and a run folder of its own."""
+"""A service that trains many tenants on one base model. Each tenant has its own LoRA adapter,
+recipe and run folder."""

@@ -1,10 +1,11 @@
 """Compares a tenant's recipe with the service's configuration, and fills in the service's keys.
 
-The sections in `SHARED` belong to the service. A recipe that omits keys of these sections gets the
-service's values. A recipe that gives other values is refused, with one message that names all such
-keys. A `record` is a recipe that was resolved before: the `config.yaml` of a run, or the recipe
-that the service itself stored. A record may have other values for keys that may change freely
-during a run; the service's values replace these as well.
+A key in one of the sections `SHARED` belongs to the service if the service's configuration has this
+key. If a recipe omits such a key, it gets the service's value. A recipe that gives other values is
+refused, with one message that names all keys with other values. A `record` is a recipe that was
+resolved before: the `config.yaml` of a run, or the recipe that the service itself stored. For keys
+that may change freely during a run, a record may have other values, which the service's values
+replace.
 
 In addition, there are upper bounds on what a recipe may ask for, so that no tenant takes all
 resources from the others. The bounds are far above what a run normally needs, and cannot be
@@ -49,8 +50,9 @@ OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
 """Keys in the sections of `SHARED` for which a tenant may give its own value, within limits that
 `_beyond` checks."""
 FREE_FORM = ("megatron", "rollout.server_args", "watch.limits")
-"""Mappings with arbitrary keys. All their keys belong to the service. A key that a recipe sets and
-the service's configuration does not set counts as a different value."""
+"""Keys of a recipe whose values are mappings with arbitrary keys. These mappings belong to the
+service as a whole: a recipe is also refused if its mapping has a key that the service's mapping
+lacks."""
 NATIVE = ("auto", "local")
 """Values of model.transformer_impl that a tenant's recipe may have. Both mean mrl's own layers,
 because only these support adapters."""

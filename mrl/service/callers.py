@@ -32,7 +32,7 @@ class Limits:
     """Maximum number of bytes of a body that posts an operation of a session. It is larger than
     `body_bytes`, because such a body may hold many tokens."""
     depth: int = 32
-    """Maximum depth to which objects and lists may be nested in the body."""
+    """Maximum depth to which objects and lists may be nested in the body of a request."""
     head_s: float = 5.0
     """Seconds within which the head of the request, which contains the caller's secret token, must
     arrive."""

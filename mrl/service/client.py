@@ -50,9 +50,9 @@ class ControlClient:
         self._service = service
 
     def wait_until_listening(self, wait_s: float = 0.0) -> None:
-        """Wait until the service listens, for at most `wait_s` seconds. While the service's process
-        is alive, the limit is `START_S` seconds if that is longer. Raises NobodyListens if the
-        service does not listen in time."""
+        """Wait until the service listens. The time limit is `wait_s` seconds or, while the
+        service's process is alive, the larger of `wait_s` and `START_S`. Raises NobodyListens if
+        the service does not listen in time."""
         start, pause_s = time.monotonic(), FIRST_WAIT_S
         while True:
             with suppress(OSError):
@@ -79,7 +79,8 @@ class ControlClient:
         loop: str = "recipe",
     ) -> dict[str, Any]:
         """Add a tenant and return it. If the answer is lost, the request is repeated; the tenant is
-        added only once. `loop`: "recipe", or "client" for a session."""
+        added only once. `loop`: "client" for a session, whose training loop runs in a client,
+        otherwise "recipe"."""
         body = {"name": name, "recipe": recipe, "weight": weight, "is_record": is_record}
         body |= {"loop": loop, "key": secrets.token_hex(8)}
         return self.call("POST", "/tenants", body, may_repeat=True)

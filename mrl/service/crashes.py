@@ -36,7 +36,7 @@ class _Ends(NamedTuple):
 
 class Crashes:
     """Counts how often the service's process ended during each tenant's work. Only the rank that
-    has the service folder counts."""
+    has the service folder keeps counts; other ranks do nothing."""
 
     def __init__(self, root: Path | None) -> None:
         """Read the counts that the previous process of the service left in the service folder

@@ -124,12 +124,12 @@ class DisaggregatedService(Service[TenantRun]):
         self._queue.ready(run.name, progress.waits_since)
 
     def _next_actions(self) -> dict[str, tuple[NextAction, str]]:
-        """Return a pair (action, failure) for each tenant that has something to do in its rollout,
-        by tenant name. Rank 0 determines the pairs; every rank returns the same result.
+        """Return, by tenant name, a pair (action, failure) for each tenant whose rollout needs an
+        action or has failed. Rank 0 determines the pairs; every rank returns the same result.
 
         The action is "send" (send the tenant's weights) or "take" (take its samples). The failure
-        is an error that a worker reported for the tenant, and is otherwise empty. With a failure
-        the action is "wait"; tenants that merely have to wait are left out.
+        is an error that a worker reported for the tenant; empty if there is none. If there is a
+        failure, the action is "wait". Tenants that have to wait and have no failure are left out.
         """
         found: dict[str, tuple[NextAction, str]] = {}
         if self._coordinator is not None:

@@ -131,8 +131,8 @@ class RequestReader:
     def __init__(self, connection: socket.socket, limits: Limits) -> None:
         self._connection, self._limits, self._start = connection, limits, time.monotonic()
         self._data = bytearray()
-        """The bytes that have arrived and are not parsed yet: first of the head, later of the
-        body."""
+        """The bytes that have arrived and are not parsed yet. They belong to the head of the
+        request at first, and later to its body."""
         self._method = self._path = ""
         self._headers: dict[str, str] = {}
 

@@ -35,7 +35,7 @@ class SharedLocalEngine:
     group: EngineGroup
     """The ranks that the engine spans."""
     server: SGLangServer | None
-    """The engine's server; None on ranks that do not lead an engine."""
+    """The engine's server, which only the first rank of `group` has; None on the other ranks."""
     limits: TenantLimits
     world: int
 
@@ -88,8 +88,8 @@ class SharedLocalEngine:
 
     def take_times(self) -> dict[str, float]:
         """Return statistics that say how full this rank's engine was since the last call, and whose
-        requests filled it (see `GateTimes`). The result is empty if this rank does not lead an
-        engine."""
+        requests filled it (see `GateTimes`). The result is empty if this rank is not the first one
+        of its `group`."""
         gate = None if self.server is None else self.server.gate
         return {} if gate is None else gate.take_times()
 

@@ -1,8 +1,9 @@
 """Computes the metrics of a service, and each tenant's shares and waits over several rounds.
 
-The metrics are computed from the seconds of the trainer and from statistics of the engines' gates
-(`mrl.engines.gate_times.GateTimes`). An engine's gate decides when each tenant's requests are sent
-to the engine. The shares over rounds are computed from rows of the service's metrics.jsonl.
+The metrics are computed from the seconds that the trainer worked for each tenant, and from
+statistics of the engines' gates (`mrl.engines.gate_times.GateTimes`). An engine's gate decides when
+each tenant's requests are sent to the engine. The shares over rounds are computed from rows of the
+service's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ class OverRounds(NamedTuple):
     round has a value for them."""
 
     trainer_share: float | None
-    """The trainer's seconds for the tenant's updates, and for bringing the tenant's state to the
-    device before them, divided by the sum of these seconds over all tenants."""
+    """The tenant's share of the trainer's time (0 to 1). A tenant's time is the seconds of its
+    updates and swaps; a swap brings the tenant's state to the device before an update."""
     tokens: float
     """Number of tokens that were generated for the tenant."""
     tokens_share: float | None
     gate_wait_s: float | None
-    """Seconds that a request of the tenant waited before it was sent to the engine, averaged over
-    the rounds."""
+    """How many seconds the tenant's requests waited on average before they were sent to the engine.
+    Every round has the same weight in the average."""
     queue_age_s: float | None
     """Seconds that the tenant waited for its update after its samples were complete, averaged over
     the rounds."""

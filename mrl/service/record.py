@@ -85,7 +85,7 @@ def sequence_of(incarnation: str) -> int:
 
 def engine_name(incarnation: str) -> str:
     """Return the name by which engines know a tenant: the first 63 characters of the tenant's id
-    `incarnation`, because engines allow no longer names. The name is unique, because the numbers at
+    `incarnation`, because engines refuse longer names. The name is unique, because the numbers at
     its beginning are unique."""
     return incarnation[:63]
 

@@ -14,7 +14,7 @@ from mrl.run import console
 from mrl.system.worker_user import worker_user
 
 TRIAL = "first_char"
-"""The reward that is started once, to check that the user can run rewards."""
+"""Name of the built-in reward that is started once, to check that the other user can run rewards."""
 
 
 def prepare_reward_user(name: str | None, *, is_main: bool) -> None:

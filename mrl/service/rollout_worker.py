@@ -183,8 +183,8 @@ class ServiceWorker:
                 )
 
     def _pulse(self) -> None:
-        """Send heartbeats to the supervisor, and statistics of how full the engine was to the
-        coordinator."""
+        """Send heartbeats to the supervisor. Also send the coordinator statistics that say how full
+        the engine was."""
         with suppress(OSError, WireClosed):
             while not self._wire.is_closed:
                 os.write(int(self._settings["pulse"]), b".")

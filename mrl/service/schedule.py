@@ -21,8 +21,8 @@ from mrl.engines.admission import Demand
 
 ROUNDING_S = 1e-9
 FORGETS = 0.9
-"""An update that is shorter than expected lowers the tenant's expected cost, but to no less than
-this fraction of its former value."""
+"""An update that is shorter than expected lowers the tenant's expected cost, but never below this
+fraction of the former expected cost."""
 
 
 @dataclass
@@ -65,10 +65,11 @@ class TrainingQueue:
 
         wait of i  <=  max(max_wait_s, B) + E                                                       (1)
 
-    E is the sum of the seconds by which the updates that ran while i waited exceeded their expected
-    costs. The expected cost of an update is the larger of two numbers: the cost of the tenant's
-    last update, and FORGETS times the expected cost of that last update. For a tenant's first
-    update, the expected cost is the largest expected cost of all tenants in the queue at that time.
+    E is a sum over the updates that ran while i waited: for each update, the seconds by which it
+    took longer than its expected cost. The expected cost of an update is the larger of two numbers:
+    the cost of the tenant's last update, and FORGETS times the expected cost of that last update.
+    For a tenant's first update, the expected cost is the largest expected cost of all tenants in
+    the queue at that time.
 
     docs/tenants.md ("Who is trained next") proves the bound (1), and says for which load it helps.
     """
@@ -96,8 +97,8 @@ class TrainingQueue:
         self._count += 1
 
     def leave(self, tenant: str) -> None:
-        """Remove a tenant. Raises RuntimeError during its update. All methods raise KeyError for an
-        unknown tenant."""
+        """Remove a tenant. Raises RuntimeError if the tenant's update is under way. All methods
+        raise KeyError for an unknown tenant."""
         if tenant == self.running:
             raise RuntimeError(f"the update of {tenant} is under way; end it first")
         del self._entries[tenant]
@@ -184,14 +185,15 @@ class Admission:
     """
 
     PRIOR = 8
-    """The expected length of a tenant's requests begins as if this many requests of the maximum
-    length had finished, because short requests are the first to finish."""
+    """The expected length of a tenant's requests is the mean length of the finished requests and of
+    this many imaginary requests of the maximum length. Without the imaginary requests it would be
+    too small at first, because short requests finish first."""
     WINDOW = 512
 
     def __init__(self, max_over_commit: float = 4.0) -> None:
-        """`max_over_commit`: how many times the KV memory the admitted requests may take if all of
-        them reach their maximum length. A value below 1 counts as 1; with 1, every admitted request
-        has room for its maximum length."""
+        """`max_over_commit`: limit on the KV memory that the admitted requests take if all of them
+        reach their maximum length, as a multiple of the engine's KV memory. A value below 1 counts
+        as 1; with 1, every admitted request has room for its maximum length."""
         self.max_over_commit = max(1.0, _positive("max_over_commit", max_over_commit))
         self._lengths: dict[str, tuple[int, float]] = {}
         self._passed: dict[str, int] = {}
@@ -219,9 +221,9 @@ class Admission:
     ) -> dict[str, int]:
         """Return how many waiting requests of each tenant go to the engine now.
 
-        `free_tokens` is `capacity_tokens` minus the tokens of the requests in flight. A request
-        that is larger than its tenant's limit or the capacity counts as being exactly as large as
-        the smaller of the two.
+        `free_tokens` is `capacity_tokens` minus the tokens of the requests in flight. If a request
+        is larger than its tenant's limit or than the capacity, its size counts as the smaller of
+        these two numbers.
         """
         waiting = {demand.tenant for demand in demands if demand.num_waiting}
         self._passed = {t: tokens for t, tokens in self._passed.items() if t in waiting}
@@ -268,8 +270,9 @@ class Phase:
         """Return the tenants that take part: the first ones in `wanting`, as many as `max_tenants`
         and `fill` allow, but at least one.
 
-        `wanting`: the tenants that need samples, in the order in which they began to need them,
-        each with the largest number of tokens that its samples of the phase may have together.
+        `wanting`: the tenants that need samples, in the order in which they began to need them. The
+        value of a tenant is an upper bound on the total number of tokens in its samples of the
+        phase.
         `capacity_tokens`: the number of tokens that fit into the KV memory at once.
         """
         ends = itertools.accumulate(wanting.values())

@@ -23,7 +23,8 @@ class TenantCoordinator:
 
     def __init__(self, num_engines: int, hosts: Sequence[str]) -> None:
         """Listen for workers on an address that the machines of the rollout ranks can reach.
-        `num_engines`: the number of engines of the service. `hosts`: those machines."""
+        `num_engines`: the number of engines of the service. `hosts`: the host names of the rollout
+        ranks' machines."""
         self.hosts = hosts
         self._tenants: dict[str, dict[str, Any]] = {}
         self._times: dict[str, float] = {}

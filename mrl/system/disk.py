@@ -26,8 +26,8 @@ NO_INODES = "the disk has no inodes left"
 def refusal(error: BaseException, place: Path) -> str:
     """Return one line that says why a write failed, with the path and the number of free bytes.
 
-    The result is empty if neither `error` nor one of its causes is about a full or read-only disk,
-    a quota or the maximum file size (`DISK_ERRORS`). If the error names no file, the line names the
+    The result is empty unless `error` or one of its causes is about a full or read-only disk, a
+    quota or the maximum file size (`DISK_ERRORS`). If the error names no file, the line names the
     standard stream that cannot be written to, or else the folder `place`.
     """
     for each in chain(error):

@@ -18,8 +18,9 @@ from typing import NamedTuple
 PHASES = (
     *("start", "load", "sync", "rollout", "score", "logprobs", "train", "save", "evaluate", "log"),
 )
-"""Phases of a rank. `log` is what a rank does in a step outside the other phases: metrics, trackers,
-callbacks. `start` is what it does outside the other phases before the first step.
+"""Names of the phases of a rank. Before the first step, a rank is in `start` whenever it is in no
+other phase. From the first step on, it is then in `log`, in which it writes metrics and calls
+trackers and callbacks.
 
 A name may have a suffix after a colon, as in `load:checkpoint`. The watchdog then learns separately
 how long this kind of work takes. Time limits in a recipe apply to the name before the colon.
@@ -71,8 +72,8 @@ class Collective(NamedTuple):
     name: str = ""
     """The name of the collective operation; empty if the rank has begun no collective yet."""
     group: str = ""
-    """The name that torch or Megatron gave to the collective's process group, and the number of
-    ranks in the group."""
+    """The collective's process group in words: the name that torch or Megatron gave to the group,
+    and the number of its ranks, such as `TENSOR_MODEL_PARALLEL_GROUP of 2 ranks`."""
     number: int = 0
     """Number of collectives that the rank has begun."""
     is_over: bool = True

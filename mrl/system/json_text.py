@@ -74,7 +74,8 @@ def is_number(value: Any) -> bool:
 
 
 Kinds = Mapping[str, str]
-"""The allowed types of an object's values, by key, as names in KINDS joined by `|`."""
+"""Maps each key of a JSON object to the types that its value may have. The types are names in
+KINDS, joined by `|`: `text|null`."""
 KINDS = {
     "number": is_number,
     "whole": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -86,9 +87,10 @@ KINDS = {
 
 
 def check_kinds(row: Mapping[str, Any], kinds: Kinds, required: tuple[str, ...] = ()) -> None:
-    """Raise ValueError if `row` lacks a required key, or a value has a type that is not in `kinds`.
+    """Raise ValueError if `row` lacks a required key, or if a value has a type that `kinds` does
+    not allow for its key.
 
-    Values of keys that are not in `kinds` are not checked.
+    Keys that `kinds` does not list may have any value.
     """
     for name in required:
         if name not in row:

@@ -43,7 +43,7 @@ class _Mapping:
     number: tuple[int, int]
     """Device and inode number of the file."""
     whole: Tensor
-    """u8[size of the file]."""
+    """The mapped bytes of the whole file, u8[size of the file]."""
     is_registered: bool
 
     def close(self) -> None:

@@ -2,10 +2,11 @@
 
 A run that puts an engine to sleep and wakes it thousands of times can die of a leak that no single
 step shows. So memory is read once per step in each phase of the engine ("awake", "asleep") and
-compared with earlier readings in the same phase. A cycle is one step. The slope is the median, over
-all pairs of readings, of the difference between the two readings divided by the number of cycles
-between them (Theil 1950, Sen 1968). Neither an outlier nor a single jump changes the slope much. A
-slope counts as a leak only if the later reading is the larger one in most pairs.
+compared with earlier readings in the same phase. A cycle is one step. Each pair of readings gives a
+rate: the difference between the two readings, divided by the number of cycles between them. The
+slope is the median of these rates (Theil 1950, Sen 1968). Neither an outlier nor a single jump
+changes the slope much. A slope counts as a leak only if the later reading is the larger one in most
+pairs.
 
 All sizes are in bytes. Host memory is also watched in runs on CPUs. A reading of host memory reads
 one file in /proc per process.

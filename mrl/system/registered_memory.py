@@ -61,7 +61,8 @@ def _unpin(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """Clear the error in CUDA's runtime, which torch would otherwise raise at its next launch."""
+    """Clear the error that CUDA's runtime has stored. Torch would raise it at the next kernel
+    launch."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 

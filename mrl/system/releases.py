@@ -45,7 +45,8 @@ class Name:
 
 
 def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a Name that has the same path in all releases since `release`, and none before it."""
+    """Return a Name with the same path in `release` and all later releases, and without a path
+    before."""
     return Name({release: path}, arguments, attributes)
 
 

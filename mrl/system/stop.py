@@ -22,7 +22,7 @@ NOBODY, CALLBACK, SIGNAL, HANGUP, TERMINATION = range(5)
 """The sources of a request to stop. If ranks have requests from different sources, the highest
 value counts."""
 _early_signals: list[int] = []
-"""Signals that arrived before there was a run to stop."""
+"""Numbers of the signals that arrived before there was a run to stop."""
 WHO = {
     CALLBACK: "a callback stopped the run",
     SIGNAL: "SIGUSR1",

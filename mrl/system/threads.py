@@ -1,8 +1,9 @@
 """CPU threads of the processes that compute on CPUs: trainer ranks and engines.
 
-A product of small matrices takes about 10 us. A second thread that has gone to sleep between two
-products takes about 100 us to wake up, and one that stays awake takes its core from other processes,
-such as the engine's. So only models with wide layers gain from more threads (docs/kernels.md).
+A product of small matrices takes about 10 us. A second thread that goes to sleep between two
+products takes about 100 us to wake up. If it stays awake instead, it occupies a core that other
+processes, such as the engine's, could use. So only models with wide layers gain from more threads
+(docs/kernels.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Writes an HTML file that shows a run or a service. Reading it needs no server and no network.
+"""Writes an HTML file that shows a run or a service. A browser can show the file without a server
+and without a network.
 
 series.py    metrics.jsonl as thinned curves
 facts.py     config.yaml or service.yaml as the facts at the top

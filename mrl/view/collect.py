@@ -52,7 +52,8 @@ SUMMARY = (
 """The entries of the page's header. Each is a name, followed by the recipe keys whose values are
 shown."""
 WORST_BY = ("mismatch/logprob_abs_max", "mismatch/k3", "routing/disagreement", "grad_norm")
-"""For each of these metrics, the page includes the samples of the step in which it is largest."""
+"""For each of these metrics, the page includes the samples of the step in which the metric is
+largest."""
 
 
 def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
@@ -105,8 +106,9 @@ def require_run(folder: Path) -> None:
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
     """Choose at most `limit` of the steps with a token record, and return them in ascending order.
 
-    They are chosen in this order until there are `limit` steps: the last step, the first step, for
-    each metric of WORST_BY the step in which it is largest, and evenly spaced steps.
+    Steps are chosen in this order until there are `limit` steps: first the last step, then the
+    first step, then for each metric of WORST_BY the step in which this metric is largest, then
+    evenly spaced steps.
 
     recorded: the steps with a token record, ascending. rows: the rows of metrics.jsonl.
     """
@@ -127,10 +129,10 @@ def _read_samples(
     max_samples: int,
     notes: list[str],
 ) -> list[dict[str, Any]]:
-    """Return the data of the sample browser, with one entry per step.
+    """Return the data of the sample browser: one entry per step, with the step's packed samples
+    (`pack_step`) and its `findings`, the first of which is the diagnosis.
 
-    An entry also has the `findings` of its step, the first of which is the diagnosis. Raises
-    InputError if there are token records, but none for a step in `steps`.
+    Raises InputError if there are token records, but none for a step in `steps`.
     """
     files = {_step_of(file): file for file in (run / "tokens").glob("step_*.safetensors")}
     recorded = sorted(files)

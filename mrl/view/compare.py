@@ -105,8 +105,8 @@ def _flat(recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the last part of its folder's path, or the whole path for every
-    run if two last parts are equal."""
+    """Return a name for each run: the last part of its folder's path. If two runs would have the
+    same name, return the whole path for every run."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
@@ -118,8 +118,8 @@ def _series(key: str, number: int) -> str:
 
 
 def _table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, list[str]]]:
-    """Return a pair (name, values) for each figure: its name, and for each run a string with its
-    value and, in parentheses, its detail. A dash replaces a missing figure."""
+    """Return a pair (name, values) for each figure. `values` has a string for each run, with the
+    figure's value in this run and, in parentheses, its detail. A dash replaces a missing figure."""
     order = dict.fromkeys(figure.name for each in outcomes for figure in each)
     found = [
         {figure.name: f"{figure.value} ({figure.detail})" for figure in each} for each in outcomes
@@ -128,8 +128,8 @@ def _table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, lis
 
 
 def _differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return a pair (key, values) for each recipe key whose value differs between runs: the key,
-    and its value in each run as a string. A dash replaces a missing value."""
+    """Return a pair (key, values) for each recipe key whose value differs between runs. `values`
+    has the key's value in each run, as a string. A dash replaces a missing value."""
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     rows = [
         (key, ["\u2013" if key not in recipe else str(recipe[key]) for recipe in recipes])

@@ -13,7 +13,8 @@ from mrl.system.json_text import is_number, parse_row
 from mrl.view.series import short, with_step
 
 ENDS = 5
-"""The number of steps at each end of a run over which the reward is averaged."""
+"""The reward is averaged over this many steps at the beginning of a run, and over as many at its
+end."""
 Z = 1.96
 """Half the width of a 95% confidence interval, as a multiple of the standard error."""
 MAX_TURN = 1500
@@ -124,7 +125,8 @@ def _interval(row: Row, key: str) -> str:
 
 
 def best_and_worst(run: Path) -> list[Row]:
-    """Return the samples with the highest and the lowest reward of the newest step that has any.
+    """Return the samples with the highest and the lowest reward in the newest step that has
+    samples.
 
     A sample has `name` (`best` or `worst`), `step`, `reward`, and `turns`, a list of pairs (role,
     text). Samples without a finite reward are left out. The best samples have different prompts,

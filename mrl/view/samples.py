@@ -1,8 +1,8 @@
 """Packs token records for the sample browser, with a limited number of samples and bytes.
 
-d is a token's old log-prob minus its rollout log-prob. L MoE layers, E experts per layer, K experts
-per token, n tokens of a sample. Row t of the routes is for token t as an input, so it affects the
-log-probs of later tokens.
+Symbols: d, a token's old log-prob minus its rollout log-prob; L MoE layers; E experts per layer; K
+experts per token; n tokens of a sample. A sample's routes are the experts that the engine's router
+chose. Row t of the routes is for token t as an input, so it affects the log-probs of later tokens.
 
 Routes are base64 of u8 if there are up to 255 experts, else of little-endian u16. The largest value
 of this type means that no route was captured.

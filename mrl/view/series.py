@@ -39,8 +39,8 @@ Curve = dict[int, float | None]
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of metrics.jsonl by ascending step, and the number of lines that are not rows.
 
-    If a step occurs twice, the later line counts. A line is not a row if it is not a JSON object
-    with an integer `step`, for example because a crash has cut the line short.
+    A row is a line with a JSON object that has an integer `step`. A line that a crash has cut short
+    is not a row. If a step occurs twice, the later row counts.
     """
     objects, num_bad = read_objects(path)
     found = [row for row in map(with_step, objects) if row is not None]

@@ -35,8 +35,9 @@ wrong model differs by more than 1."""
 
 QUANTIZATION_FACTOR = 4.0
 """With quantised weights, the tolerance is raised by this factor times
-`Canaries.quantization_abs_mean`. The engine quantises weights and the layers' inputs, each of which
-changes log-probs by about that much; the rest is margin."""
+`Canaries.quantization_abs_mean`. The engine quantises the weights, and also the inputs of the layers.
+Each of these two steps changes log-probs by about `quantization_abs_mean`, and the rest of the factor
+is margin."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Canaries:
     sequences: list[Tensor]
     logprobs: list[Tensor]
     quantization_abs_mean: float = 0.0
-    """By how much noise of the size of the weights' rounding errors changes the trainer's log-probs of
-    the sequences, as a mean of absolute differences; 0 for engines without quantised weights."""
+    """Mean absolute change in the trainer's log-probs of the sequences when noise as large as the
+    weights' rounding errors is added to the weights; 0 for engines without quantised weights."""
 
 
 def default_tolerance(*dtypes: torch.dtype) -> float:
@@ -75,7 +76,8 @@ class CanaryMaker:
         self._scheme = SCHEMES.get(config.quantization)
         self._dtype = choose_dtype(config.engine_dtype(model))
         self._effect: float | None = None
-        """`Canaries.quantization_abs_mean`, which is measured before the first sync."""
+        """The value of `Canaries.quantization_abs_mean`, measured at the first sync of quantised
+        weights; None before it is measured."""
 
     def make(self, policy: Policy) -> Canaries:
         """Return the canaries with the log-probs of `policy`, which must be on the device. A

@@ -31,10 +31,10 @@ def quantized_buckets(
     """Yield each bucket with its matrices quantised as `rollout.quantization` says; `none` leaves the
     buckets as they are.
 
-    The buckets have memory of their own: on CPUs in `memory`, numbered from 0. There are two buffers,
-    so a bucket is overwritten when the second bucket after it is requested. Raises RuntimeError if a
-    bucket does not have the digests that it carries, or if a quantised weight is further from its
-    original than rounding explains; ValueError if a weight is not finite.
+    Quantised buckets are written into memory of their own. On CPUs this is buffers 0 and 1 of `memory`,
+    in turn, so a bucket is overwritten when the second bucket after it is requested. Raises
+    RuntimeError if a bucket does not have the digests that it carries, or if a quantised weight is
+    further from its original than rounding explains; ValueError if a weight is not finite.
     """
     if quantization == "none":
         yield from buckets
@@ -81,8 +81,9 @@ def _packed(
 def _held(
     weights: dict[str, Tensor], views: dict[str, Tensor], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of what the engine will hold: on GPUs the tensors that are sent, and on CPUs
-    the dequantised weights. Check that these are close to the original `weights`."""
+    """Yield pairs (name, tensor) of what the engine will hold: on GPUs the tensors that are sent, on
+    CPUs the dequantised weights. Raises RuntimeError if a quantised weight differs from its original in
+    `weights` by more than rounding explains."""
     for name, weight in weights.items():
         scales = views.get(name + scheme.suffix)
         if scales is None:

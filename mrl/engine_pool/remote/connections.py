@@ -154,12 +154,12 @@ class WorkerConnections:
         self._on_join, self._on_message, self._on_loss = on_join, on_message, on_loss
         self.changed = threading.Condition(threading.RLock())
         self.peers: dict[int, Peer] = {}
-        """The worker of each engine that has one."""
+        """The worker of each engine that has one, by the engine's number."""
         self.failure: Exception | None = None
-        """The error that ends the run."""
+        """The error that ends the run; None while there is none."""
         self._missing = set(range(num_engines))
-        """Engines that have not started yet. An engine whose worker is lost is added again, but
-        only until `wait_until_started` has returned."""
+        """Numbers of the engines that have not started yet. An engine whose worker is lost is added
+        again, but only until `wait_until_started` has returned."""
         self._has_begun = False
         self._start_limit_s, self._start_deadline = math.inf, math.inf
         self._absent_since: dict[int, float] = {}
@@ -241,8 +241,7 @@ class WorkerConnections:
         self.changed.notify_all()
 
     def close(self) -> None:
-        """Shut down the workers and wait until their engines have stopped. Harmless when
-        repeated."""
+        """Shut down the workers and wait until their engines stop. A second call does nothing."""
         if self._is_closed:
             return
         with self.changed:

@@ -28,14 +28,15 @@ T = TypeVar("T")
 
 
 class Status(NamedTuple):
-    """What the trainer can do now without waiting, as `Coordinator.poll` returns it."""
+    """What the trainer can do now without waiting. `Coordinator.poll` returns it for its arguments
+    `work_ids` and `version`."""
 
     can_send: bool
     """Whether a worker is ready to receive the weights `version`."""
     can_proceed: bool
     """Whether the schedule lets the trainer go on to an update to the weights `version`."""
     is_delivered: bool
-    """Whether the groups of all the work items given to `poll` are delivered."""
+    """Whether the groups of all work items in `work_ids` are delivered."""
 
 
 class Coordinator(Generic[S]):
@@ -164,8 +165,8 @@ class Coordinator(Generic[S]):
         return taken
 
     def poll(self, work_ids: Sequence[int], version: int) -> Status:
-        """Return, without waiting, whether the work items are delivered and the weights `version`
-        can be sent. Raises the errors that the methods which wait raise."""
+        """Return, without waiting, whether the work items are delivered and the weights `version` can
+        be sent. Raises the same errors as `wait_for`."""
         with self._lock:
             self._connections.check()
             can_proceed = self._schedule.can_proceed(self._workers.values(), version)
@@ -216,8 +217,7 @@ class Coordinator(Generic[S]):
             }
 
     def close(self) -> None:
-        """Shut down the workers and wait until their engines have stopped. Harmless when
-        repeated."""
+        """Shut down the workers and wait until their engines stop. A second call does nothing."""
         self._connections.close()
         self._store = None
 
@@ -271,8 +271,8 @@ class Coordinator(Generic[S]):
             raise ValueError(f"of type {kind!r}")
 
     def _move_work(self, worker: Peer, version: int) -> None:
-        """Send all work items of its engine to a new worker. If a work item asks for weights older
-        than `version`, change it to use `version`."""
+        """Send to the new worker `worker` all work items of its engine. A work item that asks for
+        weights older than `version` is first changed to use `version`."""
         for work_id, work in list(self._work.items()):
             if work.engine != worker.engine:
                 continue

@@ -69,15 +69,15 @@ class EngineOwner:
             return self._restarts.replace(self.server.start)
 
     def stop(self) -> None:
-        """Stop the engine. Harmless when repeated."""
+        """Stop the engine. A second call does nothing."""
         with self._lock:
             self.server.stop()
 
 
 @dataclass(frozen=True)
 class WorkerEngine:
-    """An engine, and how one worker uses it: the worker either has the engine to itself, or serves
-    one tenant of it."""
+    """An engine, and how one worker uses it. The worker either has the engine to itself, or works for
+    one of the tenants that share the engine."""
 
     owner: EngineOwner
     endpoint: PolicyEndpoint

@@ -30,7 +30,7 @@ class Span(NamedTuple):
     """A time span in which an engine had one activity."""
 
     begin: float
-    """In seconds since 1970, like `end`."""
+    """The start of the time span, in seconds since 1970; `end` is its end, in the same unit."""
     end: float
     activity: str
 
@@ -51,8 +51,8 @@ class _Engine:
     """Seconds by activity that `take_seconds` has returned already."""
     spans: list[Span] = field(default_factory=list)
     drawn: float = 0.0
-    """The end of the last span. Because message delays vary, the next span may seem to begin
-    earlier; it is then cut to begin at this time."""
+    """The end of the last span, in seconds since 1970. Because message delays vary, the next span may
+    seem to begin earlier; it is then cut to begin at this time."""
 
     def so_far(self, now: float) -> dict[str, float]:
         """Return the seconds of each activity until `now`. The time since the last report is
@@ -82,7 +82,8 @@ class EngineTimes:
         self._now, self._most = now, max(8, MAX_SPANS // num_engines)
         self._lock = threading.Lock()
         self._floor = now()
-        """Time before this is not counted, in seconds since 1970."""
+        """The time, in seconds since 1970, from which on activities are counted. Anything earlier is
+        ignored."""
         self._engines = [_Engine(self._floor) for _ in range(num_engines)]
 
     def restart(self) -> None:

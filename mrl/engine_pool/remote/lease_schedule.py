@@ -1,9 +1,9 @@
 """The schedule that leases single prompts to workers.
 
-A lease is the right of one worker to generate the group of one prompt. With leases, engines
-generate independently of the trainer's steps. A worker reports the version of its engine's weights
-and how many leases it may hold at a time. It gets leases as long as the ledger
-(mrl/scheduling/ledger.py), which bounds staleness, has room for groups of this version.
+A lease is the right of one worker to generate the group of one prompt. With leases, engines generate
+independently of the trainer's steps. A worker reports the version of its engine's weights and how many
+leases it may hold at a time. The worker gets leases as long as the ledger (mrl/scheduling/ledger.py),
+which bounds staleness, has room for groups of this version.
 """
 
 from __future__ import annotations

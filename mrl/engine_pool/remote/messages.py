@@ -75,7 +75,7 @@ class Delivered:
     """Incomplete groups."""
 
     def add(self, other: Delivered) -> None:
-        """Add the groups and failures that another engine has delivered."""
+        """Add the groups and the number of failed samples that another engine has delivered."""
         self.groups += other.groups
         self.partial += other.partial
         self.num_failed += other.num_failed

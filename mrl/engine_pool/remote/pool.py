@@ -85,7 +85,7 @@ class RemotePool:
         self._make_coordinator = make_coordinator
         recipe = plan.recipe
         self.coordinator: Coordinator[Any] | None = None
-        """None on ranks other than 0."""
+        """The object to which the workers connect; None on ranks other than 0."""
         self._measured: dict[str, float] = {}
         self._wait_s = 0.0
         """Seconds that this rank has waited for engines in this step."""
@@ -247,7 +247,8 @@ class RemotePool:
         return self.ask_coordinator(take)
 
     def _take(self, coordinator: Coordinator[Any], assignments: Sequence[RemoteWork]) -> None:
-        """Move the delivered groups of all work items from the coordinator to their assignments."""
+        """Move the delivered groups of each assignment's work items from the coordinator into the
+        assignment."""
         for each in assignments:
             for work_id in each.work_ids:
                 for part, delivered in coordinator.take(work_id).items():
@@ -280,8 +281,8 @@ class RemotePool:
     ) -> NextAction:
         """Return what can be done now without waiting. Call this on rank 0 only.
 
-        `has_sent`: whether the weights of `step` were already sent in the current round of
-        rollouts. Raises the errors that the methods which wait raise.
+        `has_sent`: whether the weights of `step` were already sent in the current round of rollouts.
+        Raises the same errors as `Coordinator.wait_for`.
         """
         assert self.coordinator is not None
         seen = self.coordinator.poll(work_ids(assignments), step)

@@ -56,7 +56,8 @@ class Job:
     """How a supervisor starts and watches the workers of a run or of a service."""
 
     module: str
-    """`python -m MODULE` runs a worker, which reads its settings from stdin as JSON."""
+    """The module that `python -m` runs as a worker. The worker reads its settings from stdin as JSON.
+    """
     settings: Mapping[str, Any]
     """The worker's settings, apart from those that `supervise` adds."""
     rollout: RolloutConfig

@@ -42,7 +42,7 @@ class WireClosed(Exception):
 
 
 class Wire:
-    """One end of a connection. Any thread may call `send`, but only one thread `receive`."""
+    """One end of a connection. Any thread may call `send`, but only one thread may call `receive`."""
 
     def __init__(self, connection: socket.socket, *, is_trusted: bool = True) -> None:
         """If `is_trusted` is False, only short messages without a body are accepted until `trust`
@@ -121,7 +121,7 @@ class Wire:
         return bytes(found)
 
     def close(self) -> None:
-        """Close the connection; a `receive` in another thread raises. Harmless when repeated."""
+        """Close the connection; a `receive` in another thread raises. A second call does nothing."""
         self.is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

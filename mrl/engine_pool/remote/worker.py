@@ -37,8 +37,8 @@ from mrl.weight_sync.transports import make_receiver, transfer_device
 
 
 class Worker:
-    """Does what the trainer's messages ask of one engine, or of one tenant of an engine, until
-    `stop`."""
+    """Carries out what the trainer's messages ask of one engine, or of one of the tenants that share an
+    engine, until the message `stop` comes."""
 
     def __init__(self, plan: Plan, engine: WorkerEngine, settings: dict[str, Any]) -> None:
         """The keys of `settings`: `server` and `token` are the address and the token of the
@@ -135,8 +135,9 @@ class Worker:
 def _receive_versions(
     plan: Plan, wire: Wire, main: Functions
 ) -> tuple[StagedVersions, WeightReceiver]:
-    """Wait for the trainer's `welcome` message, and prepare to receive weights. The message has the
-    name under which weights are sent to this worker (`pair`), and the address of the store through
+    """Wait for the trainer's `welcome` message, and prepare to receive weights. Return the versions
+    that this worker holds in host memory (none yet), and the receiver of new versions. The message has
+    the name under which weights are sent to this worker (`pair`), and the address of the store through
     which the trainer's ranks and the worker find each other."""
     welcome, _ = wire.receive()
     recipe = plan.recipe

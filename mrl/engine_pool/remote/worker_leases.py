@@ -28,7 +28,7 @@ from mrl.types import SampleGroup
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease that this worker holds: it is generating the group of the lease's prompt."""
+    """A lease that this worker holds. The worker is generating the group of the lease's prompt."""
 
     lease_id: str
     rollout: Rollout

@@ -11,13 +11,13 @@ OUT_OF_MEMORY = re.compile(
 EXCEPTION = re.compile(
     r"^(?:\[[^\]]*\] *)?(?P<text>(?:\w+\.)*\w*(?:Error|Exception|Failure|Timeout|NotFound)\b.*)"
 )
-"""The last line of a traceback, after an optional prefix of SGLang's logger."""
+"""Matches the last line of a traceback, after an optional prefix of SGLang's logger."""
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 CONSEQUENCES = re.compile(
     r"EOFError|BrokenPipeError|ConnectionResetError|ConnectionRefusedError|scheduler died|"
     r"(?:Sub)?process .*(?:failed|died|terminated)|initialization failed|/freeze_gc"
 )
-"""Errors that other processes of the server report as a consequence of the first failure."""
+"""Matches errors that other processes of the server report as a consequence of the first failure."""
 CRASHES = re.compile(
     r"Segmentation fault|Fatal Python error|core dumped|CHECK failed|terminate called"
 )

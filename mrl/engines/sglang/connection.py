@@ -23,7 +23,7 @@ READY_POLL_S = 0.1
 WATCH_S = 1.0
 """Interval between two checks of the server's processes, while it starts and while a call waits."""
 REAP_S = 2.0
-"""How long to wait for the server's exit code after a connection broke."""
+"""Seconds to wait for the server's exit code after a connection broke."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")
 
 Failure = TypeVar("Failure", bound=Exception)
@@ -155,8 +155,9 @@ class ServerConnection:
             thread.join()
 
     def stream(self, body: dict[str, Any]) -> EventStream:
-        """Post to /generate. Raises EngineLost if there is no server or it does not accept the request
-        within `rollout.stall_timeout_s`, and ConnectionError if it closes the connection."""
+        """Post to /generate and return the stream of answers. Raises EngineLost if there is no server
+        or it does not accept the request within `rollout.stall_timeout_s`, and ConnectionError if it
+        closes the connection."""
         limit_s = self._timeouts.least_s
         try:
             return self._running_client().stream("/generate", body, timeout_s=limit_s)

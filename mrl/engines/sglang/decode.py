@@ -151,10 +151,10 @@ class Expected:
     """The weight versions in force since the request was sent, the oldest first. Each update while the
     request is in flight adds one version."""
     cached_versions: Sequence[int]
-    """The versions whose prefixes the request may have read from the cache. For a request with a key
-    (`version_key`), this is only `versions[0]`."""
+    """The versions whose prefixes the request may have read from the cache. If the request has a cache
+    key (`version_key`), this is only `versions[0]`."""
     shape: RouteShape | None
-    """None if routes are off."""
+    """The shape of the model's routes; None if routes are off."""
     retracted: bool
     """Whether a pause retracted the running requests. Only used if the answer does not say how often
     the request was retracted."""
@@ -224,8 +224,8 @@ def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Com
 def _sampling_mask(
     meta: dict[str, Any], output: Sequence[int], where: str
 ) -> tuple[list[float], SamplingMask]:
-    """Return (log-prob of each output token over the truncated distribution, sets of tokens that the
-    truncation kept). `where` begins error messages."""
+    """Return (log-prob of each output token over the truncated distribution, for each output token the
+    set of tokens that the truncation kept). `where` begins error messages."""
     sets, logprobs = (meta.get(f"output_token_sampling_{name}") for name in ("mask", "logprobs"))
     if sets is None or logprobs is None:
         raise RuntimeError(
@@ -240,7 +240,7 @@ def _sampling_mask(
 
 
 def without_last_token(completion: Completion) -> Completion:
-    """Return the completion without its last token, and without the route and log-prob of that token.
+    """Return the completion without its last token, that token's log-prob, and the last row of routes.
 
     SGLang checks for an abort before it checks for the end of the sequence. If the last token of an
     aborted completion ends the sequence, SGLang does not report this, and the sample would be continued

@@ -24,7 +24,7 @@ class DeviceMemory:
         return [tag for tag in MEMORY_TAGS if tag not in self._awake]
 
     def reset(self, awake: Iterable[str] = ()) -> None:
-        """Note that only the tags `awake` are awake: all tags after a start, none after a stop."""
+        """Record that only the tags `awake` are awake: all tags after a start, none after a stop."""
         self._awake = set(awake)
 
     def check_level(self, level: int, state: str) -> None:

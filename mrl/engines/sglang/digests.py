@@ -19,8 +19,8 @@ ACTION = "mrl_digest"
 QUANTIZED = "quantized:"
 """In a rank's report, the prefix of the name of a module that computes with quantised weights."""
 UNKNOWN = "?"
-"""What a rank reports instead of the piece of a parameter that it holds, if the parameter's module
-does not know the piece."""
+"""In a rank's report, stands for the piece of a parameter that the rank holds, if the parameter's
+module does not know which piece this is."""
 SHOWN = 3
 ADVICE = "this ends the run: start it again, it continues from its last checkpoint, and report this"
 
@@ -75,8 +75,8 @@ def check_quantized(expected: Collection[str], found: Collection[str]) -> None:
 
 
 def _lines(answer: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-    """Return the texts in the answer to POST /weights_checker, by name (of a parameter, or of a
-    module after QUANTIZED) and then by rank."""
+    """Return the texts in the answer to POST /weights_checker as {name: {rank: text}}. The name is that
+    of a parameter, or QUANTIZED followed by that of a module."""
     lines: dict[str, dict[int, str]] = {}
     for rank in answer.get("ranks") or []:
         for key, text in rank["checksums"].items():

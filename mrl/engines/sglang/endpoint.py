@@ -75,7 +75,7 @@ class SGLangEndpoint:
         return f"{self._core.memory_state}{state}, {version}"
 
     def begin(self) -> None:
-        """Note that a server has started, with the checkpoint's weights and an empty prefix cache."""
+        """Record that a server has started, with the checkpoint's weights and an empty prefix cache."""
         core = self._core
         self._version = None if self._shares_server else 0
         if self._adapter is None:
@@ -97,7 +97,7 @@ class SGLangEndpoint:
         )
 
     def lose(self, error: EngineLost) -> None:
-        """Note that the server has ended, and make open calls raise `error`."""
+        """Record that the server has ended, and make open calls raise `error`."""
         self._is_lost |= self._version is not None
         self._version = None
         self.in_flight.lose_all(error)
@@ -117,7 +117,7 @@ class SGLangEndpoint:
             self.updater.drop_all()
 
     def drop_weights(self) -> None:
-        """Note that the engine has dropped its weights."""
+        """Record that the engine has dropped its weights."""
         self._version = None
 
     def _adapter_name(self, version: int) -> str | None:
@@ -256,8 +256,9 @@ class SGLangEndpoint:
             raise RuntimeError(f"{action}: the engine is {self.state}; resume() it first")
 
     def ready_version(self, action: str = "generate", *, may_be_busy: bool = False) -> int:
-        """Return the weight version. Raises RuntimeError if the engine cannot generate now. Without
-        `may_be_busy`, an open call of generate() or a pause raises, too."""
+        """Return the weight version. Raises RuntimeError or EngineLost if the engine cannot generate
+        now. Without `may_be_busy`, also raises RuntimeError while a call of generate() is open or the
+        engine is paused."""
         self._require_present(action)
         if not may_be_busy:
             self.require_idle(action)

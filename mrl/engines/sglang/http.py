@@ -123,9 +123,10 @@ class EventStream:
 
 
 class CallTimeouts:
-    """Time limits of control calls, learned from earlier calls, over all starts of an engine.
+    """Time limits of control calls, learned from earlier calls. They are kept when the engine is
+    started again.
 
-    During such a call the scheduler reports nothing else, so only the time that the call takes
+    During a control call the scheduler reports nothing else, so only the time that the call takes
     distinguishes a slow engine from one that hangs.
     """
 
@@ -144,7 +145,7 @@ class CallTimeouts:
         return max(self.least_s, TIMES_LONGEST * longest_s)
 
     def note(self, path: str, seconds: float) -> None:
-        """Note that a call to `path` was answered after `seconds`."""
+        """Record that a call to `path` was answered after `seconds`."""
         name = _without_query(path)
         self._longest_s[name] = max(seconds, self._longest_s.get(name, 0.0))
 

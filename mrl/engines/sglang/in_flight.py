@@ -35,15 +35,16 @@ class OpenCall:
 
     is_alone: bool
     is_keyed: bool
-    """Whether its requests carry a key (`body.version_key`), and so read from the prefix cache only
-    what their own weights computed."""
+    """Whether its requests carry a cache key (`body.version_key`), and so read from the prefix cache
+    only what their own weights computed."""
     cache: str
-    """Suffix of this key. Calls with different suffixes do not read each other's cached prefixes."""
+    """Suffix of the cache key. Calls with different suffixes do not read each other's cached prefixes.
+    """
     versions: list[int]
     """The weight versions in force since the call began, the oldest first."""
     in_cache: tuple[int, ...]
-    """The versions under which requests without a key had filled the cache when the call began, the
-    oldest first."""
+    """The weight versions under which requests without a cache key had filled the prefix cache when the
+    call began, the oldest first."""
     retracted: bool = False
     sender: RequestSender = field(init=False)
 
@@ -79,7 +80,8 @@ class InFlightRequests:
         self._changed = threading.Condition()
         self._known = KnownPrefixes()
         self._in_cache: list[int] = []
-        """The versions under which requests without a key filled the prefix cache, the oldest first."""
+        """The weight versions under which requests without a cache key (`version_key`) filled the
+        prefix cache, the oldest first."""
         self._in_keyed_cache: set[int] = set()
         self.is_paused = False
         self.is_held = False
@@ -108,13 +110,13 @@ class InFlightRequests:
         return found
 
     def fill_cache(self, version: int) -> None:
-        """Note that requests without a key, under `version`, will fill the prefix cache."""
+        """Record that requests without a cache key, under `version`, will fill the prefix cache."""
         with self._changed:
             if version not in self._in_cache:
                 self._in_cache.append(version)
 
     def forget_cache(self) -> None:
-        """Note that the prefix cache was dropped."""
+        """Record that the prefix cache was dropped."""
         with self._changed:
             self._in_cache, self._in_keyed_cache = [], set()
             self._known.keep(())
@@ -221,7 +223,7 @@ class InFlightRequests:
             sender.end(error)
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
-        """Abort the requests of the open calls that have these ids; None aborts all of them."""
+        """Abort those requests of all open calls that have these ids, or all of them if None."""
         for sender in self._senders():
             sender.abort(request_ids)
 
@@ -277,8 +279,8 @@ class InFlightRequests:
             return is_idle
 
     def end_update(self, version: int | None) -> None:
-        """Let new calls begin again, and note the version that is in force from now on. `version` is
-        None, and nothing is noted, if the update failed or there was none."""
+        """Let new calls begin again, and record `version` as the version in force from now on.
+        `version` is None if the update failed or there was none; then nothing is recorded."""
         with self._changed:
             self.is_held = False
             if version is not None:
@@ -297,7 +299,8 @@ class InFlightRequests:
     def _context_of(
         self, opened: OpenCall, rids: Sequence[str], requests: Sequence[Request]
     ) -> SendContext:
-        """Return the version, key and adapter for requests of this call that are about to be sent."""
+        """Return the state of the weights for the requests `requests` of this call, which are about to
+        be sent under SGLang's ids `rids`."""
         with self._changed:
             num_updates, version = len(opened.versions) - 1, opened.versions[-1]
             adapter = None if self._adapter_of is None else self._adapter_of(version)
@@ -325,8 +328,8 @@ class InFlightRequests:
             return Expected(versions, cached, self._shape, opened.retracted, self._routes)
 
     def _note_answer(self, opened: OpenCall, answer: Answer, expected: Expected) -> None:
-        """Raise WrongWeights if a request with a key read cached tokens that no request with this
-        key has computed. Otherwise record the tokens of the request."""
+        """Raise WrongWeights if a request with a cache key read cached tokens that no request with the
+        same key has computed. Otherwise record the tokens of the request."""
         meta, output = answer.answer["meta_info"], answer.answer["output_ids"]
         if not opened.is_keyed or not output:
             return

@@ -33,7 +33,7 @@ class Launch:
     shape: RouteShape | None
     """Shape of the routes; None if the engine returns no routes."""
     settings: dict[str, Any]
-    """Fields of SGLang's ServerArgs."""
+    """Values of fields of SGLang's ServerArgs, by the name of the field."""
     environment: dict[str, str]
     adapters: AdapterLimits | None
     """Limits of the adapters that the engine can serve; None if updates load all weights."""

@@ -21,7 +21,8 @@ OWN_PREFIXES = ("sglang_loads_", "sgl_shm_")
 trainer's files in this folder."""
 TRACKER_GRACE_S = 5.0
 KILLED_S = 60.0
-"""How long to wait until killed processes have ended. A device or disk that hangs can delay this."""
+"""The most seconds to wait until killed processes have ended. A device or disk that hangs can delay
+their end."""
 
 
 def session_processes(session: int) -> list[psutil.Process]:

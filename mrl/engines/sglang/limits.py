@@ -51,8 +51,9 @@ def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:
 def check_route_layers(
     model_path: str | Path, moe_layer_numbers: tuple[int, ...], num_experts: int
 ) -> None:
-    """Raise InputError if SGLang derives other MoE layers or another number of experts from config.json
-    than the recipe's `model.architecture`. The engine's routes would then not fit the trainer.
+    """Raise InputError if SGLang derives from config.json other MoE layers, or another number of
+    experts, than the recipe's `model.architecture` has. The engine's routes would then not fit the
+    trainer.
 
     `moe_layer_numbers` (from 1) and `num_experts` are those of `model.architecture`.
     """

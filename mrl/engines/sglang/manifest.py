@@ -104,7 +104,7 @@ class Manifest(Arrivals):
         # The trainer dequantises a checkpoint whose weights are stored in fp8 blocks.
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("_scale_inv")}
         self.quantized_modules: set[str] = set()
-        """The engine's modules that compute with quantised weights."""
+        """Names of the engine's modules that compute with quantised weights."""
         if scheme is not None:
             self.quantized_modules = engine_modules(shapes)
             shapes |= {

@@ -28,13 +28,13 @@ class KnownPrefixes:
         self._lock = threading.Lock()
 
     def add(self, version: int, rid: str, token_ids: Tensor) -> None:
-        """Note that request `rid` of tokens i64[P] may run under `version`."""
+        """Record that request `rid`, with the tokens i64[P], may run under the weights `version`."""
         with self._lock:
             self._versions.setdefault(version, _Sequences()).add(rid, _as_bytes(token_ids))
 
     def finish(self, version: int, rid: str, token_ids: Tensor, num_cached: int | None) -> None:
-        """Note all tokens i64[T] of a request, prompt and completion. `num_cached` is how many of these
-        tokens came from the cache; None if unknown, as after a retraction."""
+        """Record all tokens i64[T] of a request, prompt and completion. `num_cached` is how many of
+        these tokens came from the cache; None if unknown, as after a retraction."""
         with self._lock:
             sequences = self._versions.setdefault(version, _Sequences())
             sequences.remove(rid)

@@ -27,8 +27,9 @@ from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
 TERM_GRACE_S, KILL_GRACE_S = 0.2, 1.0
-"""The waits after SIGTERM and after SIGKILL. The first is short, because SGLang checks for the signal
-only every 5 s, and then only finishes its requests, of which there are none at stop()."""
+"""Seconds to wait after SIGTERM, and after SIGKILL. The first wait is short because a longer one would
+not help: SGLang checks for SIGTERM only every 5 s, and would then only finish open requests, of which
+there are none at stop()."""
 COMM_LEN = 15
 """Length to which Linux cuts the name of a process; a process that has died has only this name."""
 PART_PREFIX = "sglang::"

@@ -33,7 +33,7 @@ def engine_module(name: str) -> str:
 
 
 def engine_modules(names: Iterable[str]) -> set[str]:
-    """Return `engine_module` of those `names` that are names of quantised weights."""
+    """Return the names of SGLang's modules that contain the quantised weights among `names`."""
     return {engine_module(name) for name in names if is_quantized(name, 2)}
 
 

@@ -109,7 +109,8 @@ class RequestSender:
         self._pending: dict[str, Request] = {}
         """Unanswered requests by SGLang's id, which is new at each try."""
         self._sent_at: dict[str, float] = {}
-        """When each unanswered request was first sent, by `Request.request_id`, the oldest first."""
+        """When each unanswered request was first sent (`time.monotonic`), by `Request.request_id`, the
+        oldest first."""
         self._num_updates: dict[str, int] = {}
         self._lost: EngineLost | None = None
         self._ended: RuntimeError | None = None
@@ -333,7 +334,7 @@ class RequestSender:
         self._send(failed)
 
     def close(self) -> None:
-        """Abort the requests in flight and end the threads. Harmless when repeated."""
+        """Abort the requests in flight and end the threads. A second call does nothing."""
         if self._pending and self._lost is None:
             with contextlib.suppress(RuntimeError):  # EngineLost among them
                 self._post_aborts(self.pending, are_all=True)

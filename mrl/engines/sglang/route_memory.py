@@ -1,9 +1,9 @@
 """Routes go from SGLang's scheduler to the trainer through memory instead of other processes and JSON.
 
 The scheduler writes the expert ids of a finished request into a file without a name (memfd), with one
-byte for each id of up to 256 experts, and sends a `Reference` of about 100 bytes instead. The trainer
-reads the file under /proc and frees the memory. When the scheduler ends, for whatever reason, the
-kernel frees the rest.
+byte per id if the model has at most 256 experts, and sends a `Reference` of about 100 bytes instead.
+The trainer reads the file under /proc and frees the memory. When the scheduler ends, for whatever
+reason, the kernel frees the rest.
 
 The scheduler does this only if it can also read the trainer's memory: on the same machine, in the
 same container, as the same user. The trainer's memory contains the sequence number of the current
@@ -93,14 +93,14 @@ class RouteReader:
         return {VARIABLE: json.dumps([handle.pid, handle.fd, handle.nonce.hex()])}
 
     def open_call(self) -> None:
-        """Note that a call of generate() begins. Any thread may call this."""
+        """Record that a call of generate() begins. Any thread may call this."""
         with self._counting:
             if not self._num_calls:
                 self.begin()
             self._num_calls += 1
 
     def close_call(self) -> None:
-        """Note that a call of generate() has ended."""
+        """Record that a call of generate() has ended."""
         with self._counting:
             self._num_calls -= 1
 

@@ -119,9 +119,9 @@ def server_environment(
     quantization: str = "none",
     cpu_threads: int = 1,
 ) -> dict[str, str]:
-    """Return the server's environment variables that are added to those of the trainer. Their
-    PYTHONPATH is put in front of the trainer's PYTHONPATH. `first_rank` is the engine's first rank on
-    this node."""
+    """Return the environment variables to set for the server in addition to the trainer's. The returned
+    PYTHONPATH has only the folders of the plugins; `ServerProcess` puts it in front of the trainer's.
+    `first_rank` is the engine's first rank on this node."""
     plugins = [SERVER_PLUGIN] + [ADAPTER_PLUGIN] * serves_adapter
     # The context, which may be all of the model's, plus RESERVED_TOKENS can exceed the model's. mrl
     # sends no request that would use these tokens.

@@ -52,8 +52,8 @@ class SequenceBody(Branch):
     weight: Number = 1.0
     """Factor by which the loss of the sequence is multiplied."""
     sample: Annotated[str, Field(max_length=100)] | None = None
-    """The id of the sample whose routes are replayed; the sample must have the same tokens as this
-    sequence. None: no routes are replayed."""
+    """The id of the sample whose routes (the experts that the engine's router chose) are replayed.
+    The sample must have the same tokens as this sequence. None: no routes are replayed."""
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
@@ -127,7 +127,8 @@ class SampleBody(Branch):
     """Maximum number of tokens of an answer."""
     min_tokens: Annotated[int, Strict(), Field(ge=0)] = 0
     temperature: Number | None = None
-    """0 always takes the likeliest token. None takes the temperature of the session's recipe."""
+    """The sampling temperature; 0 always takes the likeliest token. None takes the temperature of
+    the session's recipe."""
     top_p: Number = 1.0
     top_k: Annotated[int, Strict()] = -1
     stop: list[Annotated[str, Field(max_length=1000)]] = Field(

@@ -49,8 +49,8 @@ class TooMany(InputError):
 
 
 class OtherLife(InputError):
-    """The session was reopened after the life that the caller names (see the module docstring), or
-    accepts no more operations."""
+    """The life that the caller names (see the module docstring) is not the session's current life,
+    or the session accepts no more operations."""
 
 
 class NoOperation(InputError):
@@ -255,8 +255,8 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        """Return the current life of a session. If it has none yet, begin one, and end all earlier
-        lives under the same name in which the session was never open."""
+        """Return the current life of a session. If the session has none yet, begin one. Then also
+        end earlier lives under the same session name, if the session was never open in them."""
         if session not in self._lives:
             name = name_of(session)
             for key, life in list(self._lives.items()):

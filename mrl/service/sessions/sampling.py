@@ -1,5 +1,8 @@
 """Generates the samples of a session on the service's engine, together with the requests of other
-tenants."""
+tenants.
+
+The routes of a sample are the experts that the engine's router chose for each of its tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`rollout.weight_sync=disk`: buckets are written to files, and SGLang reads them. The first of the
-trainer's ranks that an engine spans writes its files.
+"""`rollout.weight_sync=disk`: buckets are written to files, and SGLang reads them. For each engine, the
+files are written by the first of the trainer's ranks that the engine spans.
 
 This transport is only for engines on the trainer's devices.
 """

@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S = 30.0
 """How long a failed update waits for the answer to its last bucket. Loading a bucket takes about 1
 s."""
 NUM_BUFFERS = 2
-"""The server reads one buffer while the other is written."""
+"""Number of buffers: the server reads one while the other is written."""
 
 
 class TensorPush:

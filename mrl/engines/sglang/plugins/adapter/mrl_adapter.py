@@ -22,7 +22,8 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""Modules whose matrices SGLang joins, in this order (srt/lora/lora.py, _normalize_weights)."""
+"""Maps each module that SGLang makes by joining matrices to the modules of these matrices, in the order
+in which they are joined (srt/lora/lora.py, _normalize_weights)."""
 EVERY_TOKEN = 1 << 30
 
 rows = {}

@@ -267,7 +267,8 @@ def allocate_unpinned(
 
 
 def attach_seeds(info, cls, batch, vocab_size):
-    """Set the seeds i64[B] of a batch's requests in its sampling info, and return the info."""
+    """Store the seeds i64[B] of the B requests of `batch` in the batch's sampling info `info`, and
+    return `info`."""
     seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
     seeds = [DEFAULT_SEED if seed is None else seed for seed in seeds]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)

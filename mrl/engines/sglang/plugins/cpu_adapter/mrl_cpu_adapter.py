@@ -60,7 +60,8 @@ def without_pinning(original, *args, **options):
 
 
 def slots_of_tokens(num_tokens, starts, ranks, slots, *buffers, max_len, bucket_len=None):
-    """Return (whether the adapter in each slot is used i32[S], the slot of each token i32[n]).
+    """Return two tensors: i32[S], which is 1 for each slot whose adapter is used and otherwise 0, and
+    i32[n], the slot of each token (-1 for tokens after the last segment).
 
     A segment is a run of consecutive tokens with the same adapter: `starts` has the first token of each
     segment, `slots` the slot of its adapter, and `ranks` the rank of the adapter in each slot. SGLang

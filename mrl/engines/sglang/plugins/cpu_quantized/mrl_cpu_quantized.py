@@ -5,9 +5,10 @@ plugin on their path. It does two things:
 
 1. A bucket contains quantised weights and their scales. Here they are dequantised, and the engine holds
    the result in its own dtype.
-2. On GPUs, the input of a quantised layer is quantised too: in fp8 for each token and 128 inputs, in
-   int8 for each token. Here the inputs of the same layers are quantised and dequantised, and products
-   are computed in the engine's dtype. A layer of experts has two such inputs, one for each projection.
+2. On GPUs, the input of a quantised layer is quantised too: in fp8 with one scale per
+   token and block of 128 inputs, in int8 with one scale per token. Here the inputs of the same layers
+   are quantised and dequantised, and products are computed in the engine's dtype. A layer of experts
+   has two such inputs, those of the first and of the second projection.
 
 The products of a GPU differ from these by rounding only.
 

@@ -42,7 +42,8 @@ def apply_linear(method, layer, x, bias=None):
 
 def rms_norm(norm, x, residual=None, post_residual_addition=None, quant_linear=None):
     """Add the residual, which SGLang leaves to the norm layer, and apply torch's norm, as Megatron
-    does. Return the norm, or (norm, sum of input and residual) if there is a residual."""
+    does. Return the normalised tensor, or (normalised tensor, sum of input and residual) if there is a
+    residual."""
     if residual is not None:
         residual = x = x + residual
     out = F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
@@ -51,7 +52,7 @@ def rms_norm(norm, x, residual=None, post_residual_addition=None, quant_linear=N
 
 def attend_extend(backend, query, output, *arguments, scaling=None, **options):
     """Compute attention of the new tokens [n, h, d] of each sequence over all cached keys up to and
-    including the token itself. `arguments` are the cache as in `attend`, then for each sequence the
+    including the token's own key. `arguments` are the cache as in `attend`, then for each sequence the
     number of tokens in its prefix and the number of new tokens."""
     cache, (num_prefix, num_new) = arguments[:5], arguments[5:7]
     seen = [
@@ -71,8 +72,8 @@ def attend_decode(backend, query, output, *arguments, scaling=None, **options):
 def attend(query, output, cache, seen, scaling):
     """Write the attention output [n, h, d] of the queries into `output`, and return it.
 
-    `cache` is SGLang's (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens). `seen` has, for
-    each sequence, the number of keys that each of its queries sees.
+    `cache` is SGLang's (k_cache, v_cache, req_to_token, req_pool_indices, seq_lens). `seen` has one
+    tensor for each sequence: the number of keys that each query of the sequence sees.
     """
     k_cache, v_cache, req_to_token, req_pool_indices, seq_lens = cache
     lengths = seq_lens.tolist()

@@ -11,8 +11,8 @@ import torch
 from mrl.engines.sglang.compat import hook, take
 
 chosen = []
-"""At most one entry: for the layer that is choosing experts, its ids and the bits of its weights
-[tokens, 2K]."""
+"""At most one entry, while a layer chooses experts: [tokens, 2K], for each token the ids of its K
+experts and then the bits of the K weights."""
 
 
 def register():
@@ -42,8 +42,8 @@ def widen(capturer, *, num_tokens, device, **options):
 
 
 def note_weights(original, *, topk_ids, topk_weights, **options):
-    """Run SGLang's function `original`, which captures the ids. Meanwhile `chosen` holds ids and
-    weights."""
+    """Run SGLang's function `original`, which captures the ids. While it runs, `chosen` holds the ids
+    and the bits of the weights."""
     bits = topk_weights.float().contiguous().view(torch.int32)
     chosen[:] = [torch.cat([topk_ids.int(), bits], dim=1)]
     try:

@@ -13,5 +13,6 @@ def register():
 
 
 def of_any_path(original, **request):
-    """Authorize every request as SGLang does a POST to `/`, which always requires the key."""
+    """Authorize every request in the way in which SGLang authorizes a POST to `/`, which always
+    requires the key."""
     return original(**{**request, "method": "POST", "path": "/"})

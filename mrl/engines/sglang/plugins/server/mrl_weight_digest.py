@@ -156,7 +156,7 @@ def experts_of(module, num_held):
 
 
 def check_placement(module):
-    """Raise RuntimeError if the order of experts is not that of the checkpoint."""
+    """Raise RuntimeError if the experts of a layer are not in the checkpoint's order."""
     placement = take("get_global_expert_location_metadata")()
     if placement is None:
         return

@@ -15,8 +15,8 @@ plugin does nothing there.
 - With the overlapping scheduler (GPUs), a batch may still be running on the device when an in-place
   `pause_generation` returns, and an update would overwrite the weights that this batch reads. Here the
   pause waits for the device.
-- SGLang appends the token of that batch after the update, and `record_weight_version_change` would
-  attribute it to the newer weights. Here it is attributed to the older weights.
+- SGLang appends the tokens of such a batch after the update, and `record_weight_version_change` would
+  attribute them to the newer weights. Here they are attributed to the older weights.
 """
 
 from mrl.engines.sglang.compat import hook, path_of, take
