@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import ORDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mrl.kernels import (
     dequantize_fp8_blocks,
@@ -25,64 +23,11 @@ from mrl.kernels import (
     quantize_fp8_blocks,
     quantize_int8_channels,
 )
+from tests.kernels.block_quant_cases import DTYPES, KINDS, assert_bits, check_all, make
 from tests.kernels.threads import kernel_threads
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
-KINDS = ("normal", "blocks", "sparse", "denormal", "huge", "e4m3", "zero")
 SIZES = st.integers(1, 300) | st.sampled_from([31, 32, 33, 127, 128, 129, 256])
-
-
-def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Return finite values [..., K] of one kind; those of float32 have random low bits."""
-    rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=rng)
-    top = min(torch.finfo(dtype).max, 248 * 2.0**120 * (1 - 2.0**-8))
-    if kind == "blocks":  # every part of a row has a size of its own, from 1e-13 to 1e13
-        size = torch.randint(-13, 14, (*shape[:-1], -(-shape[-1] // 32)), generator=rng)
-        x *= (10.0**size).repeat_interleave(32, -1)[..., : shape[-1]]
-    elif kind == "sparse":
-        x *= torch.rand(shape, generator=rng) < 0.02
-    elif kind == "denormal":
-        x *= torch.finfo(dtype).tiny
-    elif kind == "huge":
-        x = (x / 4).clamp(-1, 1) * top
-    elif kind == "e4m3":  # ties of e4m3 and of int8 under simple scales
-        x = torch.randint(-928, 929, shape, generator=rng) / 2
-    elif kind == "zero":
-        x.zero_()
-    return x.clamp(-top, top).to(dtype)
-
-
-def assert_bits(got: Tensor, expected: Tensor) -> None:
-    """The same bytes, or NaN on both sides."""
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    if got.dtype != torch.int8:
-        assert torch.equal(got.isnan(), expected.isnan())
-        got, expected = (x.float().nan_to_num(nan=0.0) for x in (got, expected))
-        got, expected = (x.contiguous().view(torch.int32) for x in (got, expected))
-    assert torch.equal(got, expected)
-
-
-def check_all(x: Tensor, powers_of_two: bool, group: int) -> list[Tensor]:
-    """Compare every function of `x` [N, K] with its oracle; return the results."""
-    made = quantize_fp8_blocks(x, powers_of_two=powers_of_two)
-    expected = oracle.quantize_fp8_blocks(x, powers_of_two=powers_of_two)
-    int8, expected_int8 = quantize_int8_channels(x), oracle.quantize_int8_channels(x)
-    pairs = [*zip(made, expected, strict=True), *zip(int8, expected_int8, strict=True)]
-    for dtype in DTYPES:
-        pairs += [
-            (dequantize_fp8_blocks(*made, dtype), oracle.dequantize_fp8_blocks(*made, dtype)),
-            (dequantize_int8_channels(*int8, dtype), oracle.dequantize_int8_channels(*int8, dtype)),
-        ]
-    pairs += [
-        (fake_quantize_fp8_groups(x, group), oracle.fake_quantize_fp8_groups(x, group)),
-        (fake_quantize_int8_tokens(x), oracle.fake_quantize_int8_tokens(x)),
-    ]
-    for got, wanted in pairs:
-        assert_bits(got, wanted)
-    return [got for got, _ in pairs]
 
 
 @given(
@@ -245,115 +190,6 @@ def test_int8_ties_go_away_from_zero() -> None:
     assert scales.tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize("powers_of_two", [False, True])
-@pytest.mark.parametrize("flush", [False, True])
-def test_blocks_that_become_zero_have_scale_1(powers_of_two: bool, flush: bool) -> None:
-    """Zeros of either sign, denormals, and values of less than 2^-10 of the smallest scale."""
-    for value in (0.0, -0.0, 2.0**-149, -(2.0**-130), 2e-16):
-        x = torch.full((129, 3), value)
-        torch.set_flush_denormal(flush)
-        try:
-            q, scales = quantize_fp8_blocks(x, powers_of_two=powers_of_two)
-            int8, channel_scales = quantize_int8_channels(x)
-        finally:
-            torch.set_flush_denormal(False)
-        assert not q.float().any()
-        assert scales.tolist() == [[1.0], [1.0]]
-        assert not int8.any()
-        assert (channel_scales == 1).all()
-    for value in (3e-16, 1e-10):
-        q, scales = quantize_fp8_blocks(torch.full((1, 1), value), powers_of_two=powers_of_two)
-        assert q.float().item() > 0
-        assert 2e-13 < scales.item() < 5e-13
-
-
-def test_a_nan_or_an_infinity_makes_its_group_nan() -> None:
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        for dtype in DTYPES:
-            x = make("normal", (3, 300), dtype, 0)
-            x[1, 140] = bad
-            got = fake_quantize_fp8_groups(x)
-            assert got.isnan().nonzero().tolist() == [[1, i] for i in range(128, 256)]
-            assert_bits(got, oracle.fake_quantize_fp8_groups(x))
-            got = fake_quantize_int8_tokens(x)
-            assert torch.equal(got.isnan().all(1), torch.tensor([False, True, False]))
-            assert_bits(got, oracle.fake_quantize_int8_tokens(x))
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_weight_that_is_not_finite_is_refused_with_its_position(bad: float) -> None:
-    for dtype in DTYPES:
-        x = make("normal", (300, 150), dtype, 0)
-        x[140, 129] = x[290, 3] = bad
-        says = rf"weight: got {bad} at \[140, 129\] of \[300, 150\], .* expected finite weights"
-        with pytest.raises(ValueError, match=says):
-            quantize_fp8_blocks(x, powers_of_two=False)
-        with pytest.raises(ValueError, match=r"at \[140, 129\]"):
-            quantize_fp8_blocks(x, powers_of_two=True)
-        with pytest.raises(ValueError, match=says):
-            quantize_int8_channels(x)
-
-
-def test_the_limit_of_powers_of_two() -> None:
-    limit = 248 * 2.0**120
-    below = torch.tensor([[0.0, -limit]]).nextafter(torch.zeros(1))
-    q, scales = quantize_fp8_blocks(below, powers_of_two=True)
-    assert dequantize_fp8_blocks(q, scales, torch.float32)[0, 1] == -240 * 2.0**120
-    with pytest.raises(ValueError, match=r"got -3.29\S+ at \[0, 1\] .* less than 3.296e\+38"):
-        quantize_fp8_blocks(torch.tensor([[0.0, -limit]]), powers_of_two=True)
-    largest = torch.full((2, 2), torch.finfo(torch.float32).max)
-    q, scales = quantize_fp8_blocks(largest, powers_of_two=False)
-    assert torch.equal(dequantize_fp8_blocks(q, scales, torch.float32), largest)
-
-
-def test_shapes_and_strides() -> None:
-    x = make("normal", (2, 5, 7, 200), torch.bfloat16, 0)
-    flat = x.reshape(-1, 200)
-    for run in (fake_quantize_fp8_groups, fake_quantize_int8_tokens):
-        assert torch.equal(run(x).reshape(-1, 200), run(flat))
-        assert torch.equal(run(x[:, 1, ::2]), run(x)[:, 1, ::2])
-        assert torch.equal(run(x[0, 0, 0]), run(flat)[0])
-        assert run(x[:0]).shape == (0, 5, 7, 200)
-        assert run(x[..., :0]).shape == (2, 5, 7, 0)
-    q, scales = quantize_fp8_blocks(flat.T, powers_of_two=True)
-    assert scales.shape == (2, 1)
-    assert torch.equal(
-        q.float(), quantize_fp8_blocks(flat.T.clone(), powers_of_two=True)[0].float()
-    )
-    back = dequantize_fp8_blocks(q.T, scales.T, torch.bfloat16)
-    assert torch.equal(back, dequantize_fp8_blocks(q, scales, torch.bfloat16).T)
-    for shape in ((0, 5), (5, 0), (0, 0)):
-        empty = torch.empty(shape)
-        q, scales = quantize_fp8_blocks(empty, powers_of_two=False)
-        assert q.shape == dequantize_fp8_blocks(q, scales, torch.float16).shape == shape
-        q, scales = quantize_int8_channels(empty)
-        assert q.shape == dequantize_int8_channels(q, scales, torch.float16).shape == shape
-        assert torch.equal(scales, torch.ones(shape[0], 1))
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_cuda_kernels_have_the_bits_of_the_oracle(emulated_cuda, order, dtype) -> None:
-    """(130, 132) is read in fours, (140, 131) one by one, and (3, 1030) takes two CTAs a row."""
-    for number, shape in enumerate(((130, 132), (140, 131), (3, 1030))):
-        for kind in ("normal", "blocks") if number else KINDS:
-            x = make(kind, shape, dtype, number)
-            with emulated_cuda(order):
-                check_all(x, powers_of_two=number == 1, group=(128, 50, 128)[number])
-
-
-def test_the_cuda_kernels_see_what_is_not_finite(emulated_cuda) -> None:
-    x = make("normal", (130, 140), torch.bfloat16, 0)
-    x[129, 7] = torch.nan
-    with emulated_cuda():
-        for run in (fake_quantize_fp8_groups, fake_quantize_int8_tokens):
-            assert torch.equal(run(x).isnan().any(1).nonzero(), torch.tensor([[129]]))
-        with pytest.raises(ValueError, match=r"got nan at \[129, 7\]"):
-            quantize_fp8_blocks(x, powers_of_two=True)
-        with pytest.raises(ValueError, match=r"got nan at \[129, 7\]"):
-            quantize_int8_channels(x)
-
-
 WITHOUT_TORCH = """
 import hashlib
 import numpy as np
@@ -400,37 +236,3 @@ def test_every_instruction_set_gives_the_same() -> None:
             assert done.returncode == 0, done.stderr
             printed.add(done.stdout)
     assert len(printed) == 1
-
-
-@pytest.mark.parametrize(
-    ("run", "says"),
-    [
-        (
-            lambda: quantize_fp8_blocks(torch.ones(3), powers_of_two=True),
-            r"shape \[3\], .* \[N, K\]",
-        ),
-        (lambda: quantize_int8_channels(torch.ones(2, 2).double()), "weight: got dtype .*float64"),
-        (
-            lambda: dequantize_fp8_blocks(
-                torch.zeros(2, 129).to(FP8), torch.ones(1, 1), torch.float32
-            ),
-            r"scales: got shape \[1, 1\], expected \[1, 2\] \(N = 2, K = 129\)",
-        ),
-        (
-            lambda: dequantize_fp8_blocks(torch.ones(2, 2), torch.ones(1, 1), torch.float32),
-            "q: got dtype torch.float32, expected torch.float8_e4m3fn",
-        ),
-        (
-            lambda: dequantize_int8_channels(
-                torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1), torch.int8
-            ),
-            "dtype: got torch.int8",
-        ),
-        (lambda: fake_quantize_fp8_groups(torch.ones(2), group=0), "group: got 0"),
-        (lambda: fake_quantize_int8_tokens(torch.tensor(1.0)), r"x: got shape \[\]"),
-        (lambda: fake_quantize_fp8_groups(torch.ones(2).int()), "x: got .* of torch.int32"),
-    ],
-)
-def test_bad_arguments_are_named(run, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        run()
