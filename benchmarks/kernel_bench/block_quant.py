@@ -20,7 +20,7 @@ NOTHING = "has no 8-bit quantisation for inference engines"
 
 def fp8_weight(module: Any, x: Tensor) -> Outputs:
     q, scales = module.quantize_fp8_blocks(x, powers_of_two=False)
-    return {"q": q.float(), "scales": scales}
+    return {"q": q.view(torch.uint8), "scales": scales}
 
 
 def fp8_weight_there_and_back(module: Any, x: Tensor) -> Outputs:
