@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from benchmarks.evidence.machine import describe  # noqa: E402
 from benchmarks.evidence.result import finish, summary, write_result  # noqa: E402
 from benchmarks.kernel_bench import (  # noqa: E402
+    block_quant,
     fused_experts,
     head,
     moe_permute,
@@ -57,6 +58,7 @@ MODULES = (
     paged_attention,
     fused_experts,
     seeded_sample,
+    block_quant,
     training_step,
 )
 # fp32 sums of a whole batch at a time, where the kernel's stay within blocks.

@@ -28,6 +28,7 @@ void Run(Function&& function) {
   std::forward<Function>(function)();
 }
 
+void BindBlockQuant(pybind11::module_& module);
 void BindEmptyGroups(pybind11::module_& module);
 void BindFusedExperts(pybind11::module_& module);
 void BindInvariant(pybind11::module_& module);

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
 #else
   module.attr("has_cuda") = false;
 #endif
+  mrl::BindBlockQuant(module);
   mrl::BindEmptyGroups(module);
   mrl::BindFusedExperts(module);
   mrl::BindInvariant(module);

@@ -12,6 +12,14 @@ except ImportError as error:
         f"mrl._C, the compiled kernels, cannot be imported: run `make setup` to build it ({error})"
     ) from None
 
+from mrl.kernels.block_quant import (
+    dequantize_fp8_blocks,
+    dequantize_int8_channels,
+    fake_quantize_fp8_groups,
+    fake_quantize_int8_tokens,
+    quantize_fp8_blocks,
+    quantize_int8_channels,
+)
 from mrl.kernels.empty_groups import zero_empty_groups_
 from mrl.kernels.fused_experts import (
     SWIGLU,
@@ -42,6 +50,10 @@ __all__ = [
     "KlPenalty",
     "PolicyLoss",
     "RatioKind",
+    "dequantize_fp8_blocks",
+    "dequantize_int8_channels",
+    "fake_quantize_fp8_groups",
+    "fake_quantize_int8_tokens",
     "fused_experts",
     "gpt_oss_swiglu",
     "linear_logprob",
@@ -52,6 +64,8 @@ __all__ = [
     "packed_gae",
     "paged_attention",
     "policy_loss",
+    "quantize_fp8_blocks",
+    "quantize_int8_channels",
     "seeded_sample",
     "seq_logratio",
     "supports_fused_experts",

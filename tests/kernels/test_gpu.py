@@ -14,16 +14,23 @@ from torch import Tensor
 from moe.align import local_routes, take_bytes
 from mrl import _C
 from mrl.kernels import (
+    dequantize_fp8_blocks,
+    dequantize_int8_channels,
+    fake_quantize_fp8_groups,
+    fake_quantize_int8_tokens,
     moe_ids,
     moe_permute,
     moe_sort,
     moe_unpermute,
     packed_gae,
     policy_loss,
+    quantize_fp8_blocks,
+    quantize_int8_channels,
     seq_logratio,
     vp_logprob,
 )
 from mrl.types import TokenRoutes
+from tests.kernels.block_quant_cases import KINDS, assert_bits, make
 from tests.kernels.policy_cases import (
     ALL_OPTIONS,
     FEW_OPTIONS,
@@ -158,6 +165,38 @@ def test_moe_permute_has_the_bits_of_the_cpu_and_of_a_second_run(dtype) -> None:
     cpu, first, second = run("cpu"), run("cuda"), run("cuda")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first, cpu, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_quant_has_the_bits_of_the_cpu(dtype, kind) -> None:
+    """(640, 1536) is read in fours, (300, 1031) one by one; a second quantisation changes nothing."""
+    for number, shape in enumerate(((640, 1536), (300, 1031))):
+        x = make(kind, shape, dtype, number)
+
+        def run(x: Tensor) -> list[Tensor]:
+            found = [fake_quantize_fp8_groups(x), fake_quantize_int8_tokens(x)]
+            for powers_of_two in (False, True):
+                made = quantize_fp8_blocks(x, powers_of_two=powers_of_two)
+                found += [*made, *(dequantize_fp8_blocks(*made, to) for to in DTYPES)]
+                wide = dequantize_fp8_blocks(*made, torch.float32)
+                found += quantize_fp8_blocks(wide, powers_of_two=powers_of_two)
+                assert torch.equal(found[-2].view(torch.uint8), made[0].view(torch.uint8))
+                assert torch.equal(found[-1], made[1])
+            made = quantize_int8_channels(x)
+            return [*found, *made, *(dequantize_int8_channels(*made, to) for to in DTYPES)]
+
+        for got, expected in zip(run(x.cuda()), run(x), strict=True):
+            assert_bits(got.cpu(), expected)
+
+
+def test_block_quant_sees_what_is_not_finite() -> None:
+    x = make("normal", (300, 1031), torch.bfloat16, 0)
+    x[140, 1030] = torch.nan
+    with pytest.raises(ValueError, match=r"got nan at \[140, 1030\]"):
+        quantize_fp8_blocks(x.cuda(), powers_of_two=True)
+    for fake_quantize in (fake_quantize_fp8_groups, fake_quantize_int8_tokens):
+        assert_bits(fake_quantize(x.cuda()).cpu(), fake_quantize(x))
 
 
 def test_policy_loss_takes_two_launches_and_never_waits() -> None:

@@ -1,10 +1,20 @@
-"""fp64 references of the ops in `mrl.kernels`, written in plain torch without regard to speed.
+"""References of the ops in `mrl.kernels`, written in plain torch without regard to speed.
+
+They compute in fp64, except those of `block_quant`, whose fp32 results are defined to the bit.
 
 Tests and benchmarks compare the ops with the references. References and ops share no code, except
 that the op `seeded_sample` calls its reference for rows that its kernel cannot decide. The references
 of differentiable ops are differentiable by autograd.
 """
 
+from mrl.kernels.oracle.block_quant import (
+    dequantize_fp8_blocks,
+    dequantize_int8_channels,
+    fake_quantize_fp8_groups,
+    fake_quantize_int8_tokens,
+    quantize_fp8_blocks,
+    quantize_int8_channels,
+)
 from mrl.kernels.oracle.fused_experts import fused_experts
 from mrl.kernels.oracle.moe_permute import moe_permute, moe_sort, moe_unpermute
 from mrl.kernels.oracle.packed_gae import packed_gae
@@ -15,6 +25,10 @@ from mrl.kernels.oracle.truncated_logprob import truncated_logprob
 from mrl.kernels.oracle.vp_logprob import vp_logprob
 
 __all__ = [
+    "dequantize_fp8_blocks",
+    "dequantize_int8_channels",
+    "fake_quantize_fp8_groups",
+    "fake_quantize_int8_tokens",
     "fused_experts",
     "moe_permute",
     "moe_sort",
@@ -22,6 +36,8 @@ __all__ = [
     "packed_gae",
     "paged_attention",
     "policy_loss",
+    "quantize_fp8_blocks",
+    "quantize_int8_channels",
     "seeded_sample",
     "seq_logratio",
     "truncated_logprob",
