@@ -100,14 +100,14 @@ class RoutingCounter:
     num_captured: Tensor | int = 0
     num_replayed: Tensor | int = 0
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
-    """The counts of each model chunk. The key is the tuple of the layer numbers that were counted."""
+    """Maps the tuple of the layer numbers that were counted in a model chunk to their counts."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """For each micro-batch number bool[n]: true for rows in which the router of at least one layer of
-    this rank chose other experts than the captured route."""
+    """Maps the number of a micro-batch to bool[n], which is true for rows in which the router of at
+    least one layer of this rank chose other experts than the captured route."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """For each model chunk i64[L, E]: the number of counted tokens (`RouterRows.counted`) that went
-    to each expert. The key is the tuple of the chunk's layer numbers."""
+    """Maps the tuple of a model chunk's layer numbers to i64[L, E], the number of counted tokens
+    (`RouterRows.counted`) that went to each expert."""
 
     def add(
         self,
@@ -124,8 +124,8 @@ class RoutingCounter:
         routes: the captured routes to compare with the routers' own choices; None counts only the
         load of the experts.
         rows: the rows of the micro-batch that the routers of this rank processed.
-        replays: whether the pass was meant to replay `routes`. If so, the rows in which the router
-        used the captured experts are counted too.
+        replays: whether the pass was meant to replay `routes`. If so, it is also counted in how
+        many rows the router used the captured experts.
         """
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
@@ -254,7 +254,8 @@ class RoutingCounter:
 def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
     """Compute the statistics that `RoutingCounter.load_statistics` describes.
 
-    loads: for each layer number i64[E], the load of each expert, summed over all ranks.
+    loads: maps a layer number to i64[E], the load of each expert in this layer, summed over all
+    ranks.
     """
     counts = torch.stack(list(loads.values())).double()  # [L, E]
     num_experts = counts.shape[-1]
@@ -274,14 +275,14 @@ def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
 
 
 def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statistics:
-    """Return the mean and the median (accurate to 2.2%) of the router margins over all counted rows
-    and layers.
+    """Return means and medians (accurate to 2.2%) of the router margins of the counted rows. A
+    margin is explained in `MarginCounts`.
 
-    There is one mean and one median for the rows in which the router chose other experts than the
-    captured route (`disagreement`), and one each for the other rows (`agreement`). For the
-    disagreements the mean of each layer is returned too. Small margins at disagreements point to
-    rounding, large margins to different weights. The result is empty if the pass recorded no
-    margins.
+    All layers together have one mean and one median for the rows in which the router chose other
+    experts than the captured route (`disagreement`), and one mean and one median for the other rows
+    (`agreement`). For the disagreements the mean of each layer is returned too. Small margins at
+    disagreements point to rounding, large margins to different weights. The result is empty if the
+    pass recorded no margins.
     """
     parts = {part: c.margins for part, c in layers.items() if c.margins is not None}
     stats: Statistics = {}

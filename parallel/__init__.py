@@ -1,7 +1,8 @@
 """All code that uses Megatron: layouts, models, weights, training steps, checkpoints.
 
-Importing this package does not import Megatron, so mrl can refuse bad input quickly. It does silence
-KNOWN_WARNINGS, because every process that uses Megatron imports this package first.
+Importing this package does not import Megatron, so mrl can refuse bad input quickly. The import
+does silence the warnings in KNOWN_WARNINGS, because every process that uses Megatron imports this
+package first.
 """
 
 import logging

@@ -134,8 +134,8 @@ class GatherHooks:
     DDP has these hooks only with `overlap_param_gather`."""
 
     def __init__(self, chunks: list[Any]) -> None:
-        """Remember which of `chunks` have such hooks. The chunks are wrapped in DDP, which has
-        already enabled the hooks."""
+        """Remember which of `chunks` have these hooks now. The chunks must be wrapped in DDP, which
+        has already installed the hooks if it uses them."""
         self._chunks = [chunk for chunk in chunks if chunk.use_forward_hook]
 
     def attach(self) -> None:
@@ -185,14 +185,15 @@ class Base:
         return bool(self.kinds)
 
     def take(self, model: Any, seed: int) -> None:
-        """Record that `model`, which is still being built, is mounted. It attaches its own adapter,
-        hooks and replays. `seed` is the adapter's seed; only a shared base uses it."""
+        """Record that `model`, which is still being built, is mounted. The model itself attaches
+        its adapter, hooks and routing replays. `seed` is the adapter's seed; only a shared base
+        uses it."""
         assert self.mounted is None, "a base of one model was given to another"
         self.mounted = model
 
     def release(self, model: Any) -> bool:
-        """Let go of `model`, which is being closed. Return True; a shared base returns False if the
-        model was released before."""
+        """Release `model`, which is being closed. Return True, except that a shared base returns
+        False if the model was released before."""
         return True
 
     def require_mounted(self, model: Any) -> None:

@@ -38,8 +38,8 @@ class Block:
     sequence_start: int
     """Index of the sequence's first token among the N packed tokens."""
     offset: int
-    """The number of the sequence's tokens before the block. The block's queries attend to all of
-    these tokens."""
+    """The number of tokens of the sequence that come before the block. The block's queries attend
+    to all of these tokens."""
 
     @property
     def packed(self) -> Tensor:

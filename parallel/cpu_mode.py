@@ -3,8 +3,8 @@
 No other file of parallel/ assigns to names inside torch or megatron-core.
 
 Megatron names the CUDA device in many places. On a machine without CUDA, `enable()` redirects
-`device="cuda"` and `.cuda()` to the CPU (with a `TorchFunctionMode`), and replaces the few functions
-of `torch.cuda` that Megatron calls with CPU versions.
+`device="cuda"` and `.cuda()` to the CPU (with a `TorchFunctionMode`). It also puts CPU versions in
+place of those functions of `torch.cuda` that Megatron calls.
 
 With CUDA, `enable()` only repairs how megatron-core looks for TransformerEngine: it defines names
 that are undefined or wrong without TransformerEngine, and hides a TransformerEngine that is
@@ -112,11 +112,11 @@ def _replace_torch_cuda() -> None:
 
 
 def hide_broken_transformer_engine() -> None:
-    """Hide a TransformerEngine of which some part cannot be imported, because Megatron would use the
-    other parts. Does nothing without CUDA.
+    """Hide TransformerEngine if a part of it cannot be imported, because Megatron would use the
+    rest. Does nothing without CUDA.
 
-    megatron-core 0.16 imports the parts one by one and catches only ImportError. If some of them
-    fail, it uses the others and leaves names undefined (`TENorm` in its `gpt_layer_specs`).
+    megatron-core 0.16 imports the parts one by one, and catches only ImportError. After a failed
+    import it continues with names undefined (such as `TENorm` in its `gpt_layer_specs`).
     """
     if torch.cuda.is_available() and find_transformer_engine().error is not None:
         for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
@@ -168,8 +168,13 @@ def _replace_megatron() -> None:
 
 
 def _offload_share(self: Any, fraction: float) -> tuple[list, list, dict, dict, dict]:
-    """Split the parameters of a HybridDeviceOptimizer into those that are offloaded and those that
-    stay on the device.
+    """Divide the parameters of a HybridDeviceOptimizer into offloaded ones and ones that stay on
+    the device.
+
+    Parameters are offloaded in order until a part `fraction` of all elements is offloaded. Return
+    the parameter groups of the offloaded parameters, the groups of the other parameters, and three
+    dicts: from an offloaded parameter to its copy, from this copy to the parameter, and from a
+    parameter to its fp32 copy.
 
     The optimizer's own method treats parameters that are on a CPU as already offloaded, and later
     does not find their copies on the device. Here all given parameters count as being on the

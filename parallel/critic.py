@@ -142,8 +142,8 @@ class Critic(MegatronModel):
             self.load(may_lack=(VALUE_HEAD,))
 
     def values(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return two lists of values, without gradient. The first has the values of the states before
-        the loss tokens, the second those of the states after them.
+        """Return two lists of values, without gradient. For each loss token, the first list has the
+        value of the state before the token, and the second the value of the state after it.
 
         On the last pipeline stage, each list has one tensor f32[N] per micro-batch, with 0 at
         tokens without loss. On other stages the lists are empty.

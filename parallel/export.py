@@ -26,8 +26,8 @@ from parallel.weights import Entry, WeightMap
 NUM_BUFFERS = 2
 HfTensor = tuple[str, torch.Size, torch.dtype]
 Header = tuple[list[HfTensor], dict[str, int]]
-"""The tensors of a bucket, and the bucket's digests by module
-(`mrl.kernels.digest.digest_place`)."""
+"""(the tensors of a bucket, a dict from module name to the digest of the module's weights in the
+bucket). Modules are named as in `mrl.kernels.digest.digest_place`."""
 
 
 def num_bytes(tensor: HfTensor) -> int:
@@ -42,8 +42,8 @@ class Unit:
 
     entry: Entry
     tensors: list[HfTensor]
-    """The HF tensors, one peer after the other, and within a peer in the order of the rule's
-    names."""
+    """The HF tensors of all expert-parallel peers, sorted by peer. Those of one peer are in the
+    order of the names in the rule."""
     merged: bool = False
     """Whether the low-rank update (the adapter) of the parameter's layer is added to the weight."""
 

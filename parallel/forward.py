@@ -34,8 +34,8 @@ from parallel.packing import to_device
 from parallel.pass_output import Observe, ObservedRoutes, PassOutput
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
-"""Computes a loss and statistics from the head's output f32[N], which has a gradient, and the
-micro-batch. The loss is a sum, which is not normalised later."""
+"""Takes the head's output f32[N] (with gradient) and the micro-batch. Returns the loss, a sum that
+is not normalised later, and statistics."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class PipelineRunner:
         )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:
-        """Return the routes that the engine captured, for this rank's rows and layers, by
-        micro-batch and layer number. The dict of a micro-batch without captured routes is empty.
+        """Return one dict per micro-batch, from layer number to the route that the engine captured,
+        for this rank's rows and layers. The dict of a micro-batch without captured routes is empty.
 
         A pass that replays the result as `Replay.recorded(...)` computes the same as a pass with
         `Replay.rollout`.

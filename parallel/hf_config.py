@@ -34,14 +34,14 @@ LARGEST_COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-"""The largest allowed values of some keys; LARGEST_COUNT applies to all others. These are lower,
-because mrl makes lists with as many entries."""
+"""The largest allowed values of those keys for which LARGEST_COUNT is too high: mrl makes lists
+with as many entries as their values say."""
 TWO_NAMES = (
     (("num_experts",), ("num_local_experts",)),
     (("rope_theta",), ("rope_parameters", "rope_theta")),
 )
-"""Pairs of keys in config.json with the same meaning. transformers 4 writes the first key of a
-pair, and transformers 5 the second."""
+"""Pairs of keys in config.json with the same meaning, each key as its path from the top level.
+transformers 4 writes the first key of a pair, and transformers 5 the second."""
 
 
 def read_config(folder: Path) -> HfConfig:

@@ -20,7 +20,8 @@ from parallel.hf_config import HfModel, stored_quantization
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 SCALES = "_scale_inv"
-"""What the name of the scales of a weight in fp8 blocks adds to the weight's name."""
+"""The suffix of scales: a weight NAME that is stored in fp8 blocks has its scales in the tensor
+NAME_scale_inv."""
 BLOCK = 128
 EMBEDDINGS = "model.embed_tokens.weight"
 
@@ -40,7 +41,7 @@ class HfTensors:
         self._files = [_open(file) for file in _weight_files(model.path)]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self._scales: dict[str, Any] = {}
-        """The files of the scales, by the names of the quantised weights."""
+        """Maps the name of each quantised weight to the open file that holds its scales."""
         if stored_quantization(model.config, str(model.path)) is not None:
             for name in [name for name in self._where if name.endswith(SCALES)]:
                 self._scales[name.removesuffix(SCALES)] = self._where.pop(name)
@@ -227,7 +228,7 @@ def check_finite_tensors(model: HfModel, tensors: HfTensors, *, whole: bool = Fa
 
 def _chosen(names: list[str], *, whole: bool) -> list[str]:
     """Return the names of the tensors to read: all names if `whole`, and otherwise evenly spaced
-    names, at most MAX_SAMPLED of the experts' tensors and as many of all other tensors."""
+    names, at most MAX_SAMPLED of experts' tensors and at most MAX_SAMPLED of other tensors."""
     if whole:
         return names
     kinds = [[n for n in names if (".experts." in n) == is_expert] for is_expert in (False, True)]

@@ -16,7 +16,7 @@ from parallel.mesh import Mesh, gather_objects
 from parallel.model import unwrap
 
 MAX_NAMED = 8
-"""The number of samples that a message names."""
+"""The largest number of samples that an error message names."""
 
 
 class BackwardWatch:
@@ -118,8 +118,8 @@ def named(samples: Sequence[object]) -> str:
 class LayerOutputs:
     """A context manager that records what each layer returns for the first micro-batch.
 
-    Dimensions: n rows of the micro-batch on this rank (not all rows under sequence or context
-    parallelism), h hidden size.
+    Dimensions: n rows of the micro-batch that this rank has (only a part of the rows under sequence
+    or context parallelism), h hidden size.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:

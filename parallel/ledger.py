@@ -61,7 +61,8 @@ class _Owner:
     away: list[tuple[UntypedStorage, int, Tensor | None]] = field(default_factory=list)
     """Emptied storages: (storage, number of bytes, host copy or None if it was freed)."""
     copies: dict[int, tuple[UntypedStorage, Tensor]] = field(default_factory=dict)
-    """Host copies of frozen storages by `_cdata`, kept while the storages are on the device too."""
+    """Maps the id (`_cdata`) of a frozen storage to (storage, its host copy). A copy is kept while
+    the storage is on the device too."""
 
 
 class Ledger:

@@ -62,9 +62,9 @@ class MegatronModel:
     loss_key: ClassVar[str]
     """The metric under which the sum of the losses is reported."""
     optimizer: Any = None
-    """Megatron's optimizer, after `make_optimizer`."""
+    """Megatron's optimizer; None before `make_optimizer`."""
     scheduler: Any = None
-    """Megatron's schedule of the learning rate, after `make_optimizer`."""
+    """Megatron's schedule of the learning rate; None before `make_optimizer`."""
 
     def __init__(
         self,
@@ -162,7 +162,8 @@ class MegatronModel:
 
     @phase("load")
     def load(self, may_lack: Collection[str] = ()) -> None:
-        """Load the weights (except a shared base's), set up the adapter, and make the optimizer."""
+        """Load the weights (except a shared base's), set up the adapter, and make the optimizer.
+        Tensors that `may_lack` names may be missing from the model folder."""
         if not self.base.is_shared:
             self.weights.load(may_lack)
         if isinstance(self.trained, AdapterMap):
@@ -184,9 +185,8 @@ class MegatronModel:
     def close(self) -> None:
         """Free the memory of weights, gradients and optimizer state; the model is unusable afterwards.
 
-        A shared base stays. Megatron's hooks make reference cycles through autograd's C++, which
-        Python's garbage collector does not find: without this call, a process that trains again would
-        hold both models.
+        A shared base is kept. Without this call the model would stay in memory, because Megatron's
+        hooks make reference cycles in autograd's C++ that Python cannot collect.
         """
         if not self.base.release(self):
             return  # it is closed already, and another policy may have its name
@@ -253,10 +253,10 @@ class MegatronModel:
     ) -> StepOutput:
         """Compute the gradients of the global batch, call `before_update`, take one optimizer step.
 
-        `observer` gets the forward pass's output before `before_update` is called. Both may raise, on
-        all ranks or on none. Raises NotFinite on all ranks if a gradient of any rank is not finite, and
-        RuntimeError without an optimizer. After any of these errors, weights, buffers, optimizer state
-        and learning-rate schedule are as before the call, bit for bit.
+        `observer` gets the forward pass's output before `before_update` is called. Each of the two
+        may raise, on all ranks or on none. Raises NotFinite on all ranks if a gradient of any rank
+        is not finite, and RuntimeError without an optimizer. After any of these errors, weights,
+        buffers, optimizer state and learning-rate schedule are as before the call, bit for bit.
         """
         output = self.compute_gradients(batch, loss, replay, before_update, observer)
         grad_norm, lr = self.apply_gradients()

@@ -109,17 +109,17 @@ def local_device() -> torch.device:
 
 
 _joined: list[tuple[dist.Store, int]] = []
-"""torchrun's store and this rank, after the first `join_store`."""
+"""The pair (torchrun's store, number of this rank); empty before the first `join_store`."""
 ARRIVED = "arrived"
 """The prefix of the keys `arrived_<rank>` in the store. A rank sets its key before it waits for the
 other ranks."""
 _num_joins = itertools.count(1)
-"""Counts how often this process has joined the other ranks."""
+"""An iterator that counts, from 1, how often this process has joined the other ranks."""
 
 
 def join_store() -> tuple[dist.Store, int]:
-    """Return (the store that all ranks of the launcher share, including ranks that do not train; the
-    number of this rank).
+    """Return (store, number of this rank). All ranks that the launcher started share the store,
+    also those that do not train.
 
     Without a launcher, return a new local store and 0. Raises InputError if another program listens
     at the store's address.

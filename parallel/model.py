@@ -117,7 +117,7 @@ def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
 
 
 def unwrap(chunk: Any) -> GPTModel:
-    """Return the GPTModel inside DDP and the half-precision wrapper."""
+    """Return the GPTModel of a chunk, without the DDP and half-precision wrappers around it."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk

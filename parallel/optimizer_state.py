@@ -134,8 +134,11 @@ def _adams(optimizer: Any) -> list[Any]:
 
 
 def _stepped_by(optimizer: Any) -> dict[int, tuple[Tensor, Any]]:
-    """Return (tensor that Adam updates, the Adam that updates it), by the id of the tensor that
-    Megatron gave to the optimizer. The two tensors differ only in a HybridDeviceOptimizer."""
+    """Return a dict from the id of each tensor that Megatron gave to the optimizer to (the tensor
+    that is updated in its place, the Adam that updates it).
+
+    The two tensors differ only in a HybridDeviceOptimizer, which may update a copy.
+    """
     outer = getattr(optimizer, "inner_param_to_orig_param", {})
     return {
         id(outer.get(inner, inner)): (inner, adam)
@@ -180,8 +183,12 @@ def _step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield (parameter, its tensor in the optimizer, index of that tensor's first element in the
-    parameter)."""
+    """Yield (parameter, main parameter, start) for each parameter.
+
+    The main parameter is the tensor that the optimizer updates: an fp32 copy of the parameter or
+    the parameter itself, or only a range of one of these. `start` is the index, in the flattened
+    parameter, of the main parameter's first element.
+    """
     groups = part.optimizer.param_groups
     if isinstance(part, DistributedOptimizer):
         for parameter in part.model_param_gbuf_map:

@@ -159,8 +159,8 @@ def _packed_masks(
     """Join the samples' sampling masks. The mask of sample i is padded to `rooms[i]` tokens, and the
     result to `num_tokens`. Return None if no sample has a mask.
 
-    Raises ValueError if some loss tokens have a mask and others have none, because the log-probs of
-    the two would be of different distributions.
+    Raises ValueError if some loss tokens have a mask and others have none, because their log-probs
+    would then belong to different distributions.
     """
     parts: list[tuple[SamplingMask | None, int]] = []
     for sample, room in zip(samples, rooms, strict=False):

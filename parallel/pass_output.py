@@ -34,7 +34,8 @@ class ObservedRoutes:
     native: Tensor
     """i16[n, K]: the router's own choice."""
     margins: Tensor
-    """f32[n]: the router's margin in each row (see `moe.replay.margins`)."""
+    """f32[n]: the margin of the router's own choice, which is the lowest score of the chosen
+    experts minus the highest score of the other experts."""
 
 
 @dataclass

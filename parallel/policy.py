@@ -31,7 +31,7 @@ from parallel.reference import ReferenceWeights
 from parallel.weights import WeightMap
 
 BUCKET_BYTES = 256 << 20
-"""The size of the buckets in which weights are gathered to be fake-quantised."""
+"""The size in bytes of the buckets in which weights are gathered for `Policy.fake_quantized`."""
 
 
 class Policy(MegatronModel):

@@ -65,8 +65,11 @@ def reduce_statistics(stats: Statistics) -> dict[str, float]:
 
 
 def _quantiles(parts: list[list[Any]]) -> dict[str, float]:
-    """Return the quantiles over all ranks, by metric key. Each of `parts` is from one rank: a list
-    of (histogram bin, count), and a list of (metric key, quantile to return under this key)."""
+    """Return a dict from metric key to the value of a quantile over all ranks.
+
+    Each of `parts` comes from one rank, and is a pair of lists: (histogram bin, count) for each bin
+    that is not empty, and (metric key, quantile between 0 and 1) for each key of the result.
+    """
     total = [0] * NUM_BINS
     for counts, _ in parts:
         for place, count in counts:

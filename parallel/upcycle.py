@@ -39,8 +39,8 @@ LARGEST_STD = 100
 """The largest standard deviation of the router's weights. With a larger one they could overflow."""
 LARGEST_SEED = 1 << 32
 SHARE = 0.5
-"""The part of the MLP's output that the shared expert gives. It is sigmoid(0), because the weights
-of its gate are 0."""
+"""The factor of the shared expert's output. It is sigmoid(0), because the weights of the shared
+expert's gate are 0."""
 COPIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
     "hidden_act", "max_position_embeddings", "rms_norm_eps",
@@ -52,7 +52,7 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How a dense model becomes a MoE."""
+    """The settings with which a dense model is turned into an MoE."""
 
     num_experts: int
     """E: the number of experts, where every slice counts as one expert."""
@@ -108,7 +108,8 @@ TARGETS: dict[str, Callable[[HfConfig, Upcycling], HfConfig]] = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
 }
-"""Functions that return the keys of config.json other than COPIED, by the `model_type` of the MoE."""
+"""Maps a `model_type` of the MoE to the function that returns its config.json without the keys in
+COPIED."""
 FITS: dict[str, tuple[str, ...]] = {
     "llama": ("mixtral", "qwen2_moe"),
     "qwen2": ("qwen2_moe",),
@@ -124,10 +125,9 @@ def upcycle(source: Path, target: Path, how: Upcycling, max_bytes: int = 2 << 30
     in memory. The embedding is untied, because SGLang does not tie it in these architectures.
     `target` gets its name only when it is complete.
 
-    Raises InputError if `source` is not a dense model that can become such a MoE, if its weights are
-    not those of its config.json or not finite, if the numbers in `how` are inconsistent, or if
-    `target` is not empty or cannot be made. Raises DiskFailed if a file
-    cannot be written.
+    Raises InputError if `source` is not a dense model that can become such an MoE, if its weights
+    are not those of its config.json or not finite, if the numbers in `how` are inconsistent, or if
+    `target` is not empty or cannot be made. Raises DiskFailed if a file cannot be written.
     """
     dense = HfModel.read(source)
     config = moe_config(dense, how)
@@ -235,8 +235,9 @@ def upcycled_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the HF tensors of the MoE, layer by layer.
 
-    The rules of both architectures use Megatron's names, so parameters that both have are copied.
-    Only the MLPs, the router and a tied output layer need anything else.
+    Parameters are compared by their Megatron names. Those that both models have are copied. Experts
+    are made from the dense MLP, the router is random, and the weights of a shared expert's gate are
+    0. If the dense model ties its output layer, the MoE's output layer is a copy of the embedding.
     """
     table = moe.architecture.rules(moe.config)
     known = {rule.megatron: rule.hf for rule in dense.architecture.rules(dense.config)}

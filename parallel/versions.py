@@ -28,9 +28,10 @@ class Compiled:
     module: str
     """The module that is imported to see whether the package works."""
     implies: Callable[[str], str]
-    """Returns what a version of the package implies, if the package works."""
+    """Takes the version of a package that works. Returns a text that says what this version means
+    for mrl."""
     otherwise: str
-    """The consequence if the package does not work or is not installed."""
+    """A text that says what follows if the package does not work or is not installed."""
     is_optional: bool = True
     """Whether `version_rows` leaves the package out if it is not installed."""
 
@@ -40,7 +41,8 @@ def version_rows(
     python: str | None = None,
     failure: Callable[[str], str | None] | None = None,
 ) -> list[tuple[str, str, str]]:
-    """Return (package, version, what the version implies) for each package, for the terminal.
+    """Return (package, version, text) for each package, for the terminal. The text says what the
+    version means for mrl.
 
     `installed` returns a package's version, or None if it is not installed. `python` is Python's
     version. `failure` returns the error from importing a module, as one line, or None if the module

@@ -28,8 +28,8 @@ TRANSFORMER_ENGINE_NAMES = (
     (r"mlp\.linear_fc1\.layer_norm_weight$", "pre_mlp_layernorm.weight"),
     (r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight"),
 )
-"""Patterns of names that TransformerEngine's fused layers use, and the names of the same tensors in
-the rule tables."""
+"""Pairs of (pattern of a tensor's name in TransformerEngine's fused layers, name of the same tensor
+in the rule tables)."""
 
 
 def canonical_name(name: str) -> str:
@@ -90,7 +90,7 @@ class WeightMap:
 
     @property
     def rules(self) -> list[Rule]:
-        """The rules among which each parameter's rule is looked up."""
+        """The rules of the model's architecture. Each parameter must match one of them by name."""
         return self.model.architecture.rules(self.model.config)
 
     def owns(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Make a new run from a checkpoint of another run, which is not changed.
+"""Make a new run from a checkpoint of another run. The other run is not changed.
 
 The checkpoint's files are hard links if the file system allows it, and copies otherwise. Links are
 safe: mrl never writes into a finished checkpoint, and removing one of two links keeps the file.

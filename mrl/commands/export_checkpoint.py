@@ -76,7 +76,8 @@ def _find(source: Path) -> Path:
 def _warn_of_other_base(run: Path, base: Path | None) -> None:
     """Warn if the adapter is merged into a base model other than the model it was trained on.
 
-    If the checkpoint is not in a run folder, that model is unknown, and nothing is checked.
+    If the checkpoint is not in a run folder, it is unknown on which model the adapter was trained,
+    and nothing is checked.
     """
     folder = RunFolder(run)
     trained_on = folder.history.contents().get("model.path")

@@ -120,10 +120,10 @@ def _ranges(steps: list[int]) -> str:
 def replay_recipe(source: Source, output: Path) -> Recipe:
     """Return the run's recipe, changed to train from its saved rollouts and to write to `output`.
 
-    Token records (tokens/step_*.safetensors) are written only if the algorithm computes log-probs in a
-    separate pass before the update. With other algorithms, a record would need such a pass. The replay
-    would then compute the mismatch metrics from it, but the run may have computed them from the
-    forward pass of the first update.
+    Token records (tokens/step_*.safetensors) are written only if the algorithm computes log-probs
+    in a separate pass before the update. With other algorithms, a record would need such a pass.
+    The replay would then compute the mismatch metrics from that pass, but the run may have computed
+    these metrics from the forward pass of the first update.
     """
     run = source.run
     recipe = as_colocated(load_run(run.root, config=run.history.config_at(source.step)))

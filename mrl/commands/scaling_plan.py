@@ -54,8 +54,9 @@ def show_plan(
 
     The arguments are those of `mrl check --plan`; None takes the default. `response_len` is the
     mean number of tokens of a response. `measured` are folders of runs, whose measured times
-    replace the estimated times. If the model folder has weights, the recipe is checked as it is when
-    a run starts. If the folder has only config.json, only sizes and options are checked.
+    replace the estimated times. If the model folder has weights, the recipe is checked in the same
+    way as at the start of a run. If the folder has only config.json, only sizes and options are
+    checked.
 
     Raises InputError if the recipe is not valid, or if it does not fit; the message then shows the
     arithmetic.

@@ -60,8 +60,9 @@ def run(args: argparse.Namespace) -> None:
 def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int:
     """Serve tenants on this rank, which is one of `world` ranks.
 
-    Returns what stopped the service: a key of `mrl.system.stop.WHO`, such as TERMINATION for SIGTERM,
-    or 0 if the service ended by itself. With `until_done`, it ends when no tenant has work left.
+    Returns what stopped the service: a key of `mrl.system.stop.WHO`, such as TERMINATION for
+    SIGTERM, or 0 if the service ended by itself. With `until_done`, the service ends when no tenant
+    has work left.
     """
     from parallel import prepare
     from parallel.connections import set_connections

@@ -19,8 +19,9 @@ VARIABLE = "MRL_SERVICE"
 POLL_S = 1.0
 """Seconds between two queries of `status --watch`."""
 NUM_ROUNDS = 20
-"""Number of newest rounds (rows of the service's metrics.jsonl) over which `list` computes each
-tenant's share of the trainer's time and its waiting times."""
+"""Number of rounds (rows of the service's metrics.jsonl) from which `list` computes, for each
+tenant, the tenant's share of the trainer's time and the tenant's waiting times. The newest rounds
+are used."""
 
 
 def add_to(commands: Any) -> None:

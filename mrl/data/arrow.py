@@ -1,7 +1,8 @@
 """Reads parquet files and data set folders with the package pyarrow, and data sets on the Hugging Face
 hub with the package datasets.
 
-`pip install 'mrl[data]'` installs both packages. Without the package, a function raises InputError.
+`pip install 'mrl[data]'` installs both packages. A function whose package is missing raises
+InputError.
 """
 
 from __future__ import annotations

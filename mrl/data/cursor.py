@@ -59,9 +59,9 @@ class PromptCursor:
         """Return the `Dealer` of the source from which the next prompt comes. Smooth weighted
         round-robin chooses the source and updates the credits.
 
-        After every prompt, the number of prompts from each source is within about one of the
-        source's share, so every step mixes the sources according to their weights. The choice
-        depends only on the credits, not on random numbers.
+        After every prompt, the number of prompts taken from a source differs from the source's
+        share by about one at most, so every step mixes the sources according to their weights. The
+        choice depends only on the credits, not on random numbers.
         """
         if len(self._dealers) == 1:
             return self._dealers[0]
@@ -184,8 +184,8 @@ class PromptCursor:
 
     def _refuse_sources(self, saved: list[dict[str, Any]]) -> NoReturn:
         """Raise InputError. The message names the first source whose rows differ from the rows
-        saved under the same name. If there is no such source, it lists the saved and the current
-        sources."""
+        saved under the same name. If there is no such source, the message lists the saved and the
+        current sources."""
         by_name = {one["name"]: one for one in saved}
         for source, digest in zip(self._sources, self._digests, strict=True):
             one = by_name.get(source.name)
@@ -208,10 +208,11 @@ class Dealer:
     shuffling in a new order for each epoch, otherwise in the order of the data."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
-        """`salt` is added to the seed, so that each source of a mixture has a different order: `/`
-        plus the name that the source had when the run began, or empty for a single data set.
-        `weight` is the source's share of a mixture, relative to the other weights. Raises
-        InputError if there are no prompts."""
+        """`salt` is a text that is appended to the seed, so that each source of a mixture has a
+        different order. For a source of a mixture, `salt` is `/` plus the name that the source had
+        when the run began; for a single data set, it is empty. `weight` is the source's share of
+        the mixture, relative to the weights of the other sources. Raises InputError if there are no
+        prompts."""
         if not prompts:
             raise InputError("the data set has no prompts")
         self.prompts, self.weight = prompts, weight

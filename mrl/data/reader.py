@@ -37,7 +37,7 @@ class SftExample:
     """i64[T]: prompt, completion, end-of-sequence token."""
     prompt_len: int
     source: str
-    """`file:line`, for error messages."""
+    """Where the example comes from, as `file:line`, for error messages."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ SPREAD = 0.4
 """Standard deviation of `log(length / requested number)`, where `length` is the length of a
 demonstration before it is rounded and clamped."""
 RIGHT = 0.25
-"""Probability that a letter of a demonstration is set to the requested letter. Otherwise it is random,
-which may also give the requested letter."""
+"""Probability that a letter of a demonstration is set to the requested letter. Any other letter is
+drawn at random, and may also be the requested letter."""
 
 
 def repeat_rows(num: int, seed: int, *, demonstrations: bool = False) -> list[dict[str, str]]:

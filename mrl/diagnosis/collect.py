@@ -151,8 +151,9 @@ class Diagnosis:
         return {i: self._pieces[i] for i in token_ids}
 
     def _quantized(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return a function that makes a context manager. Inside its block, the policy's weights
-        are quantised as in the engines. None if the engines do not quantise."""
+        """Return a function that makes a context manager. Inside the block of the context manager,
+        the policy's weights are quantised as in the engines. Return None if the engines do not
+        quantise."""
         rollout = self.recipe.rollout
         if rollout.quantization == "none":
             return None

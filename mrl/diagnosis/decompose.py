@@ -186,10 +186,10 @@ class _Runs:
 
 
 def _available_routes(captured: Mapping[int, Route]) -> Statistics:
-    """Return the statistics `ids` (whether this rank has expert ids) and `weights` (gate weights).
+    """Return two statistics: whether this rank has expert ids (`ids`) and gate weights (`weights`).
 
-    Each is 1 or 0. Their maxima over all ranks decide which passes run, so that all ranks run the
-    same passes.
+    Each statistic is 1 or 0. The maxima over all ranks decide which passes run, so that all ranks
+    run the same passes.
     """
     gated = any(isinstance(route, GatedRoute) for route in captured.values())
     return {

@@ -52,9 +52,11 @@ class Usual:
     """The usual mismatch `|old - rollout|` of a run, for comparison with one step."""
 
     mean: float
-    """The median, over the run's steps, of the mean mismatch of the tokens of a step."""
+    """The metric `mismatch/logprob_abs_mean` is the mean mismatch of a step's tokens. This value is
+    the median of the metric over all other steps of the run."""
     median: float
-    """The median, over the run's steps, of the median mismatch of the tokens of a step."""
+    """The metric `mismatch/p50` is the median mismatch of a step's tokens. This value is the median
+    of the metric over all other steps of the run."""
 
 
 def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None:

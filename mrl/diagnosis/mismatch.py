@@ -54,8 +54,8 @@ def gap_statistics(old: Tensor, rollout: Tensor, mask: Tensor) -> Statistics:
 
     `k1 = -d` and `k3 = exp(d) - 1 - d` estimate KL(q || p) (Schulman 2020, "Approximating KL
     divergence"). k1 may be negative; k3 is never negative, and has less variance. `chi2 = (exp(d) -
-    1)^2` estimates the chi-square divergence of p from q, which is dominated by large ratios. The
-    percentiles of `|d|` are accurate to about 2%.
+    1)^2` estimates the chi-square divergence of p from q; large ratios dominate it. The percentiles
+    of `|d|` are accurate to about 2%.
     """
     d = torch.where(mask, old.double() - rollout.double(), 0.0)
     size, count = d.abs(), mask.sum()

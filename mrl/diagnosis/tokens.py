@@ -41,7 +41,8 @@ class TokenRecord:
     temperature: float
     """The sampling temperature, at which trainer and engine should both compute their log-probs."""
     routing_replay: str
-    """`off`, `r2` or `r3`, from the recipe."""
+    """The recipe's `moe.routing_replay`, which says which routes the trainer replays: `off` (none),
+    `r2` (those of the trainer's own log-prob pass) or `r3` (the engine's)."""
     layer_numbers: tuple[int, ...]
     """Megatron's 1-based number of each of the L MoE layers; empty without routes."""
     num_experts: int

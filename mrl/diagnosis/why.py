@@ -30,7 +30,7 @@ PREFIXES = ("mismatch/", "decompose/", "routing/disagreement", "routing/token_an
 KEYS = ("reward/mean", "entropy", "grad_norm", "loss/total", "rollout/canary_abs_mean")
 """The metrics that are shown in addition to those with one of the PREFIXES."""
 SPIKE = 3.0
-"""A metric is marked as a spike if it is at least this multiple of its median over the other steps."""
+"""A metric is marked as a spike if it is at least this many times its median over the other steps."""
 NOISE = 1e-5
 """A value smaller than this is never a spike, because float32 rounding alone may change a value
 by this much."""
@@ -67,8 +67,8 @@ NEXT_REPLAYED = {
     "noise": "there is nothing to fix; routes are replayed already, and algorithm.importance bounds "
     "what is left",
 }
-"""Advice by the name of the finding, which replaces that of NEXT if the trainer replayed the
-rollout's routes."""
+"""Advice by the name of the finding. If the trainer replayed the rollout's routes, this advice
+replaces the advice in NEXT."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class Explanation:
     tokens: list[dict[str, Any]]
     """One entry for each of the tokens with the largest mismatch, worst first."""
     layers: list[dict[str, Any]]
-    """One entry per MoE layer; empty without captured routes."""
+    """One entry per MoE layer, with statistics of its router and its worst expert; empty without
+    captured routes."""
     decomposition: dict[str, Any] | None
     """The content of diagnosis/step_*.json; None if the step was not decomposed."""
     next: str
@@ -192,9 +193,9 @@ def _layers(
 ) -> list[dict[str, Any]]:
     """Return one entry per MoE layer, with router disagreement, router margins and worst expert.
 
-    The worst expert is the one with the largest `expert_z`, which compares the mismatch of its tokens
-    with that of other tokens of about the same log-prob. If the step was decomposed, the entry also
-    has the layer's part of the decomposition.
+    The worst expert is the one with the largest score in `expert_z`. An expert has a large score if
+    its tokens have a larger mismatch than other tokens of about the same log-prob. If the step was
+    decomposed, the entry also has the layer's part of the decomposition.
     """
     gaps, z = expert_gaps(tokens), expert_z(tokens)
     parts = {part["layer"]: part for part in (decomposition or {}).get("layers", ())}

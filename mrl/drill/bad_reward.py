@@ -1,4 +1,4 @@
-"""Reward functions that misbehave in training, for `mrl drill`.
+"""Reward functions for `mrl drill`, which raise or hang during training.
 
 The first NUM_GOOD calls in a process succeed, because mrl tries a user's function on up to NUM_GOOD
 rows before a run starts (`mrl.preflight.reward_trial`), and refuses a function that fails.

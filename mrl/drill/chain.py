@@ -68,8 +68,8 @@ class Drill:
         self.run, self.reference = folder / "run", folder / "reference"
         self.job: Job | None = None
         self.judges_bits = not recipe.asynchronous.is_free
-        """Whether the run is compared with the reference. This requires a deterministic recipe,
-        whose metrics, samples and weights have the same bits in every run without faults."""
+        """Whether the run is compared with the reference. This requires a deterministic recipe: in
+        every run without faults, metrics, samples and weights have the same bits."""
         self._digests: dict[int, dict[str, str]] = {}
         self._starts = itertools.count()
 
@@ -245,12 +245,12 @@ def other_steps(ours: Path, others: Path) -> list[str]:
 
 
 def one_step_again(drill: Drill) -> str:
-    """Train the first step of the run, and compare it with that of the run without faults.
+    """Train the run's first step, and compare it with the first step of the run without faults.
 
     No fault has happened yet, so a difference means that the recipe is not deterministic, for
     example because an engine runs on a GPU without `enable_deterministic_inference`. In that case
-    the drill no longer compares the two runs. Returns the reason why they are not compared, or an
-    empty string if they are.
+    the drill no longer compares the two runs. Returns the reason why the two runs are not compared,
+    or an empty string if they are compared.
     """
     drill.running()
     if not drill.judges_bits:

@@ -1,4 +1,4 @@
-"""Faults, and the table FAULTS of those that a drill can provoke.
+"""The faults that a drill can provoke, in the table FAULTS.
 
 Each fault has a function that provokes it in a `Drill` and returns a `Row`. `make faults` tests
 more faults than this table has.

@@ -18,11 +18,11 @@ from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 LONGEST_STALL_S = 300.0
-"""The longest timeout for a hung engine or worker that a drill waits out, in seconds. If the recipe's
-timeout is longer, the fault is not provoked."""
+"""A drill waits at most this many seconds until a hung engine or worker is replaced. If the
+recipe's timeout for a hung engine or worker is longer, the fault is not provoked."""
 SHORTEST_LIMIT_S = 20.0
-"""The smallest limit that a drill sets for the watchdog, in seconds. The limit that it sets is five
-times the longest step, but at least this."""
+"""The lowest watchdog limit that a drill sets, in seconds. The limit is five times the longest
+step's time, but at least this."""
 WATCHED = ("sync", "rollout", "score", "logprobs", "train", "save", "log")
 GRACE_S = 15.0
 """Seconds that a job may take, in addition to twice the watchdog's limit, to write the stacks and
@@ -45,14 +45,17 @@ def _unwatched(recipe: Recipe) -> str:
 
 @fault("stop-engine", "SIGSTOP of all processes of an engine in the rollout", _no_short_stall)
 def stop_engine(drill: Drill) -> Row:
-    """An engine hangs; after rollout.stall_timeout_s another engine replaces it."""
+    """Suspend all processes of an engine while it generates; return the fault's `Row`.
+
+    After rollout.stall_timeout_s, another engine must replace the suspended one.
+    """
     job = drill.running()
     job.wait_for_phase("rollout")
     return engine_replaced(drill, "stop-engine", job, psutil.Process.suspend)
 
 
 def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
-    """Suspend the last rank that trains while the run is in `phase`, and return the row.
+    """When the run is in `phase`, suspend the last trainer rank; return the fault's `Row`.
 
     The limits of the watchdog are derived from the longest step of the run without faults.
     """
@@ -83,13 +86,16 @@ def _stop_rank(drill: Drill, name: str, phase: str) -> Row:
 
 @fault("stop-rank-rollout", "SIGSTOP of the last rank that trains in the rollout", _unwatched)
 def stop_rank_rollout(drill: Drill) -> Row:
-    """A rank hangs while engines generate."""
+    """Suspend the last trainer rank during a rollout; return the fault's `Row`."""
     return _stop_rank(drill, "stop-rank-rollout", "rollout")
 
 
 @fault("stop-rank-train", "SIGSTOP of the last rank that trains in the training pass", _unwatched)
 def stop_rank_train(drill: Drill) -> Row:
-    """A rank hangs while the other ranks wait for it in a collective."""
+    """Suspend the last trainer rank during a training pass; return the fault's `Row`.
+
+    The other ranks then wait for the suspended rank in a collective.
+    """
     return _stop_rank(drill, "stop-rank-train", "train")
 
 
@@ -99,5 +105,5 @@ def stop_rank_train(drill: Drill) -> Row:
     _unwatched,
 )
 def stop_rank_save(drill: Drill) -> Row:
-    """A rank hangs while it writes its share of a checkpoint."""
+    """Suspend the last trainer rank during a checkpoint save; return the fault's `Row`."""
     return _stop_rank(drill, "stop-rank-save", "save")

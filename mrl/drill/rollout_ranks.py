@@ -1,4 +1,4 @@
-"""Faults of rollout ranks: in the worker, which leads an engine, and in its supervisor."""
+"""Faults of rollout ranks, in the worker that leads an engine or in the worker's supervisor."""
 
 from __future__ import annotations
 
@@ -39,19 +39,28 @@ def _no_short_timeout(recipe: Recipe) -> str:
 
 @fault("kill-worker", "kill -9 of the worker of the first rollout rank", _no_rollout_ranks)
 def kill_worker(drill: Drill) -> Row:
-    """The worker that leads an engine dies, and its supervisor starts another worker."""
+    """Kill the worker that leads the first engine; return the fault's `Row`.
+
+    The worker's supervisor must start another worker.
+    """
     return _worker_replaced(drill, "kill-worker", psutil.Process.kill)
 
 
 @fault("stop-worker", "SIGSTOP of the worker of the first rollout rank", _no_short_timeout)
 def stop_worker(drill: Drill) -> Row:
-    """A worker stops sending messages; after async.worker_timeout_s it is replaced."""
+    """Suspend the worker that leads the first engine; return the fault's `Row`.
+
+    The suspended worker sends no messages, so it must be replaced after async.worker_timeout_s.
+    """
     return _worker_replaced(drill, "stop-worker", psutil.Process.suspend)
 
 
 @fault("kill-supervisor", "kill -9 of the last rollout rank", _no_rollout_ranks)
 def kill_supervisor(drill: Drill) -> Row:
-    """A supervisor dies. It can no longer replace a lost worker, so the launcher ends the run."""
+    """Kill the supervisor of the last rollout rank; return the fault's `Row`.
+
+    A supervisor that is dead cannot replace a lost worker, so the launcher must end the run.
+    """
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
@@ -60,7 +69,10 @@ def kill_supervisor(drill: Drill) -> Row:
 
 
 def _worker_replaced(drill: Drill, name: str, strike: Callable[[psutil.Process], object]) -> Row:
-    """Call `strike` on the worker of the first engine, wait for two more steps, and return the row."""
+    """Call `strike` on the worker of the first engine, and return the fault's `Row`.
+
+    The run must replace the worker and do two more steps.
+    """
     job = drill.running()
     job.wait_for_phase("rollout")
     worker = worker_of(job, drill.engine_leader)

@@ -18,8 +18,8 @@ from mrl.run.failure import Failure
 from mrl.run.folder import RunFolder
 
 SECOND_START_S = 120.0
-"""Seconds within which a second start of the run must be refused; `rollout.start_timeout_s`
-replaces this number if it is larger. Imports alone may take 20 s on a cluster."""
+"""Seconds within which a second start of the run must be refused. If `rollout.start_timeout_s` is
+larger, it is used instead. Imports alone may take 20 s on a cluster."""
 
 
 def ended(
@@ -32,7 +32,7 @@ def ended(
     is_tidy: bool = True,
     found: Callable[[Failure], object] = lambda failure: None,
 ) -> Row:
-    """Provoke a fault that ends a job, continue the run in another job, and return the row.
+    """Provoke a fault that ends a job, continue the run in a new job; return the fault's `Row`.
 
     Args:
         drill: the drill.
@@ -68,7 +68,10 @@ def ended(
 
 @fault("kill-rank-start", "kill -9 of the last rank that trains while it starts")
 def kill_rank_start(drill: Drill) -> Row:
-    """A rank dies before the first step, for example because of a faulty GPU."""
+    """Kill the last trainer rank before the run's first step; return the fault's `Row`.
+
+    A faulty GPU, for example, may also kill a rank while the job starts.
+    """
     drill.close()
     drill.job = job = drill.start()
     job.wait(lambda: len(job.ranks()) == drill.ranks, "all ranks had started")
@@ -94,7 +97,7 @@ def _kill_rank(drill: Drill, name: str, phase: str) -> Row:
 
 @fault("kill-rank-rollout", "kill -9 of the last rank that trains in the rollout")
 def kill_rank_rollout(drill: Drill) -> Row:
-    """A rank dies while engines generate."""
+    """Kill the last trainer rank during a rollout; return the fault's `Row`."""
     return _kill_rank(drill, "kill-rank-rollout", "rollout")
 
 
@@ -102,21 +105,28 @@ def kill_rank_rollout(drill: Drill) -> Row:
     "kill-rank-train", "kill -9 of the last rank that trains in the log-probs or the training pass"
 )
 def kill_rank_train(drill: Drill) -> Row:
-    """A rank dies while the other ranks wait for it in a collective."""
+    """Kill the last trainer rank during a log-prob or training pass; return the fault's `Row`.
+
+    The other ranks then wait for the killed rank in a collective.
+    """
     return _kill_rank(drill, "kill-rank-train", "train")
 
 
 @fault("kill-rank-save", "kill -9 of the last rank that trains while a checkpoint is written")
 def kill_rank_save(drill: Drill) -> Row:
-    """A rank dies during a save; the run continues from the previous checkpoint."""
+    """Kill the last trainer rank during a checkpoint save; return the fault's `Row`.
+
+    The run must continue from the previous checkpoint.
+    """
     return _kill_rank(drill, "kill-rank-save", "save")
 
 
 @fault("kill-launcher", "kill -9 of mrl.launch, as of torchrun")
 def kill_launcher(drill: Drill) -> Row:
-    """The parent of all ranks dies.
+    """Kill the launcher, the parent of all ranks; return the fault's `Row`.
 
-    The ranks must end within 30 s, and the next start must remove the launcher's folder.
+    The ranks must end within 30 s, and the next start of the run must remove the files that the
+    killed launcher has left.
     """
     job = drill.running()
     job.wait_for_phase("train")
@@ -132,7 +142,10 @@ def kill_launcher(drill: Drill) -> Row:
 
 @fault("kill-tree", "kill -9 of everything at once: mrl.launch, ranks, engines, workers")
 def kill_tree(drill: Drill) -> Row:
-    """All processes of a job are killed at once; the next job must remove the files that they left."""
+    """Kill all processes of a job at once; return the fault's `Row`.
+
+    The next job must remove the files that the killed job has left.
+    """
     job = drill.running()
     job.wait_for_phase("rollout")
     return ended(
@@ -146,7 +159,10 @@ def _no_engine(recipe: Recipe) -> str:
 
 @fault("kill-engine", "kill -9 of an engine's processes in the rollout", _no_engine)
 def kill_engine(drill: Drill) -> Row:
-    """An engine dies while it generates, and another engine replaces it in the same step."""
+    """Kill an engine while it generates; return the fault's `Row`.
+
+    Another engine must replace the killed one.
+    """
     job = drill.running()
     job.wait_for_phase("rollout")
     return engine_replaced(drill, "kill-engine", job, psutil.Process.kill)
@@ -155,7 +171,7 @@ def kill_engine(drill: Drill) -> Row:
 def engine_replaced(
     drill: Drill, name: str, job: Job, strike: Callable[[psutil.Process], object]
 ) -> Row:
-    """Call `strike` on every process of the first engine, and return the row.
+    """Call `strike` on every process of the first engine, and return the fault's `Row`.
 
     The engine must be replaced within the next two steps. If the job ends instead, the run must
     continue in another job. Raises Unexpected if neither happens in time.
@@ -211,25 +227,37 @@ def _in_time(drill: Drill, late: ExitCode) -> tuple[ExitCode, ...]:
 
 @fault("sigusr1", "SIGUSR1 twice, as SLURM gives it before the time limit")
 def sigusr1(drill: Drill) -> Row:
-    """The run finishes the step and saves; a second SIGUSR1 changes nothing."""
+    """Send SIGUSR1 to the run twice; return the fault's `Row`.
+
+    The run must finish the step, save a checkpoint and stop. The second signal must change nothing.
+    """
     return _signalled(drill, "sigusr1", (signal.SIGUSR1,) * 2, (ExitCode.SAVED,))
 
 
 @fault("sigterm", "SIGTERM, as a scheduler gives it before SIGKILL")
 def sigterm(drill: Drill) -> Row:
-    """The run finishes the step and saves, if checkpoint.stop_limit_s is long enough."""
+    """Send SIGTERM to the run; return the fault's `Row`.
+
+    The run must finish the step and save a checkpoint, if checkpoint.stop_limit_s is long enough.
+    """
     return _signalled(drill, "sigterm", (signal.SIGTERM,), _in_time(drill, ExitCode.TERMINATED))
 
 
 @fault("sighup", "SIGHUP, as the end of a terminal gives it")
 def sighup(drill: Drill) -> Row:
-    """The run finishes the step and saves, if checkpoint.stop_limit_s is long enough."""
+    """Send SIGHUP to the run; return the fault's `Row`.
+
+    The run must finish the step and save a checkpoint, if checkpoint.stop_limit_s is long enough.
+    """
     return _signalled(drill, "sighup", (signal.SIGHUP,), _in_time(drill, ExitCode.HANGUP))
 
 
 @fault("second-start", "the same command again while the run works")
 def second_start(drill: Drill) -> Row:
-    """A second job for the same folder is refused, and the first job is not affected."""
+    """Start a second job for the folder of a running job; return the fault's `Row`.
+
+    The second job must be refused, and the first job must go on unchanged.
+    """
     job = drill.running()
     done = num_rows(job.run)
     began = time.monotonic()

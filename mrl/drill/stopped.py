@@ -18,7 +18,10 @@ BAD_REWARD = Path(__file__).with_name("bad_reward.py")
 
 
 def stop(drill: Drill) -> None:
-    """Make the run save a checkpoint and stop. Raises Unexpected if its exit code is not SAVED."""
+    """Make the running job save a checkpoint and stop.
+
+    Raises Unexpected if the job's exit code is not SAVED.
+    """
     job = drill.running()
     job.send(signal.SIGUSR1)
     if (code := job.end()) != ExitCode.SAVED:
@@ -27,7 +30,11 @@ def stop(drill: Drill) -> None:
 
 @fault("damaged-checkpoint", "one byte of the newest checkpoint flipped while the run is stopped")
 def damaged_checkpoint(drill: Drill) -> Row:
-    """The checkpoint's SHA-256 digests do not match, and the run continues from an older checkpoint."""
+    """Flip a bit of the newest checkpoint, and start the run again; return the fault's `Row`.
+
+    The checkpoint's SHA-256 digests do not match, so the run must continue from an older
+    checkpoint.
+    """
     stop(drill)
     checkpoint = candidates(drill.run / "checkpoints")[0]
     file = max((f for f in checkpoint.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
@@ -37,7 +44,10 @@ def damaged_checkpoint(drill: Drill) -> Row:
 
 @fault("cut-metrics", "all but the first line of metrics.jsonl removed while the run is stopped")
 def cut_metrics(drill: Drill) -> Row:
-    """metrics.jsonl lacks lines, which the next start restores from the copy in the checkpoint."""
+    """Keep only the first line of metrics.jsonl, and start the run again; return the fault's `Row`.
+
+    The start must restore the other lines from the copy in the checkpoint.
+    """
     stop(drill)
     done = num_rows(drill.run)
     file = drill.run / "metrics.jsonl"
@@ -47,7 +57,10 @@ def cut_metrics(drill: Drill) -> Row:
 
 @fault("damaged-metrics", "a line of metrics.jsonl cut in half while the run is stopped")
 def damaged_metrics(drill: Drill) -> Row:
-    """metrics.jsonl has a damaged line, which the next start restores from the checkpoint's copy."""
+    """Cut off half of a line of metrics.jsonl, and start the run again; return the fault's `Row`.
+
+    The start must restore the line from the copy in the checkpoint.
+    """
     stop(drill)
     done = num_rows(drill.run)
     file = drill.run / "metrics.jsonl"
@@ -59,9 +72,11 @@ def damaged_metrics(drill: Drill) -> Row:
 
 @fault("other-recipe", "a start with another learning rate into the folder of the run")
 def other_recipe(drill: Drill) -> Row:
-    """A start changes a recipe key that must not change during a run.
+    """Start the run with a learning rate that is not the run's; return the fault's `Row`.
 
-    The start is refused with a message that names the key.
+    The learning rate must not change during a run.
+
+    The start must be refused with a message that names the recipe key.
     """
     if not num_rows(drill.run):
         drill.running()
@@ -73,7 +88,10 @@ def other_recipe(drill: Drill) -> Row:
 
 @fault("typo", "a key of the recipe misspelt")
 def typo(drill: Drill) -> Row:
-    """A recipe key that does not exist is refused before anything starts."""
+    """Start the run with a misspelt recipe key; return the fault's `Row`.
+
+    The start must be refused with a message that names the correct key.
+    """
     return _refused(drill, "typo", ["train.num_stepz=3"], "num_steps")
 
 
@@ -87,13 +105,19 @@ def _no_function(recipe: Recipe) -> str:
 
 @fault("reward-raises", "a reward function that raises", _no_function)
 def reward_raises(drill: Drill) -> Row:
-    """The reward function raises; the run ends instead of training with rewards of 0."""
+    """Start another run, whose reward function raises; return the fault's `Row`.
+
+    The run must end, instead of training with rewards of 0.
+    """
     return _bad_reward(drill, "reward-raises", "raises")
 
 
 @fault("reward-hangs", "a reward function that hangs, with reward_timeout_s=5", _no_function)
 def reward_hangs(drill: Drill) -> Row:
-    """The worker that computes rewards is killed at its time limit, and the run ends."""
+    """Start another run, whose reward function hangs; return the fault's `Row`.
+
+    The worker that computes rewards must be killed at its time limit, and the run must end.
+    """
     return _bad_reward(drill, "reward-hangs", "hangs", "reward_timeout_s=5")
 
 
@@ -108,7 +132,7 @@ def flip(file: Path, place: float = 0.5) -> None:
 
 
 def _continued(drill: Drill, name: str, done: int) -> Row:
-    """Continue the run after its files were changed, and return the row.
+    """Continue the run after its files were changed, and return the fault's `Row`.
 
     done: the number of steps that the run had done before the change.
     """
@@ -123,7 +147,7 @@ def _continued(drill: Drill, name: str, done: int) -> Row:
 
 
 def _refused(drill: Drill, name: str, overrides: Sequence[str], named: str) -> Row:
-    """Start a job with overrides that must be refused, and return the row.
+    """Start a job with overrides that must be refused, and return the fault's `Row`.
 
     The text `named` must occur in a line that mrl prints.
     """
@@ -143,7 +167,10 @@ def _refused(drill: Drill, name: str, overrides: Sequence[str], named: str) -> R
 
 
 def _bad_reward(drill: Drill, name: str, function: str, *overrides: str) -> Row:
-    """Start another run, whose reward function misbehaves on every sample; return the row."""
+    """Start another run, whose reward function misbehaves; return the fault's `Row`.
+
+    `function` is the function of `mrl.drill.bad_reward` to use as the reward.
+    """
     if drill.job is not None and drill.job.process.poll() is None:
         stop(drill)  # only one start at a time can use the devices
     run = drill.folder / name

@@ -83,7 +83,7 @@ def _without_fault(whole: Drill) -> Row:
 
 
 def _tried(each: Fault, whole: Drill) -> Row:
-    """Provoke a fault, and return its row. If the row has not passed, the next fault gets a new run."""
+    """Provoke a fault, and return its `Row`. After a failed row, the next fault gets a new run."""
     began = time.monotonic()
     try:
         row = each.provoke(whole)

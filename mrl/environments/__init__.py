@@ -1,4 +1,4 @@
-"""Environments of multi-turn rollouts, one per file, which a recipe selects by name (see base.py).
+"""Environments of multi-turn rollouts, one per file. A recipe names its environment (see base.py).
 
 `mrl.environments.runner` runs episodes in worker processes that can be killed.
 """

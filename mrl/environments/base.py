@@ -55,7 +55,7 @@ class Environment(Protocol):
     """
 
     def reset(self, prompt: Any, seed: int, **columns: Any) -> Observation | None:
-        """Begin the episode. This is called once.
+        """Begin the episode. This method is called once per episode.
 
         `prompt` is the row's prompt (string or messages), and `columns` are the row's other
         columns, such as `answer` and `info`. All samples of a prompt in one step have the same

@@ -40,9 +40,9 @@ class Episodes(Protocol):
         """Begin the episodes `starts`, and forget earlier episodes.
 
         `step_samples` is the number of samples in the step, over all engines. From now on,
-        RunFailed is raised as soon as more than 5% of these samples have failed. Returns the first
-        observation of each episode, None for an episode that begins without an observation,
-        or EpisodeFailed.
+        RunFailed is raised as soon as more than 5% of these samples have failed. Returns one value
+        per episode: the first observation, None if the episode begins without an observation, or
+        EpisodeFailed if it failed.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Run the user's environments in a separate process, which exchanges lines of JSON with the runner.
+"""Run the user's environments in a separate process that exchanges lines of JSON with the runner.
 
 Request                                               Reply
 {"reset": episode, "prompt", "seed", "columns"}       {"observation"}

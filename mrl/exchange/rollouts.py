@@ -87,8 +87,8 @@ class RoutePayload:
     def __init__(self, traces: Traces) -> None:
         self.traces = traces
         self._widths: dict[tuple[int, ...], int] = {}
-        """A cache: the number of bytes of a row by the layers that it covers. It is the same for all
-        traces."""
+        """A cache: maps layers to the number of bytes that one token's routes in these layers take.
+        All traces have the same numbers."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
         return self.traces[sample].num_rows * self._row_bytes(layers)
@@ -248,8 +248,9 @@ def bytes_per_token(
 
 
 def _local_routes(traces: Traces, selection: Selection) -> dict[int, TokenRoutes]:
-    """Return the routes that this rank gets without a transfer: those of the selected samples that
-    it holds. If no layer is selected, all selected samples get empty routes."""
+    """Return, by sample index, the routes that this rank gets without a transfer: the routes of the
+    selected samples that the rank holds. If no layer is selected, return empty routes for all
+    selected samples."""
     here = [i for i in selection.samples if not traces[i].expert_ids.is_meta]
     routes = dict(
         zip(here, routes_of_traces([traces[i] for i in here], selection.layers), strict=True)

@@ -37,8 +37,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that the rank `reader` gets from the rank `source`, in a message or from its shared
-    memory."""
+    """Bytes that the rank `reader` gets from the rank `source`, in a message or from the shared
+    memory of `source`."""
 
     source: int
     reader: int
@@ -60,7 +60,7 @@ class Transfers:
     reading: list[Transfer] = field(default_factory=list)
     """Transfers that this rank reads from the memory of other ranks of its node."""
     pages: dict[int, list[Page]] = field(default_factory=dict)
-    """The pages in the shared memory of each rank of this node, by rank, in memory order."""
+    """For each rank of this node, the pages in its shared memory, in memory order."""
 
 
 class Payload(Protocol):
@@ -144,8 +144,10 @@ def _add_near(
     """Add the transfers for `readers`, the ranks of this node that need `selection`: messages to
     `rank`, reads by `rank` from the memory of other ranks, and the pages of all ranks of the node.
 
-    `local` has the samples that each rank holds. `near` and `holders` map a sample to the lowest
-    rank that holds it, on this node and on all nodes."""
+    `local` has, for each rank, the indices of the samples that it holds. `near` maps a sample to
+    the lowest rank of this node that holds it, and `holders` to the lowest of all ranks that hold
+    it.
+    """
     messages: dict[int, list[int]] = defaultdict(list)
     reading: dict[int, list[int]] = defaultdict(list)
     for i in selection.samples:

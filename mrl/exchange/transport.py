@@ -42,8 +42,8 @@ class Transport:
         system reports it, and the bytes that this rank sent in messages."""
 
     def share_held(self, indices: Iterable[int]) -> list[list[int]]:
-        """Return for each rank the indices of the samples that it holds. `indices` are those of
-        this rank."""
+        """Return for each rank the indices of the samples that it holds. `indices` are the samples
+        that this rank holds."""
         mine = np.array(list(indices), dtype="<i4")
         if self._world == 1:
             return [mine.tolist()]

@@ -21,17 +21,17 @@ _MULTIPLE = 8
 class GatedActivation(NamedTuple):
     """The activation `gate * sigmoid(alpha * gate) * (up + up_shift)` of an expert.
 
-    The first projection's output, [2I], contains gate [I] and up [I]. The defaults are SwiGLU (arXiv
-    2002.05202).
+    The first projection's output, [2I], contains `gate` [I] and `up` [I]. The defaults are SwiGLU
+    (arXiv 2002.05202).
     """
 
     alpha: float = 1.0
     limit: float | None = None
-    """If given, gate is first clamped to at most `limit`, and up to [-limit, limit]."""
+    """If given, `gate` is first clamped to at most `limit`, and `up` to the range [-limit, limit]."""
     up_shift: float = 0.0
     interleaved: bool = False
-    """Whether the first projection's output alternates (gate, up, gate, up, ...). Otherwise all of
-    gate comes before all of up."""
+    """Whether elements of `gate` and `up` alternate in the first projection's output. Otherwise
+    `gate` comes first as a whole, then `up`."""
 
 
 SWIGLU = GatedActivation()

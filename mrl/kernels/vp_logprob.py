@@ -81,7 +81,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def gather_tiles(tiles: Tensor, group: ProcessGroup | None) -> Tensor:
-    """All-gather the tiles f32[T, tiles per rank, 4] of all ranks: f32[ranks, T, tiles per rank, 4]."""
+    """All-gather results of `_stats`, f32[T, tiles, 4]. Return f32[ranks, T, tiles, 4]."""
     tiles = tiles.unsqueeze(0)
     if group is None or group.size() == 1:
         return tiles
@@ -230,7 +230,7 @@ def _combine(
     temperature: float,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine all ranks' tiles (see `united`). The logits are only kept for the backward pass."""
+    """Return the result of `united`. The logits are only kept for the backward pass."""
     _combine_fake(logits, labels, mask, tiles, vocab_start, tile, temperature, inplace_backward)
     return united(tiles, labels, mask, tile, temperature)
 
@@ -238,7 +238,7 @@ def _combine(
 def united(
     tiles: Tensor, labels: Tensor, mask: Tensor | None, tile: int, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine all ranks' tiles into log-probs, log-sum-exp (lse) and entropy, f32[T] each."""
+    """Return log-probs, log-sum-exp and entropy, f32[T] each, from the result of `gather_tiles`."""
     logprobs, lse, entropy = (tiles.new_empty(tiles.shape[1]) for _ in range(3))
     backend.run(
         "vp_logprob_combine",

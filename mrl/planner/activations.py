@@ -49,12 +49,12 @@ def layer_activation_bytes(
 ) -> int:
     """Return the bytes that one layer keeps for the backward pass over `rows` rows.
 
-    Activations of the `modules` under selective recompute are not counted. The count follows
-    Korthikanti et al. (arXiv 2205.05198, section 4), for flash attention, no dropout, SwiGLU and MoE.
-    It includes the inputs and outputs of both norms; queries, keys and values; queries and keys again
-    after RoPE and, if the model has query and key norms, again after those norms; the attention's
-    output; the input and 3 F columns for every row that an expert receives; and the router's logits and
-    probabilities in fp32. Routing is assumed to be balanced.
+    Selective recompute covers `modules`; their activations are not counted. The count follows
+    Korthikanti et al. (arXiv 2205.05198, section 4), for flash attention, no dropout, SwiGLU and
+    MoE. It includes the inputs and outputs of both norms; queries, keys and values; queries and
+    keys again after RoPE and, if the model has query and key norms, again after those norms; the
+    attention's output; the input and 3 F columns for every row that an expert receives; and the
+    router's logits and probabilities in fp32. Routing is assumed to be balanced.
 
     Fused GPU layers need this much. mrl's native layers also keep copies for unfused norms and dense
     SwiGLU, and need NATIVE times as much in total.
@@ -83,7 +83,7 @@ def in_flight(stage: int, dims: ParallelDims, num_micro_batches: int) -> int:
 def _kept_bytes(
     shape: ModelShape, number: int, rows: int, work: Workload, modules: tuple[str, ...] = ()
 ) -> int:
-    """Return `layer_activation_bytes`, multiplied by NATIVE if mrl's native layers are used."""
+    """Return `layer_activation_bytes`, times the factor in NATIVE if layers are mrl's own."""
     fused = layer_activation_bytes(shape, number, rows, work, modules)
     return int(NATIVE[work.weight_bytes] * fused) if work.native else fused
 

@@ -197,8 +197,8 @@ def data_parallel(
     Without the distributed optimizer, gradients are all-reduced in fp32 over the ranks that have a
     copy of the parameter. With the distributed optimizer the gradients are reduce-scattered, and
     the new weights are gathered in their own dtype. Megatron chains an optimizer for dense
-    parameters and one for experts, and each of the two gathers all weights, so a rank with experts
-    gathers twice.
+    parameters and one for experts, and each of these two optimizers gathers all weights of the
+    rank. So a rank with experts gathers its weights twice.
 
     Routers with a balancing bias also sum the token count of each expert, in fp32, over all ranks of
     the stage.

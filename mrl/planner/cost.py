@@ -77,8 +77,9 @@ def rollout_seconds(
 ) -> tuple[dict[str, float], int]:
     """Estimate the seconds of prefill and decode.
 
-    Return (seconds by name, number of sequences that an engine decodes at the same time). Prefill is
-    compute bound and happens once per prompt. Decode is bound by HBM bandwidth.
+    Return two values: a dict with the seconds of `prefill` and of `decode`, and the number of
+    sequences that an engine decodes at the same time. Prefill is compute bound and happens once per
+    prompt. Decode is bound by HBM bandwidth.
     """
     sequences = -(-work.num_sequences // work.num_engines(dims))
     room = kv_capacity_tokens(shape, work, gpu.memory_bytes) // work.sequence_len
@@ -186,8 +187,10 @@ def sync_seconds(
     """Estimate the seconds of each part of a weight sync.
 
     The parts are the collectives of the export, the engine's copy of the weights and, in colocated
-    runs, moving the trainer's state to the host and back. The weights are sent in buckets. Each
-    bucket and each tensor costs a fixed time in addition to the time to copy its bytes.
+    runs, moving the trainer's state to the host and back. If a colocated run sends only the
+    adapter, moving the base model back into the engine's GPU memory is one more part. The weights
+    are sent in buckets. Each bucket and each tensor costs a fixed time in addition to the time to
+    copy its bytes.
     """
     gathered = max(
         link_seconds(sync_volumes(shape, dims, work, stage), gpu, "step") for stage in held

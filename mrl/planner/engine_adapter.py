@@ -64,7 +64,7 @@ def _mlp(shape: ModelShape, work: Workload, number: int) -> int:
 def _experts(shape: ModelShape, work: Workload, *, is_shared: bool) -> int:
     """Return how many elements of a slot a layer's experts need, per unit of rank.
 
-    `is_shared`: whether the experts share their outer matrices, the A of gate and up and the B of down.
+    `is_shared`: whether the experts share their outer matrices: A of gate and up, and B of down.
     """
     experts = shape.num_experts // work.engine_ep
     columns = shape.moe_ffn * work.engine_ep // work.engine_tp

@@ -20,8 +20,8 @@ COST = "mrl.planner.cost"
 LOAD = "engine: load weights"
 SYNC = "weight sync"
 OFFLOAD = "offload and onload"
-"""LOAD and OFFLOAD are keys of `StepCost.seconds`. SYNC is the beginning of all keys there that
-belong to a weight sync."""
+"""LOAD and OFFLOAD are keys of the dict `StepCost.seconds`. SYNC is not a key of this dict, but a
+prefix of several keys: those for parts of a weight sync."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Expected:
     times: StepTimes
     spread: float
     """The time to generate a step's batch, divided by the time that engines would need if they were
-    always full (at least 1)."""
+    always full. The quotient is at least 1."""
     parts: tuple[Part, ...]
 
 

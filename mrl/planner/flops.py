@@ -9,9 +9,10 @@ from mrl.planner.stages import Stage
 
 
 def forward_flops(shape: ModelShape, parts: Iterable[Part], layers: int, context: float) -> float:
-    """Return the FLOPs of one token in a forward pass through `parts` and the attention of `layers`.
+    """Return the FLOPs of one token's forward pass through `parts` and through attention.
 
-    `layers` is the number of layers whose attention scores and sums are counted.
+    `parts` are the model's parts with parameters. `layers` is the number of layers whose attention
+    is counted: the products of queries with keys, and the weighted sums of values.
 
     A token needs 2 FLOPs per active parameter (arXiv 2001.08361, table 1) and, in each layer, 2 x
     (query width + value width) for each of the `context` tokens that it attends to.

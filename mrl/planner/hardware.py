@@ -14,9 +14,9 @@ class Hardware:
 
     name: str
     memory_bytes: int
-    """Memory that a process can use, slightly less than the figure in the name."""
+    """Bytes of GPU memory that a process can use. They are slightly fewer than `name` says."""
     flops: float
-    """Peak FLOPs of dense bfloat16 matrix products."""
+    """Peak FLOPs per second of dense bfloat16 matrix products."""
     hbm: float
     nvlink: float
     """Speed in one direction between GPUs of a node."""
@@ -43,13 +43,14 @@ class Efficiency:
     """
 
     flops: float = 0.35
-    """Share of the bf16 peak. Grouped matrix products of small experts reach less than dense ones."""
+    """Share of the GPU's peak bf16 FLOPs that training and prefill reach. Grouped matrix products
+    of small experts reach a smaller share than dense matrix products."""
     hbm: float = 0.6
     links: float = 0.7
     host: float = 0.7
     bucket_s: float = 0.01
-    """Seconds that the request for each bucket of weights and its answer take, in addition to the
-    time to copy bytes."""
+    """Seconds per bucket of weights for a request to the engine and the engine's answer, in
+    addition to the time to copy bytes."""
     tensor_s: float = 0.2e-3
     """Seconds per tensor of a bucket for looking up the parameter and starting a copy in the engine, in
     addition to the time to copy bytes."""

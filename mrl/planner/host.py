@@ -179,7 +179,7 @@ def trainer_host_rows(
 
 
 def routes_per_token(shape: ModelShape, work: Workload) -> list[int]:
-    """Return the bytes of one token's route (expert ids) in each MoE layer; empty without r3 replay."""
+    """Return a list with the bytes of a token's expert ids in each MoE layer; [] without r3 replay."""
     if work.routing_replay != "r3" or not shape.moe_layers:
         return []
     return [route_bytes(shape.num_experts, shape.topk)] * len(shape.moe_layers)

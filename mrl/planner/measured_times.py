@@ -91,10 +91,10 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _times(
     folder: Path, means: Mapping[str, float], placement: Placement
 ) -> tuple[StepTimes | None, str]:
-    """Return the times of a run and an empty string; (None, reason) if it cannot measure them.
+    """Return (times, empty string), or (None, reason) if the run cannot measure its times.
 
-    An asynchronous run cannot measure them. In a synchronous disaggregated run the engines load
-    weights while the trainer waits for the rollout, so `generate_s` includes the loading.
+    An asynchronous run cannot measure its times. In a synchronous disaggregated run the engines
+    load weights while the trainer waits for the rollout, so `generate_s` includes the loading.
     """
     if absent := [key for key in (STEP, SYNC, ROLLOUT) if key not in means]:
         raise InputError(f"--measured: the steps of {folder} have no {absent[0]}; give another run")

@@ -109,9 +109,13 @@ def export_buffer_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -
 def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes that an export needs on a trainer rank.
 
-    An export needs two buffers (one if a single buffer holds the whole model and there is one pipeline
-    stage), as many for the quantised weights if engines hold such, the peers' pieces of the largest
-    parameter, and memory to merge an adapter.
+    The result is the sum of:
+
+    - two export buffers, or one if a single buffer holds the whole model and there is one pipeline
+      stage;
+    - as many buffers for quantised weights, if engines hold quantised weights;
+    - the pieces of the largest parameter that other ranks send to this rank;
+    - memory to merge an adapter.
     """
     largest, whole = largest_export(shape, dims, work), work.sent_bytes(shape)
     buffer = export_buffer_bytes(shape, dims, work)

@@ -21,7 +21,7 @@ Side = Literal["trainer", "rollout", "neither"]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each part of a step, if nothing else runs on the devices of that part."""
+    """Seconds that each part of a step takes if nothing else runs on the devices that it uses."""
 
     generate_s: float
     """Seconds from the first request to the end of the slowest group of the step's batch."""

@@ -157,7 +157,7 @@ def _worker_rows(shape: ModelShape, dims: ParallelDims, work: Workload) -> tuple
 
 
 def _tokens_ahead(work: Workload) -> int:
-    """Return the number of tokens of 1 + `max_staleness` steps, which may be in memory together."""
+    """Return the number of tokens in 1 + `max_staleness` steps, all of which may be in memory."""
     return (1 + work.max_staleness) * work.num_tokens
 
 

@@ -36,7 +36,7 @@ class RolloutBytes:
     """Bytes that the leader of each engine (its first rank) sends; for `routes from the engine`,
     the bytes that the engine passes to its leader."""
     rank: float
-    """Bytes that one rank receives, on the pipeline stage whose ranks receive the most."""
+    """Bytes that each rank receives on one pipeline stage: the stage whose ranks receive the most."""
     first: float
     """Bytes that rank 0 receives in addition to `rank`."""
 
@@ -80,7 +80,7 @@ def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list
 def _to_first_rank(shape: ModelShape, work: Workload, num_tokens: float) -> RolloutBytes:
     """Return the bytes that rollout ranks send to the first trainer rank in a disaggregated run.
 
-    They are tokens, log-probs and, with r3 replay, routes. Texts are not counted.
+    Tokens, log-probs and, with r3 replay, routes are counted. Texts are not counted.
 
     `num_tokens` is the number of tokens of one engine. The bytes that the first trainer rank then
     sends to the other trainer ranks are not counted.

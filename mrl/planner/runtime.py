@@ -50,7 +50,7 @@ Kind = Literal["collective", "peers"]
 
 @dataclass(frozen=True)
 class Communicator:
-    """An NCCL communicator of a group of ranks that a step uses."""
+    """An NCCL communicator that a step uses, and its group of ranks."""
 
     name: str
     """Megatron's description of the group."""

@@ -113,7 +113,7 @@ class ModelShape:
     head_dim: int
     dense_ffn: int
     moe_layers: tuple[int, ...]
-    """0-based layer indices."""
+    """0-based indices of the MoE layers."""
     num_experts: int
     topk: int
     moe_ffn: int
@@ -127,7 +127,7 @@ class ModelShape:
     expert_bias: bool = False
     """Whether a bias balances the router's choices. It is a buffer, not a parameter."""
     mla: LatentAttention | None = None
-    """None for grouped-query attention."""
+    """The sizes of latent attention; None if the model has grouped-query attention."""
     adapter: AdapterShape | None = None
     """If set, only the adapter is trained, and the model's own parameters are frozen."""
 
@@ -175,12 +175,12 @@ class ModelShape:
         return queries, self.mla.kv_rank * expanded, out
 
     def embedding(self) -> Part:
-        """Return the embedding. A token only looks up one row of it, which costs no FLOPs."""
+        """Return the embedding's parameters. A token only looks up one row, which costs no FLOPs."""
         num = self.vocab * self.hidden
         return Part("embedding", "tensor", ((1, num),), num)
 
     def output(self) -> Part:
-        """Return the output layer, which has no tensors if it is tied to the embedding."""
+        """Return the parameters of the output layer: no tensors if it is tied to the embedding."""
         num = self.vocab * self.hidden
         return Part("output", "tensor", () if self.tied else ((1, num),), num)
 

@@ -30,7 +30,7 @@ class Stage:
     dense: int
     """Number of trained parameters that data- and context-parallel ranks replicate."""
     expert: int
-    """Number of trained parameters of experts, which only expert-data-parallel ranks replicate."""
+    """Number of trained expert parameters. Only expert-data-parallel ranks replicate them."""
     whole: int
     """How many of the `dense` parameters are not sharded by tensor parallelism. Their gradients are
     summed over the tensor-parallel ranks."""

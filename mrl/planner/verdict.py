@@ -24,7 +24,8 @@ class Verdict:
 
     runs: bool
     text: str
-    """One line. If the layout does not run, it says what is missing and what to change."""
+    """The result in one line. If the layout does not run, the line says what is missing and what to
+    change."""
 
 
 def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
@@ -147,7 +148,7 @@ def _advice(
 def _changes(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[tuple[str, ParallelDims, Workload]]:
-    """Return the plans that differ from this one in one setting and may need less memory.
+    """Return plans that may need less memory, each with one setting other than in the given plan.
 
     Each plan is (the setting in words, the layout, the workload). Layouts that the model or the number
     of ranks does not allow are left out.
@@ -214,7 +215,7 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
 
 
 def _runs(shape: ModelShape, dims: ParallelDims) -> bool:
-    """Return whether the parallel sizes of the layout divide the number of ranks and the model."""
+    """Return whether the layout's parallel sizes divide the number of ranks and the model's sizes."""
     dense, expert = dims.tp * dims.cp * dims.pp, dims.ep * dims.etp * dims.pp
     try:
         dims.check_model(shape.sizes)

@@ -49,8 +49,8 @@ class Workload:
     requests still use, and for the base model."""
     routing_replay: Literal["off", "r2", "r3"] = "r3"
     reference: bool = False
-    """Whether there is a reference model, which needs two more copies of the weights on the host
-    and one more forward pass."""
+    """Whether there is a reference model. It needs two more copies of the weights on the host and
+    one more forward pass."""
     logprob_pass: bool = True
     """Whether the policy's log-probs are computed in a separate pass before the update. If not, the
     update's own forward pass gives the old log-probs."""

@@ -98,10 +98,10 @@ def check(
     `saved_steps`: the steps whose rollouts the folder `debug.load_rollouts` must contain; by
     default, all remaining steps of the run. `allowed`: the keys that may change if the run is
     continued; None allows every key that `--allow` can name (see `RunFolder.check`). `elsewhere`:
-    the recipe is for GPUs that this machine does not have; skip checks that need them. `deep`:
-    check that all weights are finite, not only a sample of them. `imports_rewards`: False if this
-    process must not import the user's rewards and environments, because only workers that run as
-    another user may import them.
+    the recipe is for GPUs that this machine does not have; skip checks that need these GPUs.
+    `deep`: check that all weights are finite, not only a sample of them. `imports_rewards`: False
+    if this process must not import the user's rewards and environments, because only workers that
+    run as another user may import them.
     """
     is_main = os.environ.get("RANK", "0") == "0"
     warn = console.warning if is_main else lambda text: None

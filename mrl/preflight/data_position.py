@@ -33,8 +33,8 @@ def steps_done(
     """Check the data position; return the newest checkpoint's step and the step to continue from.
 
     The step of a checkpoint or snapshot is the number of training steps that were done when it was
-    saved. The run continues from a snapshot if that is newer than every checkpoint. The first
-    result is None if there is no checkpoint. The second is None if the run is new.
+    saved. The run continues from a snapshot if the snapshot is newer than every checkpoint. The
+    first result is None if there is no checkpoint. The second is None if the run is new.
     """
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step

@@ -54,8 +54,9 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
 
     `local` defaults to torchrun's LOCAL_WORLD_SIZE or, outside torchrun, to `world`. The number of
     ranks of an engine is `rollout.tensor_parallel_size`. Raises InputError if `world` is not
-    divisible by that number, if engines do not line up with nodes (the engine's ranks must divide
-    `local` or be a multiple of `local`), or if LOCAL_WORLD_SIZE is not a positive number.
+    divisible by that number, if engines do not line up with nodes (the number of ranks of an engine
+    must divide `local` or be a multiple of `local`), or if LOCAL_WORLD_SIZE is not a positive
+    number.
     """
     local = local or node_ranks(world)
     ranks = rollout.tensor_parallel_size
@@ -71,8 +72,10 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
 
 
 def node_ranks(world: int) -> int:
-    """Return torchrun's LOCAL_WORLD_SIZE or, outside torchrun, `world`. Raises InputError if it is not
-    a positive number."""
+    """Return torchrun's LOCAL_WORLD_SIZE or, outside torchrun, `world`.
+
+    Raises InputError if LOCAL_WORLD_SIZE is not a positive number.
+    """
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world))
     if not (text.isdecimal() and len(text) < 10 and int(text) > 0):
         raise InputError(

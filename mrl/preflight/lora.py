@@ -68,7 +68,8 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
 def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: int) -> None:
     """Check that SGLang can serve the adapter.
 
-    Nothing is checked with another engine, with `lora.rollout: merged`, or with loaded rollouts.
+    Nothing is checked with another engine, with `lora.rollout: merged`, or if rollouts are loaded
+    instead of generated.
     """
     assert recipe.lora is not None
     starts_engine = recipe.debug.load_rollouts is None and recipe.rollout.engine == "sglang"

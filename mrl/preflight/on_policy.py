@@ -26,8 +26,8 @@ ON_CPUS = ("qwen3_moe",)
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
     """Raise InputError for the first key with a value that does not work with `rollout.true_on_policy`.
 
-    If only `rollout.batch_invariant` is on, which is the engine's half of `true_on_policy`, only the
-    keys that concern the engine are checked. Nothing is checked if both are off.
+    `rollout.batch_invariant` is the engine's half of `true_on_policy`. If only this half is on,
+    only the keys that concern the engine are checked. Nothing is checked if both are off.
     """
     if not recipe.rollout.true_on_policy:
         if recipe.rollout.batch_invariant:

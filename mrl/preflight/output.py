@@ -38,7 +38,7 @@ def check_output(folder: RunFolder) -> None:
 
 
 def _must_be_folders(folder: RunFolder) -> list[Path]:
-    """Return the run folder, its parents and its subfolders, which must not be files."""
+    """Return the paths that must not be files: the run folder, its parents and its subfolders."""
     root = folder.root.absolute()
     inner = (folder.rollouts, folder.tokens, folder.diagnosis, folder.checkpoints, folder.logs)
     return [*reversed(root.parents), root, *inner, folder.evals]

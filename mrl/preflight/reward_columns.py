@@ -47,8 +47,9 @@ def check_reward_columns(
     needed: dict[str, list[str]] = {}
     functions: dict[str, RewardFunction | None] = {}
     fit: set[tuple[str, ...]] = set()
-    """One tuple (reward, name of each column) for every combination already checked for a column
-    with the name of another argument."""
+    """Tuples (reward, first column name, second column name, ...): the rewards that were already
+    checked against these column names. The check finds a column with the name of another
+    argument."""
     missing: dict[tuple[str, str], list[Prompt]] = {}
     empty: dict[tuple[str, str], list[Prompt]] = {}
     specs = {key: [term.path for term in terms_of(each)] for key, each in of_sources.items()}

@@ -37,13 +37,14 @@ def try_rewards(
     tokenizer: Any,
     warn: Callable[[str], None],
 ) -> None:
-    """Call the user's reward functions, each on the first row of every source and eval set it scores.
+    """Call the user's reward functions on a few rows of the data.
 
-    A function is called on at most MAX_ROWS rows. If it fails for some completions of a row,
-    `warn(text)` names these completions. `warn` is also called if the function returns None for all
-    completions of a row. Raises InputError if the function fails for all completions of a row,
-    hangs, or does not return one entry per completion. Environments are not called, because they
-    give rewards only in a conversation.
+    A function is called on the first row of every source and eval set that it scores, but on at
+    most MAX_ROWS rows. If it fails for some completions of a row, `warn(text)` names these
+    completions. `warn` is also called if the function returns None for all completions of a row.
+    Raises InputError if the function fails for all completions of a row, hangs, or does not return
+    one entry per completion. Environments are not called, because they give rewards only in a
+    conversation.
     """
     rows: dict[str, dict[str | None, Prompt]] = {}
     sets = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
@@ -104,7 +105,10 @@ def _try_row(
 
 
 def _what_it_did(reply: Mapping[str, Any]) -> str:
-    """Describe a failure in words, without the names of mrl's own exceptions."""
+    """Return a phrase that says how a reward function failed, without the name of an mrl exception.
+
+    `reply` is the worker's answer with the keys `error` and `kind` (`mrl.rewards.worker`).
+    """
     error, kind = str(reply["error"]), reply["kind"]
     is_from_mrl = kind not in (RewardError.kind, HANG)
     what = error.partition(": ")[2] if is_from_mrl and ": " in error else error
@@ -122,7 +126,10 @@ def _texts(prompt: Prompt) -> list[str]:
 
 
 def _request(prompt: Prompt, texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
-    """Return the request that a step would send for these completions of a prompt."""
+    """Return the request with which a training step would score these completions.
+
+    `texts` are completions of `prompt`.
+    """
     columns: dict[str, Any] = {key: [value] * len(texts) for key, value in prompt.columns.items()}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]

@@ -68,7 +68,7 @@ def roles_of(recipe: Recipe, world: int) -> Roles:
 
 
 def roles_of_engines(rollout: RolloutConfig, world: int) -> Roles:
-    """Return the roles of `world` ranks, which depend only on the recipe's `rollout` section.
+    """Return the roles of `world` ranks. The roles depend only on the recipe's `rollout` section.
 
     Raises InputError if `world` ranks are too few, or if the keys of `rollout` contradict each
     other.

@@ -58,7 +58,7 @@ def check_cache(
     a conversation that fills the context. `recipe` is the recipe of training or of an eval set.
     Nothing is checked if the size of the cache is not known before the engine starts; the engine
     then refuses a request that is too large. Nothing is checked with engines other than SGLang, or
-    with loaded rollouts.
+    if rollouts are loaded instead of generated.
     """
     rollout = recipe.rollout
     if rollout.engine != "sglang" or recipe.debug.load_rollouts is not None:

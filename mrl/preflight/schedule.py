@@ -14,9 +14,9 @@ _DECAY_KEYS = ("lr_decay_steps", "min_lr", "wsd_decay_steps", "lr_wsd_decay_styl
 def with_schedule(recipe: Recipe, num_prompts: int) -> Recipe:
     """Return the recipe with the steps of its schedule filled in, for a data set of `num_prompts`.
 
-    `train.num_steps` is computed from `train.num_epochs` if that is given; `train.num_epochs` is null
-    in the result. `optimizer.lr_decay_steps` is filled in if the learning rate decays. Raises
-    InputError if the keys of the schedule contradict each other.
+    If the recipe gives `train.num_epochs`, `train.num_steps` is computed from it, and
+    `train.num_epochs` is null in the result. `optimizer.lr_decay_steps` is filled in if the
+    learning rate decays. Raises InputError if the keys of the schedule contradict each other.
     """
     return with_decay(_with_steps(recipe, num_prompts))
 

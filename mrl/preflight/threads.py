@@ -17,7 +17,7 @@ class CpuThreads:
     why: str
 
     def describe(self) -> str:
-        """Return the text for `mrl check`."""
+        """Return the number of threads and the reason as a text for `mrl check`."""
         return f"{self.number} for each trainer rank and engine: {self.why}"
 
 

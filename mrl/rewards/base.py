@@ -11,14 +11,14 @@ other kinds in their attribute `kind`."""
 
 
 class RewardError(ValueError):
-    """The function did not return usable rewards."""
+    """A reward function did not return usable rewards."""
 
     kind = "exception"
     """Name of this kind of failure in `mrl reward test`."""
 
 
 class BrokenReward(RewardError):
-    """The function did not return a list with one reward per completion.
+    """A reward function did not return a list with one reward per completion.
 
     The call is not repeated with fewer completions, because that could hide the error and would not
     fix it.
@@ -28,13 +28,13 @@ class BrokenReward(RewardError):
 
 
 class NotANumber(RewardError):
-    """An entry is neither a number nor None."""
+    """A reward function returned a list in which a reward is neither a number nor None."""
 
     kind = "not a number"
 
 
 class NotFinite(RewardError):
-    """An entry is NaN or infinite, or would become infinite in float32."""
+    """A reward function returned a reward that is NaN or infinite, or would be infinite in float32."""
 
     kind = "NaN or infinite"
 
@@ -62,8 +62,8 @@ def total_of(entry: Entry) -> float | None:
 
 
 def parts_of(entry: Entry) -> dict[str, float | None]:
-    """Return the parts of the reward of one sample by name, except `total`. `entry` is what the
-    reward function returned for the sample. The result is empty if it has no parts."""
+    """Return the parts of one sample's reward by name, without the part `total`. `entry` is what
+    the reward function returned for the sample. The result is empty if the reward has no parts."""
     return {k: v for k, v in entry.items() if k != TOTAL} if isinstance(entry, dict) else {}
 
 

@@ -6,8 +6,8 @@ The package math-verify parses LaTeX and plain expressions with sympy and compar
 judge answers in words: it parses a word as a product of symbols, so words with the same letters are
 equal.
 
-sympy may compute forever (`9^{9^{9^9}}`). math-verify's own time limits are off, because they use
-signals, which work only in a main thread, and would score a slow expression as wrong. Instead the
+sympy may compute forever (`9^{9^{9^9}}`). math-verify's own time limits are off. They use signals,
+which work only in a main thread, and they would score a slow expression as wrong. Instead the
 worker process is killed after a time limit (`reward_timeout_s`), and the sample is masked. The
 worker parses one expression when it starts, so that the imports of the first parse do not count
 against that limit.
@@ -66,8 +66,8 @@ def last_part(text: str) -> str:
     r"""Return the part of a text that is parsed, of at most MAX_ANSWER_CHARS characters.
 
     A short text is returned completely. From a longer text, the end is returned, starting at a line
-    or a word if possible. If the text has a `\boxed`, but its end has none, the part that begins
-    with the last `\boxed` is returned.
+    or a word if possible. If a `\boxed` occurs in the text but not in this end, the part that
+    begins with the last `\boxed` is returned.
     """
     if len(text) <= MAX_ANSWER_CHARS:
         return text

@@ -1,4 +1,4 @@
-"""The client of a reward server (`reward: http://HOST:PORT/PATH`), which runs in the worker process.
+"""The client of a reward server (`reward: http://HOST:PORT/PATH`); it runs in a reward worker.
 
 The client POSTs `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, with lists of
 equal length, to a server such as `mrl reward serve`. It expects status 200 with `{"rewards":
@@ -52,7 +52,7 @@ read this variable."""
 
 
 class ServerFailed(RewardError):
-    """The server could not score the samples of this call. A call with fewer samples may succeed."""
+    """The server could not score the samples of a call. A call with fewer samples may succeed."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)

@@ -52,10 +52,10 @@ class RewardReport:
     """Number of samples that are masked because every reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
-    """Number of calls that failed for a complete group, after which its samples were scored one by
-    one."""
+    """Number of calls with all samples of a group that failed, so that the samples were then scored
+    one by one."""
     rows: tuple[str, ...] = ()
-    """`file:line` of the prompts whose samples failed, without duplicates."""
+    """The prompts whose samples failed, each as `file:line`, without duplicates."""
 
 
 class RewardRunner(Closing):
@@ -204,7 +204,7 @@ class RewardRunner(Closing):
 
 
 def _one(request: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the request reduced to one of its samples."""
+    """Return a copy of the request that has only the sample `index`."""
     part = slice(index, index + 1)
     return request | {
         "prompts": request["prompts"][part],

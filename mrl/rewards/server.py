@@ -59,7 +59,7 @@ class _WorkerThread:
 
 
 class RewardServer(Closing):
-    """A server of one reward function, which listens as soon as it is created.
+    """An HTTP server of one reward function. The server listens as soon as it is created.
 
     `serve()` answers requests until another thread calls `stop()`.
 

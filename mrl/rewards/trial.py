@@ -39,7 +39,7 @@ once when all completions are scored, and once when the completion that causes t
 alone."""
 NUM_ROWS_ALONE = 8
 TOLERANCE = 1e-6
-"""Allowed difference between two results of the same call."""
+"""Allowed difference, relative or absolute, between the rewards of a completion in two equal calls."""
 ALONE_TOLERANCE = 1e-2
 """Relative tolerance for a completion that is scored alone, because bfloat16 rounds differently
 with another batch size."""
@@ -50,7 +50,7 @@ MAX_SHOWN_CHARS = 60
 class Finding:
     kind: str
     source: str
-    """`file:line`; empty if no single row is the cause."""
+    """The row that causes the finding, as `file:line`; empty if no single row is the cause."""
     detail: str
 
 

@@ -25,11 +25,11 @@ class Case:
     """One row with its G completions."""
 
     source: str
-    """`file:line`."""
+    """Where the row comes from, as `file:line`."""
     prompt: Any
     texts: tuple[str, ...]
-    """The completions in the row's column `completion`. If the row has no such column, the gold
-    answer in each of SPELLINGS, if the row has a gold answer, followed by wrong answers."""
+    """The completions in the row's column `completion`. If the row has no such column, the texts
+    are the gold answer (if there is one) in each of SPELLINGS, followed by wrong answers."""
     num_gold: int
     """How many of the `texts` are spellings of the gold answer. They come first."""
     columns: dict[str, Any]

@@ -77,11 +77,11 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """Log the numbers of a step, which ended `time_s` seconds after 1970."""
+        """Log the numbers of a step. `time_s` is the end of the step, in seconds since 1970."""
         ...
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]], time_s: float) -> None:
-        """Log some samples of a step. `log` follows for the same step.
+        """Log some samples of a step. Afterwards, `log` is called for the same step.
 
         rows: one mapping per sample, with the keys SAMPLE_COLUMNS. time_s: the end of the step, in
         seconds since 1970.

@@ -55,8 +55,8 @@ class Follower:
         self._news, self._closing, self._failed = False, False, False
         self._has_warned = False
         self._offset = 0
-        """The offset in metrics.jsonl of the first row that the current tracker has not been sent
-        yet."""
+        """The byte offset in metrics.jsonl of the first row that was not yet sent to the current
+        tracker."""
         self._thread = threading.Thread(target=self._loop, name=f"mrl-{name}", daemon=True)
 
     def start(self, progress: Progress) -> None:
@@ -114,7 +114,10 @@ class Follower:
                 return
 
     def _pause(self, retry_at: float) -> float | None:
-        """Return the seconds to wait; None to wait until `follow` or `close` is called."""
+        """Return the seconds that the thread must wait; None to wait for `follow` or `close`.
+
+        retry_at: the value of time.monotonic() before which nothing may be sent.
+        """
         return max(0.0, retry_at - time.monotonic()) if self._news else None
 
     def _start_tracker(self) -> Tracker:

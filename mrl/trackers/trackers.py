@@ -105,7 +105,7 @@ class Trackers:
 
 
 def _identity(folder: Path) -> dict[str, str]:
-    """Return the path and the inode of a run folder, which together tell the folder from a copy.
+    """Return a run folder's path and inode. Together they distinguish the folder from a copy.
 
     A copy has another path and another inode. A folder that was moved keeps its inode, and a folder
     that another machine mounts keeps its path.

@@ -3,10 +3,10 @@
 A resumed run keeps its id. The metric `step` is the axis of all charts, because wandb's own step
 counter cannot go back.
 
-- Offline, every start writes a new segment with all steps and sets the earlier segments aside, so that
-  `wandb sync` uploads each step of metrics.jsonl once.
-- Online, or if a segment was already uploaded, repeated steps are logged again, and the later row of a
-  step counts.
+- Offline, every start of the run writes a new file (a segment) with all steps, and renames the
+  files of earlier starts, so that `wandb sync` uploads each step of metrics.jsonl once.
+- Online, or if one of the offline files was already uploaded, repeated steps are logged again, and
+  the later row of a step counts.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class Tracker:
 def _cell(value: Any) -> Any:
     """Convert a value for a cell of a table, because all values of a column must have the same type.
 
-    Values that are not numbers or None become strings, for example chat prompts, which are lists.
+    Numbers and None are returned unchanged. All other values become strings, for example chat
+    prompts, which are lists.
     """
     return value if isinstance(value, (int, float)) or value is None else str(value)

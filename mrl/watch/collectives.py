@@ -62,7 +62,7 @@ def noting_collectives() -> Iterator[None]:
 
 
 def _replace(owner: type, method: str, undo: ExitStack) -> Callable[..., Any]:
-    """Return the method that the caller is about to replace; make `undo` restore it when it closes.
+    """Return the method that the caller is about to replace. Closing `undo` restores the method.
 
     `undo` restores the entry of the class's `__dict__`, because the function that pybind11 returns
     for the attribute would not be bound to instances.

@@ -1,10 +1,10 @@
 """The monitor is the process that reads the ranks' heartbeat pages and ends a run that hangs.
 
-Each node has one monitor, a child process of the node's first rank, which does not import torch.
-The first line of its standard input is a JSON object (`mrl.watch.start`). The monitor exits when
-its parent rank exits or closes that input. The line `DONE` means that the parent rank has finished
-the run. The monitor then runs until the other ranks have finished, because nothing else watches
-them.
+Each node has one monitor. It is a child process of the node's first rank, and does not import
+torch. The first line of its standard input is a JSON object (`mrl.watch.start`). The monitor exits
+when its parent rank exits or closes that input. The line `DONE` means that the parent rank has
+finished the run. The monitor then runs until the other ranks have finished, because nothing else
+watches them.
 
 The monitor of rank 0 decides; the monitors of other nodes send it the states of their ranks
 (`mrl.watch.connection`). A monitor only reads memory and /proc and sends signals, so a rank that
@@ -56,14 +56,14 @@ DONE = b"done\n"
 """The line with which the parent rank says that it has finished the run. If the input ends without
 this line, the rank has failed."""
 LAST_TICK_S = 0.05
-"""Seconds between ticks after the parent rank has finished, because the other ranks finish soon."""
+"""Seconds between ticks after the parent rank has finished; short, as the other ranks finish soon."""
 REPORT_S = 20.0
 """Time limit in seconds for writing the stack traces and the report. There is a limit because the
 disk itself may hang, and may be the reason why the rank hangs."""
 PRINT_S = 2.0
 """Time limit in seconds for printing, which may block, for example while the terminal is paused."""
 SENT_S = 5.0
-"""The seconds that the stack traces of other nodes may take to arrive after they were written."""
+"""The seconds that other nodes may take to send stack traces that they have written."""
 
 
 def main() -> None:
@@ -192,8 +192,8 @@ def end_last(found: Verdict, ranks: Sequence[Process], head: MonitorServer | Non
 
 
 def kill_last(ranks: Sequence[Process], number: int) -> None:
-    """After the run, kill the rank with this number if it is on this node. A file tells the
-    launcher that the rank did not fail."""
+    """After the run, kill the rank with this number if it is on this node. First write a file that
+    tells the launcher that the rank did not fail."""
     for rank in [rank for rank in ranks if rank.rank == number]:
         if folder := os.environ.get(LAUNCH_FOLDER):
             with suppress(OSError):

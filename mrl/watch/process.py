@@ -20,8 +20,8 @@ TICK_S = 0.2
 STACKS_S = 2.0
 """The seconds that ranks may take to write the stack traces of their threads."""
 MOVES_BYTES = ("load", "save")
-"""The phases in which reading or writing files counts as progress. It does not count in other phases,
-because ranks may also read and write files there while they wait."""
+"""The phases in which reading or writing files counts as progress. In other phases it does not
+count, because ranks may also read and write files while they wait."""
 BEAT_BYTES = 1 << 16
 """A process shows progress each time it has read or written this many more bytes. Polling a file
 reads fewer bytes."""

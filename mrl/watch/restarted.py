@@ -1,8 +1,8 @@
-"""The monitor of a node, which is started again if it is lost.
+"""Starts the monitor of a node, and starts it again if it is lost.
 
 The rank that starts the monitor also watches it. A monitor that is killed, or is stopped for more
-than `STOPPED_S` seconds, is replaced. The new monitor does not know how long phases took, which the
-old monitor had measured.
+than `STOPPED_S` seconds, is replaced. The durations of phases that the old monitor had measured are
+lost.
 """
 
 from __future__ import annotations

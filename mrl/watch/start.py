@@ -41,7 +41,7 @@ _FILES_S = 600.0
 
 
 class EngineRanks:
-    """Access of the trainers' rank 0, through the launcher's store, to the ranks that lead engines."""
+    """Lets rank 0 communicate, through the launcher's store, with the ranks that lead engines."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], wait_s: float) -> None:
         """Set up access to the store.
@@ -52,7 +52,7 @@ class EngineRanks:
         self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
 
     def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
-        """Return (the rank's node, what the node's monitor must know about the rank) for each rank.
+        """Return (node, facts) for each rank: facts are what the node's monitor must know about it.
 
         Raises RankLost if a rank does not register in time, or if the launcher's store is gone.
         """
@@ -188,8 +188,8 @@ def _share_contact(
     """Share the token and the address with which the other nodes' monitors reach rank 0's monitor.
 
     Returns two values. The first is the socket on which rank 0's monitor will listen; None on other
-    ranks, and if there is only one node. The second has the entries that this adds to the monitor's
-    input. A collective if there are several nodes.
+    ranks, and if there is only one node. The second is a dict with the entries to add to the input
+    of this node's monitor. A collective if there are several nodes.
     """
     if len(nodes) == 1:
         return None, {"nodes": []}

@@ -83,8 +83,8 @@ class Verdict(NamedTuple):
 
     rank: int
     how: str
-    """`stopped`, `gone` (the process no longer exists), `stuck` (no progress), or `lost` (the
-    rank's node no longer sends messages)."""
+    """What is wrong with the rank: `stopped`, `gone` (the process no longer exists), `stuck` (no
+    progress), or `lost` (the rank's node no longer sends messages)."""
     pulse: Pulse
     since_s: float
     limit_s: float

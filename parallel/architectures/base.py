@@ -38,8 +38,8 @@ class Rule:
 
     @property
     def shard_dim(self) -> int:
-        """The dimension along which the rule's HF tensors are split over tensor-parallel ranks, if the
-        parameter is split."""
+        """The dimension of the rule's HF tensors along which they are split over tensor-parallel
+        ranks, if the parameter is split."""
         return 1 if self.split == "columns" else 0
 
 
@@ -59,18 +59,19 @@ class Architecture:
     moe_layer_numbers: Callable[[HfConfig], tuple[int, ...]]
     """Returns Megatron's 1-based numbers of the MoE layers."""
     unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
-    """Returns which tensors of a checkpoint mrl leaves out: a dict from the prefix of their names to
-    the explanation that the plan (`mrl check --plan`) shows."""
+    """Returns the tensors of a checkpoint that mrl does not read, as a dict from a prefix of tensor
+    names to the explanation that the plan (`mrl check --plan`) shows."""
 
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:
-    """Return a pattern for a rule's Megatron names, with groups for `layer` and `expert`."""
+    """Return a regular expression that matches a rule's Megatron names. Its groups `layer` and
+    `expert` match the indices."""
     return name_pattern(rule.megatron)
 
 
 def name_pattern(name: str) -> re.Pattern[str]:
-    """Return a pattern that matches `name` with digits in place of the placeholders `{layer}` and
-    `{expert}`. The digits are the groups `layer` and `expert`."""
+    """Return a regular expression that matches `name` with digits in place of the placeholders
+    `{layer}` and `{expert}`. Its groups `layer` and `expert` match these digits."""
     escaped = re.escape(name)
     for field in ("layer", "expert"):
         escaped = escaped.replace(re.escape("{" + field + "}"), rf"(?P<{field}>\d+)")

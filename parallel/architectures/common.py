@@ -75,8 +75,11 @@ def rope_scaling_factor(hf: HfConfig) -> float | None:
 
 
 def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:
-    """Raise InputError with the text of the first (condition, text) whose condition is true; return
-    if no condition is true."""
+    """Raise InputError if a condition in `findings` is true.
+
+    `findings` are pairs (condition, message). The error has the message of the first condition that
+    is true.
+    """
     for wrong, text in findings:
         if wrong:
             raise InputError(f"config.json of this {hf['model_type']} model: {text}")
@@ -156,7 +159,7 @@ def no_moe_layers(hf: HfConfig) -> tuple[int, ...]:
 
 
 def decoder_config(hf: HfConfig, moe_layers: tuple[int, ...]) -> dict[str, Any]:
-    """Return Megatron's settings for the decoder, except for its attention and its experts."""
+    """Return Megatron's settings for the decoder, except those for attention and experts."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -188,8 +191,11 @@ def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
 
 
 def decoder_rules(hf: HfConfig) -> list[Rule]:
-    """Return the rules (which HF tensors form a Megatron parameter) of the embedding, the norms and
-    the output layer. The output layer has no rule if it is tied to the embedding."""
+    """Return the rules of the embedding, the norms and the output layer.
+
+    A rule names the HF tensors that form a Megatron parameter. The output layer has no rule if it
+    is tied to the embedding.
+    """
     table = [
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows"),
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -202,8 +208,11 @@ def decoder_rules(hf: HfConfig) -> list[Rule]:
 
 
 def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Return the rules (which HF tensors form a Megatron parameter) of grouped-query attention,
-    optionally with query and key norms, and with query, key and value biases."""
+    """Return the rules of grouped-query attention. A rule names the HF tensors that form a Megatron
+    parameter.
+
+    `norms`: whether queries and keys have norms. `bias`: whether query, key and value have biases.
+    """
 
     def qkv(kind: str) -> tuple[str, ...]:
         return tuple(f"{HF_ATTENTION}.{x}_proj.{kind}" for x in "qkv")
@@ -225,11 +234,10 @@ def grouped_query_rules(*, norms: bool = False, bias: bool = False) -> list[Rule
 def mlp_rules(
     megatron: str, hf: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Rule]:
-    """Return the rules (which HF tensors form a Megatron parameter) of a SwiGLU block: a dense MLP,
-    an expert or a shared expert.
+    """Return the rules of a SwiGLU block: a dense MLP, an expert or a shared expert.
 
-    `megatron` and `hf` are the prefixes of its weight names. `names` are the HF names of its gate,
-    up and down projections.
+    A rule names the HF tensors that form a Megatron parameter. `megatron` and `hf` are the prefixes
+    of the block's weight names. `names` are the HF names of its gate, up and down projections.
     """
     gate, up, down = (f"{hf}.{name}.weight" for name in names)
     return [

@@ -29,7 +29,7 @@ other kinds it is 1."""
 
 def check_object(spec: str, found: Any) -> Architecture:
     """Return `found` if it is an Architecture with functions in its fields. Raises InputError
-    otherwise."""
+    otherwise. `spec` is the recipe's `model.architecture`, for the message."""
     if not isinstance(found, Architecture):
         raise InputError(
             f"model.architecture {spec!r} is a {type(found).__name__}, expected an object of "

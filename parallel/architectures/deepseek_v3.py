@@ -218,7 +218,7 @@ def rules(hf: HfConfig) -> list[Rule]:
 
 
 def _attention_rules() -> list[Rule]:
-    """Return the rules (which HF tensors form a Megatron parameter) of latent attention.
+    """Return the rules of latent attention. A rule names the HF tensors of a Megatron parameter.
 
     Queries come from a latent (q_down, norm, q_up) or, without q_lora_rank, directly from q_proj.
     """

@@ -58,8 +58,8 @@ copyreg.pickle(TORCH.take("_MEM_FORMAT_ENCODING"), lambda member: (type(member),
 RESCUE_S = 60.0
 
 Models = Mapping[str, MegatronModel]
-"""The models by the prefix of their keys: an empty prefix for the policy, and `critic_` for the
-critic."""
+"""Maps the prefix that a model's keys have in a checkpoint to the model. The prefix is empty for
+the policy, and `critic_` for the critic."""
 
 
 def by_prefix(policy: MegatronModel, critic: MegatronModel | None) -> Models:
@@ -99,9 +99,9 @@ class Checkpoints:
     ) -> None:
         """Use the folder `root`, and keep the newest `keep` checkpoints in it.
 
-        `seed` is the recipe's seed, from which a load in another layout reseeds the random states;
-        the seed in a loaded checkpoint replaces it. `record` gives the run's files that each
-        checkpoint keeps copies of.
+        `seed` is the recipe's seed; the seed in a loaded checkpoint replaces it. It seeds the
+        random states if a checkpoint of another layout is loaded. `record` gives the run's files of
+        which each checkpoint keeps copies.
         """
         self.root, self.mesh, self.keep = root, mesh, keep
         self.async_save = async_save
@@ -307,8 +307,8 @@ class Checkpoints:
         all of them; `Snapshots` overrides it."""
 
     def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
-        """Return an error message that names a parameter of the checkpoint that the model has on no
-        rank; None if there is no such parameter."""
+        """Return an error message that names a parameter that the checkpoint has, but the model has
+        on no rank. Return None if there is no such parameter."""
         names = parameter_names(saved, prefix)
         ours = {shard.key.partition(".")[2] for shard in shards}
         used = torch.tensor([name in ours for name in names], dtype=torch.uint8)

@@ -62,9 +62,9 @@ def export_checkpoint(
     An adapter's checkpoint becomes a PEFT folder or, with `merged`, a model folder whose weights
     include the adapter. `base` is the model folder that has the tokenizer and the frozen weights;
     by default it is the folder that the run trained from. `notes` are additional rows of the model
-    card's table. `architecture` is the current location of the recipe's `model.architecture`, by
-    default the location that the run used. Each weight file has at most `max_bytes`, unless a
-    single tensor is larger. `target` gets its name only when it is complete. `quantization` is `none`,
+    card's table. `architecture` says where the file of the recipe's `model.architecture` is now; by
+    default it is where the run found it. Each weight file has at most `max_bytes`, unless a single
+    tensor is larger. `target` gets its name only when it is complete. `quantization` is `none`,
     `fp8_block` or `fp8_block_ue8m0` (see `rollout.quantization`).
 
     Raises InputError if `target` exists and is not empty or cannot be made, if the model folder is

@@ -1,5 +1,5 @@
 """Write a Hugging Face folder: safetensors files of bounded size, only one of which is in memory at
-a time, and the tokenizer of another folder."""
+a time, and a copy of another folder's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Find checkpoints, check them for damage, and give a complete one its name.
 
-A checkpoint folder `iter_0000010/` has a `manifest.json` with size and SHA-256 of every other file,
-and a `manifest.json.sha256` with the SHA-256 of the manifest. The digest file also contains a
-SHA-256 of its own first line, so that mrl can tell which of these two files is damaged. This module
-does not import Megatron.
+A checkpoint folder `iter_0000010/` has two special files: `manifest.json` lists the size and
+SHA-256 of all other files, and `manifest.json.sha256` has the SHA-256 of `manifest.json`. The
+second file also contains a SHA-256 of its own first line, so that mrl can tell which of the two is
+damaged. This module does not import Megatron.
 """
 
 from __future__ import annotations

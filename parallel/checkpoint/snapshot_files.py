@@ -40,7 +40,7 @@ def write_small(folder: Path, contents: dict[str, bytes]) -> None:
 
 
 def listed_files(folder: Path) -> dict[str, FileRecord]:
-    """Return the sizes and digests that the manifest lists, by file name."""
+    """Return a dict from file name to the size and digest that the manifest lists for the file."""
     files = manifest.read_manifest(folder)["files"]
     return {name: FileRecord(row["bytes"], row["sha256"]) for name, row in files.items()}
 

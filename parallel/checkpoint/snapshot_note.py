@@ -30,7 +30,8 @@ class Note:
     """The step of the newest checkpoint when the snapshot was taken; None if there was no
     checkpoint."""
     nodes: list[dict[str, str]]
-    """For each node a dict with its `host` and the `folder` that holds its files."""
+    """For each node a dict with its `host` and the `folder` in which it keeps its part of the
+    snapshot."""
 
 
 def write_note(checkpoints: Path, note: Note) -> None:

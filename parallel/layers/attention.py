@@ -52,7 +52,7 @@ class Layout:
     source: Tensor
     """i64[P]: the index of the token at each position; padding repeats the block's last token."""
     places: Tensor
-    """i64[n]: the position of each token."""
+    """i64[n]: the position of each token among the P positions."""
     is_identity: bool
     """Whether no block is padded and no token changes its position."""
 
@@ -114,7 +114,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
-    """Make one micro-batch's parameters on `device`. `cu_seqlens` i32[B+1] is on the CPU."""
+    """Return one micro-batch's sequences, on `device`. `cu_seqlens` i32[B+1] is on the CPU."""
     by_size: dict[tuple[int, int], list[Block]] = {}
     for block in context.blocks:
         size = (block.num_tokens - 1).bit_length()
@@ -187,7 +187,7 @@ class RotaryAttention(SelfAttention):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute the layer. `rotary_pos_emb` f32[S, 1, 1, d] has Megatron's angles by position."""
+        """Compute the layer. `rotary_pos_emb` f32[S, 1, 1, d]: the angles of positions 0 to S-1."""
         packed = packed_seq_params
         if packed is None or packed.positions is None:
             raise ValueError("RotaryAttention takes packed batches with positions, got none")

@@ -130,7 +130,7 @@ class RouterLosses:
         self._handles.clear()
 
     def begin_step(self, num_tokens: Tensor, dp: ProcessGroup) -> None:
-        """Start an optimizer step, before its passes. `num_tokens`, a scalar, is the number of
+        """Prepare for the passes of an optimizer step. `num_tokens`, a scalar, is the number of
         counted tokens on this data-parallel rank.
 
         A collective if a loss or the update of the bias is on.

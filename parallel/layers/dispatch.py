@@ -51,8 +51,8 @@ class OrderedAllToAll(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Copy hidden_states [n, 1, H] and probs [n, E] once for each expert of a token, sorted by
-        expert.
+        """Copy each token's row of hidden_states [n, 1, H] once for each of its experts, together
+        with the expert's entry in probs [n, E]. The copies are sorted by expert.
 
         routing_map bool[n, E] has K experts for each token. Return the copied rows [n K, H] and
         probs [n K].

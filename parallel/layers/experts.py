@@ -171,7 +171,7 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     not aligned.
 
     left [m, a] and right [E, a, b] give [m, b]; left [a, m] and right [m, b] give [E, a, b]. `ends`
-    i32[E] are the indices in m after the end of each group.
+    i32[E] has, for each group, the index in dimension m after its last row.
 
     `grouped_mm` accepts any distance between the experts of `right` in the first form. In the
     second form, which computes the gradient of the weights, it accepts any number of rows in a
@@ -187,9 +187,11 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Return whether one of the last two strides is 1 and the other a multiple of ALIGNMENT bytes.
+    """Return whether one of the last two strides is 1 and the other a multiple of ALIGNMENT bytes,
+    as `grouped_mm` requires.
 
-    If the matrix is a column, as in an adapter of rank 1, both strides are 1.
+    A matrix of a single column, as in an adapter of rank 1, is not aligned: both of its strides are
+    1.
     """
     least, other = sorted(matrix.stride()[-2:])
     return least == 1 and other * matrix.element_size() % ALIGNMENT == 0

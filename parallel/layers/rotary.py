@@ -1,9 +1,9 @@
 """Rotary position embeddings (RoFormer, arXiv 2104.09864 eq. 34) for a packed batch, in fp32.
 
-Megatron rotates each sequence of a packed batch separately, waits until the host has their
-lengths, and rounds cosines and sines to the dtype of the model. Here one gather by position serves the
-whole batch and all layers of a stage, and queries and keys are multiplied in fp32, as in SGLang's CUDA
-kernel with its fp32 cache (`sglang.srt.layers.rotary_embedding`).
+Megatron rotates each sequence of a packed batch separately, waits until the host has the sequences'
+lengths, and rounds cosines and sines to the dtype of the model. Here one gather by position serves
+the whole batch and all layers of a stage, and queries and keys are multiplied in fp32, as in
+SGLang's CUDA kernel with its fp32 cache (`sglang.srt.layers.rotary_embedding`).
 
 Dimensions: n packed tokens of this rank, h heads, d head size, r rotated pairs (2 r <= d).
 """

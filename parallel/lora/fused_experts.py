@@ -74,10 +74,10 @@ def find_fused(
     """Find the experts' matrices A and B that a PEFT file holds only as parts of larger, fused
     matrices.
 
-    Return a dict from the name of each matrix to (fused parameter, "A" or "B", index of the
-    expert, index of its weight in the parameter). `shapes` are the shapes of the matrices in the
-    file. A parameter whose shapes do not fit is left out. Raises InputError for a parameter of
-    another rank or scale than the adapter's.
+    Return a dict from the name of each matrix to (fused parameter, "A" or "B", index of the expert,
+    index of the Hugging Face weight among those that the parameter joins). `shapes` are the shapes
+    of the matrices in the file. A parameter whose shapes do not fit is left out. Raises InputError
+    for a parameter of another rank or scale than the adapter's.
     """
     found: dict[str, tuple[FusedExperts, Matrix, int, int]] = {}
     for parameter in _parameters(model) if adapter.experts != "none" else ():

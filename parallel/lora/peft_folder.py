@@ -28,8 +28,8 @@ from parallel.lora.rules import adapter_shapes, names_in_files
 
 WEIGHTS = "adapter_model.safetensors"
 NUM_CACHED = 4
-"""The number of the file's matrices that are kept in memory, because a fused matrix is needed for
-each of its experts."""
+"""The number of matrices that stay in memory after they were read from the file. Without this
+cache, a fused matrix would be read once for each of its experts."""
 
 
 class PeftFolder(Mapping[str, Tensor]):
@@ -95,8 +95,8 @@ class PeftFolder(Mapping[str, Tensor]):
         return [name] if name in self._in_file else self._copies[name]
 
     def _matrix(self, name: str) -> Tensor:
-        """Return the matrix that has this name in files. If the file does not have the matrix
-        itself, it is taken out of a fused matrix."""
+        """Return the matrix called `name` in PEFT's files. If the file has only a fused matrix that
+        contains it, the part is taken out of the fused matrix."""
         if name in self._in_file:
             return self._whole(name)
         fused, matrix, expert, number = self._fused[name]
@@ -207,7 +207,7 @@ def _module(name: str) -> str:
 
 
 def _modules(names: Iterable[str]) -> str:
-    """Return the modules to which matrices belong, by the last part of their names, as a string for
-    a message."""
+    """Return a string for a message: the modules to which the matrices `names` belong, each as the
+    last part of its name, such as `q_proj`."""
     found = {_module(name).removesuffix(".base_layer").rpartition(".")[2] for name in names}
     return ", ".join(sorted(found)) or "nothing"

@@ -82,8 +82,9 @@ class AdapterMap(WeightMap):
             entry.parameter.copy_(take_shard(full, entry.rule.split, rank, size))
 
     def _first(self, name: str, entry: Entry, size: int) -> Tensor:
-        """Return the initial values of a whole matrix: zeros for B, and random values for A from the
-        same distribution as in PEFT's `reset_lora_parameters`."""
+        """Return the initial values of a whole matrix, of which each of `size` ranks holds a part:
+        zeros for B, and random values for A from the same distribution as in PEFT's
+        `reset_lora_parameters`."""
         shape = list(entry.parameter.shape)
         shape[entry.rule.shard_dim] *= size
         if name.endswith(".lora_B.weight"):

@@ -43,7 +43,8 @@ STATE_DTYPES = {
     "exp_avg_dtype": MOMENT_DTYPES,
     "exp_avg_sq_dtype": MOMENT_DTYPES,
 }
-"""The dtypes in which TransformerEngine's FusedAdam can keep its state; uint8 is fp8 with a scale."""
+"""Maps options for the dtypes of the optimizer state to the values that TransformerEngine's
+FusedAdam supports; uint8 is fp8 with a scale."""
 KEEP_BITS = ("recompute_granularity", "recompute_modules", "deallocate_pipeline_outputs",
              "clone_scatter_output_in_embedding", "microbatch_group_size_per_vp_stage",
              "overlap_p2p_comm_warmup_flush", "batch_p2p_sync")  # fmt: skip
@@ -65,7 +66,7 @@ class Surroundings:
     recompute: bool
     """The recipe's `train.recompute`."""
     replays_order: bool
-    """Whether `moe.replay` asks for the order of the experts."""
+    """Whether `moe.replay` asks to sum the results of a token's experts in the order of the route."""
     true_on_policy: bool
     has_shared_experts: bool
 

@@ -55,7 +55,7 @@ class LossTokens:
 
     @cached_property
     def index(self) -> Tensor:
-        """i64[M]: the index of each of these tokens among the N tokens of the record."""
+        """i64[M]: the index of each loss token among the N tokens of the record."""
         record = self.record
         finite = record.old_logprobs.isfinite() & record.rollout_logprobs.isfinite()
         chosen = record.loss_mask & finite

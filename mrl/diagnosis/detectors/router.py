@@ -28,12 +28,13 @@ class LayerRoutes:
     """The share of the engine's expert choices, in the captured rows, that the trainer's router
     would not make; 0 without a captured row."""
     margin: float
-    """The median margin of the layer's router: the K-th highest minus the (K+1)-th highest score of
-    a row. NaN without a captured row."""
+    """The median of the margin over the captured rows; NaN without a captured row. The margin of a
+    row is the K-th highest minus the (K+1)-th highest score of the layer's router."""
     margin_at_disagreement: float
-    """The median margin of the rows whose choices differ; NaN without such a row. A value near 0 means
-    that two experts were nearly tied. A value as large as `margin` means that the routers of trainer
-    and engine have different inputs or weights."""
+    """The median of the margin over the captured rows in which the engine's choice differs from the
+    trainer's; NaN without such a row. A value near 0 means that two experts were nearly tied. A
+    value as large as `margin` means that the routers of trainer and engine have different inputs or
+    weights."""
 
 
 def layer_routes(record: TokenRecord) -> list[LayerRoutes]:

@@ -32,7 +32,7 @@ MIN_SHARE = 0.2
 stale, some experts stand out too, but each of them explains little."""
 NUM_STRATA = 10
 """The largest number of groups into which tokens are divided by log-prob. Tokens of a group are
-comparable. Groups have at least 50 tokens if there are that many."""
+comparable. A group has at least 50 tokens, unless there are fewer than 50 tokens in total."""
 NUM_CANDIDATES = 32
 """The largest number C of experts whose effects on the tokens' `|d|` are estimated together, in one
 regression. They are the experts with the largest `expert_z`."""
@@ -66,8 +66,8 @@ class Suspect:
     inside: Tensor
     """bool[M]: the tokens that went through the expert."""
     ratio: float
-    """The median absolute log-prob difference between trainer and engine for the tokens in
-    `inside`, divided by its median for the other tokens."""
+    """The median absolute log-prob difference between trainer and engine over the tokens in
+    `inside`, divided by the same median over the other tokens."""
 
     @property
     def stands_out(self) -> bool:

@@ -34,9 +34,9 @@ BULK = 0.9
 """The bulk is this share of the tokens: those whose `old + H` (the trainer's log-prob plus the
 entropy) is nearest to the mean of `old + H` over all tokens."""
 MIN_BULK_SLOPE = 1 / 3
-"""A temperature is reported only if the slope of the regression of d on old + H over the bulk of
-the tokens, divided by the slope over all tokens, is at least this. The quotient is below 0.1 if a
-few extreme tokens cause the slope, and 0.6 or more if a temperature causes it."""
+"""A temperature is reported only if the slope over the bulk of the tokens, divided by the slope
+over all tokens, is at least this. Both are slopes of regressions of d on old + H. The quotient is
+below 0.1 if a few extreme tokens cause the slope, and 0.6 or more if a temperature causes it."""
 
 
 def detect(tokens: LossTokens) -> Finding | None:

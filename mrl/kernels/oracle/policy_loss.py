@@ -72,7 +72,7 @@ def policy_loss(
 
 
 class _Taker:
-    """A function of a tensor x: select the elements at the indices `at`, and convert them to fp64.
+    """A function that returns the elements of a tensor x at the indices `at`, in fp64.
 
     The indices are those of the loss tokens. The result is None if x is None.
     """
@@ -85,10 +85,12 @@ class _Taker:
 
 
 def _sequence(logp, held, old, advantage, rollout, importance, ref, kl, ratio, clip):
-    """Return the statistics of one sequence by name, and its summed loss as `objective`.
+    """Return a dict with the statistics of one sequence by name, and its summed loss as
+    `objective`.
 
-    The tensors have one entry per loss token of the sequence. `seq_weight` and the division by the
-    number of tokens are not applied.
+    The tensors have one entry per loss token of the sequence. `held` are the log-probs at which
+    factors without a gradient are evaluated. The caller multiplies the loss by `seq_weight` and,
+    for ratio `sequence`, divides it by the number of tokens.
     """
     n = len(logp)
     gap = held - old
@@ -132,9 +134,10 @@ def _kl_terms(kind, d):
 
 
 def _objective(r, seen, a, logp, clip):
-    """Return the clipped objective f(r, A) per token, and masks of the ratios clipped above and below.
+    """Return three values per token: f(r, A), whether r was clipped above, and whether below.
 
-    r: the probability ratios. seen: r without its gradient. a: the advantages A.
+    f is the objective that `clip` describes. r: the probability ratios. seen: r without its
+    gradient. a: the advantages A. logp: the policy's log-probs.
     """
     never = torch.zeros_like(a, dtype=torch.bool)
     low, high = 1 - clip.low, 1 + clip.high

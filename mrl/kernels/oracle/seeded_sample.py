@@ -32,10 +32,11 @@ def seeded_sample(
 
 
 def murmur_hash32(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Return i64[B, V]: the 32-bit MurmurHash3 of the seed and position of each row and each column.
+    """Return i64[B, V]: the 32-bit MurmurHash3 of each (seed, position, column).
 
-    seeds: i64[B]. positions: int[B]. columns: int[V]. The values equal those of SGLang's triton
-    kernel. Products wrap modulo 2**64, which does not change the low 32 bits.
+    Entry [b, v] hashes `seeds[b]`, `positions[b]` and `columns[v]`. seeds: i64[B]. positions:
+    int[B]. columns: int[V]. The values equal those of SGLang's triton kernel. Products wrap modulo
+    2**64, which does not change the low 32 bits.
     """
     seeds = seeds.to(torch.int64)
     state = torch.zeros_like(seeds)
