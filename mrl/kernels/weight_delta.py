@@ -25,8 +25,10 @@ from mrl.kernels import backend
 CHUNK = 1 << 16
 """Number of elements of a chunk: `kDeltaChunk` of csrc/weight_delta.h."""
 LONG_GAP = 255
-TORCH_PIECE = 128 * CHUNK
+TORCH_PIECE = 64 * CHUNK
 """Number of elements that `encode_in_torch` compares at a time."""
+PIECE_BYTES = 64
+"""Bytes of temporaries that it needs for each of them, if most of them changed."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype as which elements of each size in bytes are compared."""
 
@@ -117,8 +119,7 @@ def encode_in_torch(
 ) -> Encoded:
     """Compute `encode` with torch's ops on the device of `current`, in bounded memory.
 
-    TORCH_PIECE elements are compared at a time. If most of them changed, that takes up to 64 bytes for
-    each.
+    TORCH_PIECE elements are compared at a time, which takes up to PIECE_BYTES bytes for each.
     """
     before, after = previous.view(BITS[element_size]), current.view(BITS[element_size])
     if not after.numel():

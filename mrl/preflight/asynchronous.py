@@ -47,9 +47,9 @@ def _check_encoding(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if rollout.weight_encoding == "delta" and rollout.placement == "colocated":
         raise InputError(
-            "rollout.weight_encoding is delta, but rollout.placement is colocated, where the engine reads "
-            "the weights from the trainer's memory, so nothing travels, and drops its own when it "
-            "sleeps, so a delta has no base; leave it at full, or set rollout.placement=disaggregated"
+            "rollout.weight_encoding is delta, but rollout.placement is colocated: the engine reads "
+            "the trainer's memory, so nothing travels, and it drops its own weights when it sleeps, so "
+            "a delta has no base; leave it at full, or set rollout.placement=disaggregated"
         )
     default = type(rollout).model_fields["full_sync_every"].default
     if rollout.weight_encoding == "full" and rollout.full_sync_every != default:

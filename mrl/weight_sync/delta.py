@@ -72,7 +72,7 @@ def apply_delta(
 
 def _checksum(payload: Tensor) -> int:
     """Return the CRC-32 of u8[num_bytes] on the CPU."""
-    return zlib.crc32(payload.numpy())
+    return zlib.crc32(payload.numpy().data)
 
 
 class LastVersion:
