@@ -161,7 +161,9 @@ def _colocated(
     """Return the estimated times of the recipe if it were colocated on all ranks, or the reason why
     it cannot run colocated."""
     world = dims.world + work.rollout_ranks
-    colocated = dataclasses.replace(work, rollout_ranks=0, max_staleness=0, staged_versions=0)
+    colocated = dataclasses.replace(
+        work, rollout_ranks=0, max_staleness=0, staged_versions=0, full_sync_every=1
+    )
     try:
         layout = ParallelDims.create(recipe.parallel, world)
     except InputError as error:

@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.run": {"moe.trace", "parallel.checkpoint"},
     "mrl.trackers": {"mrl.run"},
     "mrl.exchange": {"moe", "parallel"},
-    "mrl.weight_sync": {"mrl.engines", "mrl.run", "parallel"},
+    "mrl.weight_sync": {"mrl.engines", "mrl.kernels", "mrl.run", "parallel"},
     "mrl.preflight": {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.planner", "mrl.rewards"),
         *("mrl.engines", "mrl.run", "mrl.trackers", "mrl.weight_sync", "parallel"),
