@@ -14,11 +14,6 @@ namespace mrl {
 
 constexpr int64_t kDeltaChunk = 1 << 16;
 
-struct DeltaCounts {
-  uint32_t* changed;         // [num_chunks] changed elements
-  uint32_t* position_bytes;  // [num_chunks] bytes of their positions
-};
-
 // The parts of a delta; part i of `values` and `positions` begins where part i - 1 ends.
 struct DeltaParts {
   const uint32_t* changed;         // [num_chunks]
@@ -27,12 +22,15 @@ struct DeltaParts {
   const int64_t* position_starts;  // [num_chunks], in bytes
 };
 
-// before, after: [num_elements] of element_size bytes, which is 1, 2, 4 or 8.
-void WeightDeltaCountCpu(const void* before, const void* after, int64_t element_size,
-                         int64_t num_elements, int num_threads, const DeltaCounts& counts);
+// Compares [num_elements] of element_size bytes, which is 1, 2, 4 or 8.
+// marks: [num_chunks * kDeltaChunk / 64], a bit for each element that changed, the first in the
+// lowest bit. changed, position_bytes: [num_chunks], as in DeltaParts.
+void WeightDeltaMarkCpu(const void* before, const void* after, int64_t element_size,
+                        int64_t num_elements, int num_threads, uint64_t* marks, uint32_t* changed,
+                        uint32_t* position_bytes);
 
 // values: [sum of changed]; positions: [sum of position_bytes]
-void WeightDeltaEncodeCpu(const void* before, const void* after, int64_t element_size,
+void WeightDeltaEncodeCpu(const void* after, const uint64_t* marks, int64_t element_size,
                           int64_t num_elements, int num_threads, const DeltaParts& parts,
                           void* values, uint8_t* positions);
 

@@ -17,23 +17,23 @@ DeltaParts Parts(const pybind11::kwargs& arguments) {
 }  // namespace
 
 void BindWeightDelta(pybind11::module_& module) {
-  module.def("weight_delta_count_cpu", [](const pybind11::kwargs& arguments) {
+  module.def("weight_delta_mark_cpu", [](const pybind11::kwargs& arguments) {
     const void* before = Pointer<const void>(arguments, "before");
     const void* after = Pointer<const void>(arguments, "after");
     const int64_t element_size = Value<int64_t>(arguments, "element_size");
     const int64_t num_elements = Value<int64_t>(arguments, "num_elements");
     const int num_threads = Value<int>(arguments, "num_threads");
-    const DeltaCounts counts = {
-        Pointer<uint32_t>(arguments, "changed"),
-        Pointer<uint32_t>(arguments, "position_bytes"),
-    };
+    uint64_t* marks = Pointer<uint64_t>(arguments, "marks");
+    uint32_t* changed = Pointer<uint32_t>(arguments, "changed");
+    uint32_t* position_bytes = Pointer<uint32_t>(arguments, "position_bytes");
     Run([&] {
-      WeightDeltaCountCpu(before, after, element_size, num_elements, num_threads, counts);
+      WeightDeltaMarkCpu(before, after, element_size, num_elements, num_threads, marks, changed,
+                         position_bytes);
     });
   });
   module.def("weight_delta_encode_cpu", [](const pybind11::kwargs& arguments) {
-    const void* before = Pointer<const void>(arguments, "before");
     const void* after = Pointer<const void>(arguments, "after");
+    const uint64_t* marks = Pointer<const uint64_t>(arguments, "marks");
     const int64_t element_size = Value<int64_t>(arguments, "element_size");
     const int64_t num_elements = Value<int64_t>(arguments, "num_elements");
     const int num_threads = Value<int>(arguments, "num_threads");
@@ -41,7 +41,7 @@ void BindWeightDelta(pybind11::module_& module) {
     void* values = Pointer<void>(arguments, "values");
     uint8_t* positions = Pointer<uint8_t>(arguments, "positions");
     Run([&] {
-      WeightDeltaEncodeCpu(before, after, element_size, num_elements, num_threads, parts, values,
+      WeightDeltaEncodeCpu(after, marks, element_size, num_elements, num_threads, parts, values,
                            positions);
     });
   });

@@ -7,68 +7,57 @@
 
 #include "cpu/packed.h"
 
+#define MRL_BODY "cpu/weight_delta_body.h"
+#include "cpu/for_each_target.h"
+
 namespace mrl {
 namespace {
 
-constexpr int64_t kLineBytes = 64;
-constexpr int64_t kWords = kLineBytes / 8;
 constexpr uint32_t kLongGap = 255;
+constexpr int64_t kMarkBits = 64;
 
 int64_t NumChunks(int64_t num_elements) { return (num_elements + kDeltaChunk - 1) / kDeltaChunk; }
 
 bool IsBitmap(uint32_t changed, int64_t count) { return int64_t{changed} * 8 > count; }
 
-// Calls visit(i) for each i in [0, count), in order, with before[i] != after[i]. Most lines of most
-// weights did not change, so whole lines and then words are compared first.
-template <class T, class Visit>
-void ForEachChange(const T* before, const T* after, int64_t count, Visit&& visit) {
-  constexpr int64_t kLine = kLineBytes / sizeof(T), kWord = kLine / kWords;
-  int64_t i = 0;
-  for (; i + kLine <= count; i += kLine) {
-    uint64_t old_words[kWords], new_words[kWords], any = 0;
-    std::memcpy(old_words, before + i, kLineBytes);
-    std::memcpy(new_words, after + i, kLineBytes);
-    for (int64_t w = 0; w < kWords; ++w) any |= old_words[w] ^ new_words[w];
-    if (any == 0) continue;
-    for (int64_t w = 0; w < kWords; ++w) {
-      if (old_words[w] == new_words[w]) continue;
-      for (int64_t j = i + w * kWord; j < i + (w + 1) * kWord; ++j) {
-        if (before[j] != after[j]) visit(j);
-      }
+// Calls visit(i) for each marked element i in [0, count), in order.
+template <class Visit>
+void ForEachMark(const uint64_t* marks, int64_t count, Visit&& visit) {
+  for (int64_t start = 0; start < count; start += kMarkBits) {
+    for (uint64_t bits = marks[start / kMarkBits]; bits != 0; bits &= bits - 1) {
+      visit(start + __builtin_ctzll(bits));
     }
   }
-  for (; i < count; ++i) {
-    if (before[i] != after[i]) visit(i);
-  }
 }
 
-template <class T>
-void CountChunk(const T* before, const T* after, int64_t count, uint32_t* changed,
-                uint32_t* position_bytes) {
+void CountChunk(const uint64_t* marks, int64_t count, uint32_t* changed, uint32_t* position_bytes) {
   uint32_t num = 0;
-  int64_t gap_bytes = 0, next = 0;  // `next` is the element after the last that changed
-  ForEachChange(before, after, count, [&](int64_t i) {
-    ++num;
-    gap_bytes += 1 + (i - next) / kLongGap;
-    next = i + 1;
-  });
+  for (int64_t start = 0; start < count; start += kMarkBits) {
+    num += static_cast<uint32_t>(__builtin_popcountll(marks[start / kMarkBits]));
+  }
+  int64_t num_bytes = (count + 7) / 8;
+  if (!IsBitmap(num, count)) {
+    int64_t next = 0;  // the element after the last that changed
+    num_bytes = 0;
+    ForEachMark(marks, count, [&](int64_t i) {
+      num_bytes += 1 + static_cast<uint32_t>(i - next) / kLongGap;
+      next = i + 1;
+    });
+  }
   *changed = num;
-  *position_bytes = static_cast<uint32_t>(IsBitmap(num, count) ? (count + 7) / 8 : gap_bytes);
+  *position_bytes = static_cast<uint32_t>(num_bytes);
 }
 
 template <class T>
-void EncodeChunk(const T* before, const T* after, int64_t count, uint32_t changed, T* values,
+void EncodeChunk(const T* after, const uint64_t* marks, int64_t count, uint32_t changed, T* values,
                  uint8_t* positions) {
   if (IsBitmap(changed, count)) {
-    std::memset(positions, 0, (count + 7) / 8);
-    ForEachChange(before, after, count, [&](int64_t i) {
-      *values++ = after[i];
-      positions[i / 8] = static_cast<uint8_t>(positions[i / 8] | 1u << (i % 8));
-    });
+    std::memcpy(positions, marks, (count + 7) / 8);
+    ForEachMark(marks, count, [&](int64_t i) { *values++ = after[i]; });
     return;
   }
   int64_t next = 0;
-  ForEachChange(before, after, count, [&](int64_t i) {
+  ForEachMark(marks, count, [&](int64_t i) {
     *values++ = after[i];
     int64_t gap = i - next;
     for (; gap >= kLongGap; gap -= kLongGap) *positions++ = kLongGap;
@@ -134,30 +123,27 @@ void ForEachChunk(int64_t num_elements, int num_threads, Run&& run) {
 
 }  // namespace
 
-void WeightDeltaCountCpu(const void* before, const void* after, int64_t element_size,
-                         int64_t num_elements, int num_threads, const DeltaCounts& counts) {
-  WithElements(element_size, [&](auto zero) {
-    using T = decltype(zero);
-    const T* const old_elements = static_cast<const T*>(before);
-    const T* const new_elements = static_cast<const T*>(after);
-    ForEachChunk(num_elements, num_threads, [&](int64_t chunk, int64_t first, int64_t count) {
-      CountChunk(old_elements + first, new_elements + first, count, counts.changed + chunk,
-                 counts.position_bytes + chunk);
-    });
+void WeightDeltaMarkCpu(const void* before, const void* after, int64_t element_size,
+                        int64_t num_elements, int num_threads, uint64_t* marks, uint32_t* changed,
+                        uint32_t* position_bytes) {
+  const auto mark = MRL_DISPATCH(MarkElements);
+  ForEachChunk(num_elements, num_threads, [&](int64_t chunk, int64_t first, int64_t count) {
+    uint64_t* const own = marks + first / kMarkBits;
+    mark(before, after, element_size, first, count, own);
+    CountChunk(own, count, changed + chunk, position_bytes + chunk);
   });
 }
 
-void WeightDeltaEncodeCpu(const void* before, const void* after, int64_t element_size,
+void WeightDeltaEncodeCpu(const void* after, const uint64_t* marks, int64_t element_size,
                           int64_t num_elements, int num_threads, const DeltaParts& parts,
                           void* values, uint8_t* positions) {
   WithElements(element_size, [&](auto zero) {
     using T = decltype(zero);
-    const T* const old_elements = static_cast<const T*>(before);
-    const T* const new_elements = static_cast<const T*>(after);
+    const T* const elements = static_cast<const T*>(after);
     T* const all_values = static_cast<T*>(values);
     ForEachChunk(num_elements, num_threads, [&](int64_t chunk, int64_t first, int64_t count) {
       if (parts.changed[chunk] == 0) return;
-      EncodeChunk(old_elements + first, new_elements + first, count, parts.changed[chunk],
+      EncodeChunk(elements + first, marks + first / kMarkBits, count, parts.changed[chunk],
                   all_values + parts.value_starts[chunk], positions + parts.position_starts[chunk]);
     });
   });

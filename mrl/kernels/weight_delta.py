@@ -55,16 +55,18 @@ def encode(previous: Tensor, current: Tensor, element_size: int, max_bytes: int)
         )
     if current.device.type != "cpu":
         return encode_in_torch(previous, current, element_size, max_bytes)
-    counts = torch.empty(2, _num_chunks(num_elements), dtype=torch.int32)
-    arguments = {
-        "before": previous,
+    num_chunks = _num_chunks(num_elements)
+    counts = torch.empty(2, num_chunks, dtype=torch.int32)
+    marks = torch.empty(num_chunks * CHUNK // 64, dtype=torch.int64)
+    shared = {
         "after": current,
         "element_size": element_size,
         "num_elements": num_elements,
+        "marks": marks,
         "changed": counts[0],
         "position_bytes": counts[1],
     }
-    backend.run("weight_delta_count", current.device, **arguments)
+    backend.run("weight_delta_mark", current.device, before=previous, **shared)
     num_changed, values_at, positions_at, num_bytes = _layout(counts, element_size)
     if num_bytes > max_bytes:
         return Encoded(None, num_changed)
@@ -73,7 +75,7 @@ def encode(previous: Tensor, current: Tensor, element_size: int, max_bytes: int)
     backend.run(
         "weight_delta_encode",
         current.device,
-        **arguments,
+        **shared,
         value_starts=_starts(counts[0]),
         position_starts=_starts(counts[1]),
         values=payload[values_at:],
