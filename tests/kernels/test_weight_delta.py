@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -124,3 +127,40 @@ def test_refusals() -> None:
     for size in (3, 4):
         with pytest.raises(ValueError, match=f"element_size: got {size} for 30 B"):
             encode(old, old, size, ANY)
+
+
+WITHOUT_TORCH = """
+import subprocess
+import sys
+
+import numpy as np
+from mrl import _C
+for size, num in ((1, 1000), (2, 999), (4, 130), (8, 64)):
+    rng = np.random.default_rng(size)
+    old = rng.integers(0, 256, num * size, dtype=np.uint8)
+    new = np.where(rng.random(num * size) < 0.2, 255 - old, old)
+    marks, counts = np.zeros(1024, np.uint64), np.zeros(2, np.uint32)
+    _C.weight_delta_mark_cpu(before=old.ctypes.data, after=new.ctypes.data, element_size=size,
+                             num_elements=num, num_threads=1, marks=marks.ctypes.data,
+                             changed=counts[:1].ctypes.data, position_bytes=counts[1:].ctypes.data)
+    bits = np.unpackbits(marks.view(np.uint8), bitorder="little")
+    expected = (old != new).reshape(num, size).any(1)
+    assert (bits[:num] == expected).all() and not bits[num:].any()
+    assert counts[0] == expected.sum()
+print("right")
+"""
+"""It chooses the instruction set once a process; torch would take seconds to import."""
+
+
+@pytest.mark.parametrize("target", ["narrow", "medium", "wide"])
+def test_every_instruction_set_marks_the_same(target: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        env={"MRL_CPU_TARGET": target, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "one that this processor has" in done.stderr:
+        pytest.skip(f"this processor has no {target} instructions")
+    assert done.stdout == "right\n", done.stderr
