@@ -94,11 +94,10 @@ class Stopwatch:
             yield
 
 
-def measure(model: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return one row for each dtype; runs on the one rank of the trainer."""
-    names = [f"{dtype} {way}" for dtype in DTYPES for way in WAYS]
+def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
+    """Return the row of a dtype; runs on the one rank of the trainer."""
     pipes, workers = {}, []
-    for name in names:  # fork before this process has threads
+    for name in WAYS:  # fork before this process has threads
         pipes[name], there = Pipe()
         workers.append(start_fork(serve, there, name, rounds + 1))
     mesh = join_mesh(model, {})
@@ -114,17 +113,15 @@ def measure(model: Path, rounds: int) -> list[dict[str, Any]]:
     samples = [dataclasses.replace(sample, routing=None) for sample in make_samples()]
     batch, _ = ready_batch(policy, mesh, samples)
     store, address = open_store("127.0.0.1")
-    senders = {
-        name: PairSender(address, TIMEOUT_S, CPU, WAYS[name.partition(" ")[2]]) for name in names
-    }
+    senders = {name: PairSender(address, TIMEOUT_S, CPU, most) for name, most in WAYS.items()}
     for pipe in pipes.values():
         pipe.send(address)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     encoding = Stopwatch()
     with encoding.timing(LastVersion, "replace"):
         for version in range(rounds + 1):
-            for name in names if version % 2 else reversed(names):
-                row = _send(policy, senders[name], name, version)
+            for name in WAYS if version % 2 else reversed(WAYS):
+                row = _send(policy, senders[name], name, dtype, version)
                 found[name].append(
                     row | {"encode_s": encoding.take(), "apply_s": pipes[name].recv()}
                 )
@@ -132,14 +129,13 @@ def measure(model: Path, rounds: int) -> list[dict[str, Any]]:
     for worker in workers:
         worker.join()
     del store
-    return [
-        _summary(dtype, *(found[f"{dtype} {way}"][1:] for way in WAYS))  # the first are whole
-        for dtype in DTYPES
-    ]
+    return _summary(dtype, *(found[name][1:] for name in WAYS))  # the first are whole
 
 
-def _send(policy: Policy, sender: PairSender, name: str, version: int) -> dict[str, float]:
-    dtype = getattr(torch, name.partition(" ")[0])
+def _send(
+    policy: Policy, sender: PairSender, name: str, dtype_name: str, version: int
+) -> dict[str, float]:
+    dtype = getattr(torch, dtype_name)
     buckets = policy.export(version, max(1 << 20, policy.export_bytes(dtype) // 4), dtype)
     start = time.perf_counter()
     failed = sender.send(buckets, version, [name], Canaries([], []))
@@ -152,6 +148,18 @@ def _send(policy: Policy, sender: PairSender, name: str, version: int) -> dict[s
         "resent": traffic.num_resent,
         "changed": traffic.num_changed / max(1, traffic.num_compared),
     }
+
+
+def _copy_s(num_bytes: int) -> float:
+    """Return the seconds of one copy of as many bytes between two buffers."""
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source).copy_(source)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _summary(
@@ -172,6 +180,7 @@ def _summary(
         "full_s_of_rounds": sorted(round(row["send_s"], 4) for row in full),
         "delta_s": round(median(delta, "send_s"), 4),
         "delta_s_of_rounds": sorted(round(row["send_s"], 4) for row in delta),
+        "copy_s": round(_copy_s(int(whole)), 4),
         "encode_s": round(median(delta, "encode_s"), 4),
         "apply_s": round(median(delta, "apply_s"), 4),
         # A slower link than this needs longer for the bytes that a delta saves than the delta takes.
@@ -239,11 +248,12 @@ def main() -> None:
         scratch = Path(folder)
         if options.part != "runs":
             write_toy_model(scratch / "toy")
-            content["ways"] = [
-                {"model": name} | row
-                for name, model in (("toy", scratch / "toy"), ("SmolLM2-135M", SMOLLM))
-                for row in run_ranks(1, measure, model, options.rounds, folder=scratch / name)[0]
-            ]
+            content["ways"] = []
+            for name, model in (("toy", scratch / "toy"), ("SmolLM2-135M", SMOLLM)):
+                for dtype in DTYPES:
+                    out = scratch / f"{name}_{dtype}"
+                    row = run_ranks(1, measure, model, dtype, options.rounds, folder=out)[0]
+                    content["ways"].append({"model": name} | row)
         if options.part != "ways":
             content["runs"] = compare_runs(scratch, options.steps)
     good = []
