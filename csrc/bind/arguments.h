@@ -38,6 +38,7 @@ void BindPagedAttention(pybind11::module_& module);
 void BindPolicyLoss(pybind11::module_& module);
 void BindSeededSample(pybind11::module_& module);
 void BindVpLogprob(pybind11::module_& module);
+void BindWeightDelta(pybind11::module_& module);
 void BindWeightDigest(pybind11::module_& module);
 
 }  // namespace mrl

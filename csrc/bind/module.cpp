@@ -18,5 +18,6 @@ PYBIND11_MODULE(_C, module) {
   mrl::BindPolicyLoss(module);
   mrl::BindSeededSample(module);
   mrl::BindVpLogprob(module);
+  mrl::BindWeightDelta(module);
   mrl::BindWeightDigest(module);
 }

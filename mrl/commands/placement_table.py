@@ -167,7 +167,9 @@ def _colocated(
     If the recipe cannot run colocated, return the reason instead.
     """
     world = dims.world + work.rollout_ranks
-    colocated = dataclasses.replace(work, rollout_ranks=0, max_staleness=0, staged_versions=0)
+    colocated = dataclasses.replace(
+        work, rollout_ranks=0, max_staleness=0, staged_versions=0, full_sync_every=1
+    )
     try:
         layout = ParallelDims.create(recipe.parallel, world)
     except InputError as error:

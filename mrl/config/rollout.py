@@ -135,6 +135,13 @@ class RolloutConfig(SharedRolloutConfig):
     """How weights reach the engine: the name of a file in mrl/weight_sync/transports. `tensor`:
     handles to the trainer's memory (shared memory on CPUs, CUDA IPC on GPUs). `disk`: safetensors
     in a private folder inside the run folder, which all nodes of an engine must share."""
+    weight_encoding: Literal["full", "delta"] = "full"
+    """What a weight sync sends to the workers of a disaggregated run. `full`: all weights. `delta`:
+    only the elements whose bits changed, if the worker holds the version before. What comes of a
+    delta is compared with the trainer's digests, and sent whole if it differs. Each trainer rank that
+    sends keeps a copy of the weights in host memory; docs/rollout-weights.md says when it pays."""
+    full_sync_every: int = Field(default=20, ge=2)
+    """With `weight_encoding: delta`, every n-th version is sent whole to all workers."""
     over_sampling: float = Field(default=1.0, ge=1)
     """Number of prompts started, as a multiple of `prompts_per_step`. The step trains on the
     prompts that finish first and does not wait for the slowest; 1 waits for all."""
@@ -171,6 +178,12 @@ class RolloutConfig(SharedRolloutConfig):
             return self.weight_bucket_mb << 20
         at_least = min(256 << 20, max(1 << 20, model_bytes // 4))
         return min(2 << 30, max(at_least, model_bytes // 64))
+
+    @property
+    def max_deltas(self) -> int:
+        """Largest number of versions in a row that are sent as deltas; 0 with `weight_encoding:
+        full`."""
+        return self.full_sync_every - 1 if self.weight_encoding == "delta" else 0
 
     @property
     def num_started(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.planner.communication import Volume, ring, sync_volumes, volumes
+from mrl.planner.deltas import copy_seconds
 from mrl.planner.engine import engine_weight_bytes, kv_bytes_per_token, kv_capacity_tokens
 from mrl.planner.engine_adapter import pool_bytes, slot_elements
 from mrl.planner.flops import model_flops, stage_flops, stage_training_flops
@@ -216,16 +217,13 @@ def _copy_seconds(
     """Estimate the seconds to copy the weights from the trainers to the engines of a disaggregated run.
 
     A trainer rank sends the whole model to the worker of each engine that it serves, over one link.
-    Each bucket is copied to the worker's host memory before the next one is sent. Each rank of the
-    engine then reads the whole model from there.
+    Each bucket is copied to the worker's host memory before the next one is sent. With deltas it sends
+    what changed. Each rank of the engine then reads the whole model from there.
     """
     whole, buckets = work.encoded_bytes(shape), num_buckets(shape, work)
-    served = -(-work.num_engines(dims) // dims.world)
-    is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node
-    link = gpu.nvlink if is_near else gpu.network
     to_host = whole / (gpu.host * EFFICIENCY.host)
     return {
-        "weight sync: copy to workers": served * whole / (link * EFFICIENCY.links) + to_host,
+        "weight sync: copy to workers": copy_seconds(shape, dims, work, gpu),
         "weight sync: buckets": buckets * EFFICIENCY.bucket_s,
         "engine: load weights": to_host
         + buckets * EFFICIENCY.bucket_s

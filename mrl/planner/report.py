@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mrl.planner.communication import Volume, sync_volumes, volumes
 from mrl.planner.cost import StepCost, step_cost
+from mrl.planner.deltas import CHANGED, delta_cost
 from mrl.planner.flops import model_flops
 from mrl.planner.hardware import Hardware
 from mrl.planner.roles import all_phases, nodes, worst_phase
@@ -41,6 +42,7 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
         communication_table(shape, dims, work),
         rollout_table(shape, dims, work),
         sync_table(shape, dims, work),
+        delta_table(shape, dims, work, gpu),
         cost_table(step_cost(shape, dims, work, gpu), work),
     ]
     return [table for table in found if table.rows]
@@ -170,6 +172,28 @@ def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
         )
     return Table(
         "Bytes that one rank receives per weight sync", ("traffic", "stage", "received"), rows
+    )
+
+
+def delta_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
+    """Return the table that compares deltas of the weights with whole versions, for a disaggregated
+    run."""
+    rows: list[tuple[str, ...]] = []
+    if work.rollout_ranks:
+        cost = delta_cost(shape, dims, work, gpu)
+        share = CHANGED[work.weight_bytes]
+        pays = "faster" if cost.link < cost.break_even else "not faster"
+        here = f"{pays} on this run's {size(cost.link)}/s"
+        rows = [
+            ("to the worker of an engine", size(cost.full_bytes), size(cost.delta_bytes)),
+            ("send to all workers", duration(cost.full_s), duration(cost.delta_s)),
+            ("a delta is faster below", "", f"{size(cost.break_even)}/s a link: {here}"),
+            (f"assumed: {100 * share:g}% of the elements change", "", "see mrl.planner.deltas"),
+        ]
+    return Table(
+        "One weight sync by rollout.weight_encoding, ESTIMATED from bytes (not measured on GPUs)",
+        ("what", "full", "delta"),
+        rows,
     )
 
 

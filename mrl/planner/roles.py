@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mrl.planner.deltas import comparison_row, last_version_row
 from mrl.planner.engine import engine_host_rows, engine_rows
 from mrl.planner.engine_adapter import adapter_pool_rows
 from mrl.planner.hardware import Hardware
@@ -85,7 +86,7 @@ def _stage_phases(
     runtime = runtime_rows(shape, dims, work, gpu.gpus_per_node)
     shard = optimizer_shard(stage, dims, work.distributed_optimizer)
     if work.rollout_ranks:
-        contents = {"sync": (*own, export)}
+        contents = {"sync": (*own, export, comparison_row(work))}
     else:
         runtime = (*runtime, *adapter_pool_rows(shape, work))
         asleep, awake = (
@@ -184,6 +185,9 @@ def nodes(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) 
         return [Node(0, 0, present(times(rows, min(dims.world, gpu.gpus_per_node))))]
     # The first trainer rank receives the samples of all engines.
     server = _samples_row("server: samples of all engines", shape, work, _tokens_ahead(work))
+    num_senders = min(
+        dims.world, work.num_engines(dims)
+    )  # rank r sends to engines r, r + world, ...
     found: dict[tuple[int, int], Node] = {}
     for start in range(0, dims.world + work.rollout_ranks, gpu.gpus_per_node):
         end = min(start + gpu.gpus_per_node, dims.world + work.rollout_ranks)
@@ -193,6 +197,7 @@ def nodes(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) 
             continue  # the first node of a kind may hold rank 0, which needs more
         rows = (
             *times(one, num_trainers),
+            *times((last_version_row(shape, work),), max(0, min(end, num_senders) - start)),
             *(() if start else (server,)),
             *times(_rank_rows(shape, work, gpu), num_rollout),
             *times(_worker_rows(shape, dims, work), -(-num_rollout // work.engine_tp)),

@@ -72,6 +72,8 @@ class Workload:
     staged_versions: int = 0
     """Number of versions of the weights that each engine's worker keeps in host memory; 0 in a
     colocated run."""
+    full_sync_every: int = 1
+    """Every n-th version of the weights is sent whole, and the others as deltas; 1 sends all whole."""
     bucket_bytes: int = 256 << 20
     """Bytes of one bucket of a weight sync."""
     exact_pinned: int | None = None
@@ -185,6 +187,7 @@ def recipe_workload(
         rollout_ranks=(recipe.rollout.num_ranks or 0) if apart else 0,
         max_staleness=ahead.max_staleness if apart else 0,
         staged_versions=ahead.staged_versions if apart else 0,
+        full_sync_every=1 + recipe.rollout.max_deltas if apart else 1,
         native=recipe.lora is not None or recipe.model.transformer_impl == "local",
         lora=recipe.lora.rollout if recipe.lora else None,
         exact_pinned=exact_pinned,

@@ -20,7 +20,12 @@ def check_asynchronous(recipe: Recipe) -> None:
     not exist or does not support the recipe's `rollout.placement`.
     """
     config, is_colocated = recipe.asynchronous, recipe.rollout.placement == "colocated"
-    check_transport(recipe.rollout.weight_sync, is_disaggregated=not is_colocated)
+    _check_encoding(recipe)
+    check_transport(
+        recipe.rollout.weight_sync,
+        is_disaggregated=not is_colocated,
+        sends_deltas=recipe.rollout.weight_encoding == "delta",
+    )
     if is_colocated:
         given = [name for name in AsyncConfig.model_fields if name in config.model_fields_set]
         changed = [name for name in given if getattr(config, name) != getattr(AsyncConfig(), name)]
@@ -34,6 +39,24 @@ def check_asynchronous(recipe: Recipe) -> None:
     _check_keys(config)
     if config.max_staleness:
         _check_ahead(recipe)
+
+
+def _check_encoding(recipe: Recipe) -> None:
+    """Raise InputError for an encoding of the weights that has no use with the recipe's placement, and
+    for keys without effect."""
+    rollout = recipe.rollout
+    if rollout.weight_encoding == "delta" and rollout.placement == "colocated":
+        raise InputError(
+            "rollout.weight_encoding is delta, but rollout.placement is colocated: the engine reads "
+            "the trainer's memory, so nothing travels, and it drops its own weights when it sleeps, so "
+            "a delta has no base; leave it at full, or set rollout.placement=disaggregated"
+        )
+    default = type(rollout).model_fields["full_sync_every"].default
+    if rollout.weight_encoding == "full" and rollout.full_sync_every != default:
+        raise InputError(
+            f"rollout.full_sync_every is {rollout.full_sync_every}, but rollout.weight_encoding is "
+            "full, which sends every version whole; set rollout.weight_encoding=delta, or leave it out"
+        )
 
 
 def _check_keys(config: AsyncConfig) -> None:

@@ -135,9 +135,12 @@ def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: 
 def as_colocated(recipe: Recipe) -> Recipe:
     """Return the recipe with colocated placement, for commands that start no rollout ranks.
 
-    `rollout.num_ranks` is removed, and the keys of `async` are set to their defaults.
+    Keys that only apply to a disaggregated run are set to their defaults: `rollout.num_ranks`, those of
+    the encoding of weights, and those of `async`.
     """
-    rollout = recipe.rollout.model_copy(update={"placement": "colocated", "num_ranks": None})
+    names = ("placement", "num_ranks", "weight_encoding", "full_sync_every")
+    fields = type(recipe.rollout).model_fields
+    rollout = recipe.rollout.model_copy(update={name: fields[name].default for name in names})
     return recipe.model_copy(update={"rollout": rollout, "asynchronous": AsyncConfig()})
 
 

@@ -58,6 +58,7 @@ RULES = (
         (
             *("rollout.mem_fraction_static", "rollout.max_total_tokens", "rollout.server_args"),
             *("rollout.max_running_requests", "rollout.weight_bucket_mb", "rollout.weight_sync"),
+            *("rollout.weight_encoding", "rollout.full_sync_every"),
         ),
     ),
     Rule(

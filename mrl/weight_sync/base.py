@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from mrl.types import WeightBucket
+from mrl.weight_sync.delta import Traffic
 from mrl.weight_sync.load import Canaries
 from mrl.weight_sync.staging import Staging
 
@@ -18,6 +19,9 @@ from mrl.weight_sync.staging import Staging
 class WeightSender(Protocol):
     """A trainer rank's side of a transport: it sends versions of the weights to workers on other
     ranks."""
+
+    traffic: Traffic
+    """What the last call of `send` sent. It is read only with `rollout.weight_encoding: delta`."""
 
     def send(
         self,

@@ -93,10 +93,12 @@ class PairGroup:
         for tensor in (torch.tensor([len(data)]), data):
             self._wait(self._gloo.send([tensor], self._other, 0), self._timeout)
 
-    def receive_header(self) -> dict[str, Any]:
-        """Wait for a JSON object. Raises RuntimeError if the other side is gone."""
+    def receive_header(self, *, is_answer: bool = False) -> dict[str, Any]:
+        """Wait for a JSON object. Raises RuntimeError if the other side is gone. An answer, for which
+        the other side waits for nobody else, must come within the group's time limit."""
         size = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._gloo.recv([size], self._other, 0), WAIT_TIMEOUT)
+        limit = self._timeout if is_answer else WAIT_TIMEOUT
+        self._wait(self._gloo.recv([size], self._other, 0), limit)
         data = torch.empty(int(size), dtype=torch.uint8)
         self._wait(self._gloo.recv([data], self._other, 0), self._timeout)
         return json.loads(data.numpy().tobytes())

@@ -3,6 +3,10 @@
 A trainer rank sends to all of its workers at the same time. Each worker has a thread and a group of two
 (`mrl.weight_sync.pair_group`). A worker that dies, hangs or never comes delays the other workers by a
 bounded time, and has no other effect on them.
+
+With deltas (`mrl.weight_sync.delta`), the worker says at the beginning of a version whether it holds
+the version before, and after each delta whether its bucket came out right. If it did not, the bucket
+follows whole. Without deltas a worker sends nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ from mrl.engines.handles import flat_of
 from mrl.run import console
 from mrl.system.heartbeat import beat
 from mrl.types import WeightBucket
+from mrl.weight_sync.delta import Delta, LastVersion, Traffic
 from mrl.weight_sync.load import Canaries
 from mrl.weight_sync.pair_group import TRAINER, WORKER, PairGroup
 from mrl.weight_sync.staging import Staging, header_of
 
-Job = Callable[[PairGroup], None]
+Job = Callable[["_Sending", PairGroup], None]
 GRACE_S = 2.0
 """Extra seconds to wait beyond a transfer's own time limit. If the transfer reaches its limit, it
 then fails first, with its own error message."""
@@ -47,6 +52,9 @@ class _Sending:
         """The jobs that are not done, the oldest first. The first one may be running."""
         self.failure = ""
         self.group: PairGroup | None = None
+        self.has_base = False
+        """Whether the worker holds the version to which deltas can be applied."""
+        self.traffic = Traffic()
         threading.Thread(target=self._run, args=(join,), name="mrl-weights", daemon=True).start()
 
     def add(self, job: Job | None) -> None:
@@ -73,7 +81,7 @@ class _Sending:
         try:
             self.group = group = join()
             while (job := self._next()) is not None:
-                job(group)
+                job(self, group)
                 with self._changed:
                     self._jobs.popleft()
                     self._changed.notify_all()
@@ -91,11 +99,21 @@ class _Sending:
 class PairSender:
     """A `mrl.weight_sync.base.WeightSender` that uses one process group for each worker."""
 
-    def __init__(self, address: tuple[str, int], timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        timeout_s: float,
+        device: torch.device,
+        max_deltas: int = 0,
+    ) -> None:
         """`address` is (host, port) of the store through which the trainer rank and a worker find
-        each other. `device` is the device that holds the buckets."""
+        each other. `device` is the device that holds the buckets. `max_deltas` is the largest number
+        of versions in a row that are sent as deltas; 0 sends every version whole."""
         self._address, self._timeout_s, self._device = address, timeout_s, device
         self._groups: dict[str, PairGroup] = {}
+        self._max_deltas, self._num_deltas = max_deltas, 0
+        self._last = LastVersion()
+        self.traffic = Traffic()
 
     def send(
         self,
@@ -111,21 +129,34 @@ class PairSender:
         memory. The engines load it later. A worker that receives nothing delays the send once, by
         `timeout_s`.
         """
+        self.traffic = Traffic()
+        keeps = self._max_deltas > 0 and bool(names)
+        base = self._last.version if keeps and self._num_deltas < self._max_deltas else None
         sendings = [_Sending(name, self._join(name), self._timeout_s) for name in names]
         try:
             for sending in sendings:
-                sending.add(lambda group: _send_first(group, version, canaries))
+                sending.add(_first_job(version, canaries, base))
             for sending in sendings:
                 sending.wait()
+            wants_delta = any(sending.has_base for sending in sendings)
+            if keeps:
+                self._last.begin(version)
             for bucket in buckets:
-                job = _bucket_job(bucket)
+                delta = None
+                if keeps:
+                    delta = self._last.replace(bucket, self.traffic, wants_delta=wants_delta)
+                whole = _bucket_job(bucket)
+                changed = _delta_job(bucket, delta, whole) if delta else whole
                 for sending in sendings:
-                    sending.add(job)
+                    sending.add(changed if sending.has_base else whole)
                 for sending in sendings:  # the next bucket may take the memory of the one before
                     sending.wait(num_open=1)
                 beat()
             for sending in sendings:
                 sending.wait()
+            if keeps:
+                self._last.finish()
+                self._num_deltas = 0 if base is None else self._num_deltas + wants_delta
         finally:
             for sending in sendings:
                 sending.add(None)
@@ -133,6 +164,7 @@ class PairSender:
         for sending in failed:
             console.warning(f"weights could not be sent to {sending.name}: {sending.failure}")
         for sending in sendings:
+            self.traffic.add(sending.traffic)
             self._groups.pop(sending.name, None)
         self._groups |= {s.name: s.group for s in sendings if s.group and not s.failure}
         return [sending.name for sending in failed]
@@ -166,8 +198,15 @@ class PairReceiver:
         self._store = _connect(address, timeout_s)
         self._device = device
         self._group: PairGroup | None = None
+        self._newest: Staging | None = None
+        """Holds the version that arrived last, unless another one is arriving there."""
+        self._receiving = threading.Lock()
 
     def receive(self, staging: Staging, version: int) -> None:
+        with self._receiving:  # the version before may still be arriving, and become the base
+            self._receive(staging, version)
+
+    def _receive(self, staging: Staging, version: int) -> None:
         if self._group is None:
             self._group = PairGroup(
                 self._store, self._host, self._name, WORKER, self._timeout_s, self._device
@@ -176,13 +215,22 @@ class PairReceiver:
         first = group.receive_header()
         if first["version"] != version:
             raise RuntimeError(f"got weights of version {first['version']}, expected {version}")
-        staging.begin(version, _receive_canaries(group, first))
+        canaries, base = _receive_canaries(group, first), None
+        if "base" in first:
+            if self._newest is not None and self._newest.version == first["base"]:
+                base = self._newest
+            group.send_header({"has_base": base is not None})
+        staging.begin(version, canaries, base)
         is_last = False
         while not is_last:
             header = group.receive_header()
-            group.receive(staging.room(header))
+            if "delta" in header and not _receive_delta(group, staging, header):
+                continue  # the bucket follows whole
+            if "delta" not in header:
+                group.receive(staging.room(header))
             is_last = header["is_last"]
         staging.finish()
+        self._newest = staging
 
     def close(self) -> None:
         if self._group is not None:
@@ -196,23 +244,62 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\[\S*:\d+\] ", "", line).split(" This is typically")[0]
 
 
-def _send_first(group: PairGroup, version: int, canaries: Canaries) -> None:
+def _first_job(version: int, canaries: Canaries, base: int | None) -> Job:
+    """Return a job that announces a version, and asks whether the worker holds `base`."""
     lengths = [len(sequence) for sequence in canaries.sequences]
     effect = canaries.quantization_abs_mean
-    group.send_header({"version": version, "canaries": lengths, "quantization_abs_mean": effect})
-    if lengths:
-        group.send(torch.cat(canaries.sequences).to(torch.int64))
-        group.send(torch.cat(canaries.logprobs).to(torch.float32))
+    header = {"version": version, "canaries": lengths, "quantization_abs_mean": effect}
+
+    def send(sending: _Sending, group: PairGroup) -> None:
+        group.send_header(header if base is None else {**header, "base": base})
+        if lengths:
+            group.send(torch.cat(canaries.sequences).to(torch.int64))
+            group.send(torch.cat(canaries.logprobs).to(torch.float32))
+        if base is not None:
+            sending.has_base = group.receive_header(is_answer=True)["has_base"]
+        sending.traffic.num_full += not sending.has_base
+
+    return send
 
 
 def _bucket_job(bucket: WeightBucket) -> Job:
     header, flat = header_of(bucket), flat_of(bucket)
 
-    def send(group: PairGroup) -> None:
+    def send(sending: _Sending, group: PairGroup) -> None:
         group.send_header(header)
         group.send(flat)
+        sending.traffic.num_bytes += flat.numel()
+        sending.traffic.full_bytes += flat.numel()
 
     return send
+
+
+def _delta_job(bucket: WeightBucket, delta: Delta, whole: Job) -> Job:
+    """Return a job that sends what changed in a bucket and, if that does not give the bucket, calls
+    `whole`."""
+    header = {**header_of(bucket), "delta": delta.header()}
+
+    def send(sending: _Sending, group: PairGroup) -> None:
+        group.send_header(header)
+        group.send(delta.payload)
+        sending.traffic.num_bytes += delta.payload.numel()
+        if why := group.receive_header(is_answer=True)["why"]:
+            console.warning(f"weights of {sending.name}: {why}; the bucket is sent whole")
+            sending.traffic.num_resent += 1
+            whole(sending, group)
+        else:
+            sending.traffic.full_bytes += bucket.num_bytes
+
+    return send
+
+
+def _receive_delta(group: PairGroup, staging: Staging, header: Mapping[str, Any]) -> bool:
+    """Receive a delta and make the bucket of it, and tell the trainer whether that is right."""
+    payload = torch.empty(int(header["delta"]["num_bytes"]), dtype=torch.uint8)
+    group.receive(payload)
+    why = staging.patch(header, payload)
+    group.send_header({"why": why})
+    return not why
 
 
 def _receive_canaries(group: PairGroup, first: Mapping[str, Any]) -> Canaries | None:

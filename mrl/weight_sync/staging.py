@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrl.engines.handles import file_handle
+from mrl.kernels.digest import add_digests, digests_of
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
+from mrl.weight_sync.delta import apply_delta
 from mrl.weight_sync.load import Canaries
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The version from which an arriving version is made by deltas."""
+
+    version: int
+    memory: SharedMemory
+    headers: list[Mapping[str, Any]]
 
 
 class Staging:
@@ -37,9 +49,18 @@ class Staging:
         self._is_registered = device is not None
         self._headers: list[Mapping[str, Any]] = []
         self._arriving = -1
+        self._base: _Base | None = None
 
-    def begin(self, version: int, canaries: Canaries | None) -> None:
-        """Forget the version that is held, and begin to receive `version`."""
+    def begin(self, version: int, canaries: Canaries | None, base: Staging | None = None) -> None:
+        """Forget the version that is held, and begin to receive `version`.
+
+        `base` holds the complete version to which deltas will be applied. It may be this object; if
+        it is another one, its memory must stay as it is until `finish`.
+        """
+        self._base = None
+        if base is not None:
+            assert base.version is not None
+            self._base = _Base(base.version, base._memory, base._headers)
         self.version, self._arriving, self.canaries = None, version, canaries
         self._headers = []
 
@@ -50,9 +71,34 @@ class Staging:
         size = int(header["num_bytes"])
         return self._memory.take(size, len(self._headers)).tensor[:size]
 
+    def patch(self, header: Mapping[str, Any], payload: Tensor) -> str:
+        """Make the next bucket from the base's bucket of the same number and a delta.
+
+        `header` is the bucket's description from `header_of`, with `Delta.header` under `delta`.
+        payload: u8[num_bytes] of the delta. Returns an empty string if the bucket then has the digest
+        that `header` gives; otherwise the reason why not, after which `room` must be called for the
+        whole bucket.
+        """
+        base, number, size = self._base, len(self._headers) + 1, int(header["num_bytes"])
+        if base is None or number > len(base.headers):
+            return f"there is no base for bucket {number}"
+        if base.headers[number - 1]["tensors"] != header["tensors"]:
+            return f"bucket {number} of version {base.version} has other tensors"
+        flat = self._memory.take(size, number).tensor[:size]
+        if base.memory is not self._memory:
+            flat.copy_(base.memory.take(size, number).tensor[:size])
+        try:
+            apply_delta(flat, header["delta"], payload, base=base.version, bucket=number)
+        except ValueError as error:
+            return str(error)
+        if add_digests(digests_of(_tensors(flat, header["tensors"]))) != header["digest"]:
+            return f"bucket {number} has another digest than in the trainer"
+        self._headers.append(header)
+        return ""
+
     def finish(self) -> None:
         """Mark the version that was arriving as complete."""
-        self.version = self._arriving
+        self.version, self._base = self._arriving, None
 
     def buckets(self) -> Iterator[WeightBucket]:
         """Yield the buckets in the form that `PolicyEndpoint.update_weights` takes. Raises

@@ -99,6 +99,8 @@ RANKS = {
     "parallel.moe_token_dispatcher_type": "parallel.moe_token_dispatcher_type=allgather",
     "rollout.placement": APART,
     "async.worker_timeout_s": f"{APART} async.worker_timeout_s=30",
+    "rollout.weight_encoding": f"{APART} rollout.weight_encoding=delta",
+    "rollout.full_sync_every": f"{APART} rollout.weight_encoding=delta rollout.full_sync_every=2",
 }
 ELSEWHERE = {
     "train.num_steps": "every case here changes it",

@@ -65,6 +65,11 @@ def test_a_layout_that_does_not_fit_names_the_ranks_that_train() -> None:
         (["async.max_staleness=1"], "async.max_staleness is set, but rollout.placement is colocated"),
         ([*APART, "rollout.weight_sync=disk"], "weight_sync is disk"),
         (["rollout.weight_sync=distributed"], "expected one of disk, tensor; or"),
+        (
+            ["rollout.weight_encoding=delta"],
+            "weight_encoding is delta, but rollout.placement is colocated: the engine reads",
+        ),
+        ([*APART, "rollout.full_sync_every=5"], "full_sync_every is 5, but .*weight_encoding is full"),
         ([*APART, "profile.steps=[3]"], "profile.engine is on"),
         ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it only applies to engines"),
         ([*APART, "async.max_staleness=1", "async.deterministic=true"], "algorithm.importance is none"),
@@ -89,12 +94,14 @@ def test_what_works_is_accepted() -> None:
     check_asynchronous(recipe())
     check_asynchronous(recipe(*APART))
     check_asynchronous(recipe(*APART, "algorithm.dynamic_sampling=true"))
+    check_asynchronous(recipe(*APART, "rollout.weight_encoding=delta", "rollout.full_sync_every=5"))
     ahead = ["async.max_staleness=2", "async.deterministic=true"]
     check_asynchronous(recipe(*APART, *ahead, "algorithm.importance=tis"))
     check_asynchronous(recipe(*APART, *ahead, "algorithm.name=decoupled_ppo"))
 
 
 def test_other_commands_run_the_recipe_colocated() -> None:
-    given = recipe(*APART, "async.max_staleness=1", "async.deterministic=true")
+    deltas = ["rollout.weight_encoding=delta", "rollout.full_sync_every=5"]
+    given = recipe(*APART, "async.max_staleness=1", "async.deterministic=true", *deltas)
     check_asynchronous(as_colocated(given))
     assert roles_of(as_colocated(given), 3).num_trainers == 3

@@ -150,6 +150,34 @@ def test_a_worker_that_is_lost_is_replaced(how: int, model: Path, tmp_path: Path
     assert processes_of(output) == []
 
 
+def test_deltas_give_the_bits_of_whole_versions_also_after_a_kill(
+    model: Path, tmp_path: Path
+) -> None:
+    """Each sync compares the digests of trainer and engine, and would end the run."""
+    keys = (*APART, "model.dtype=bfloat16", "optimizer.lr=1e-5", "train.num_steps=12")
+    deltas = (*keys, "rollout.weight_encoding=delta", "rollout.full_sync_every=5")
+    train(model, tmp_path / "full", 2, *keys)
+    train(model, tmp_path / "delta", 2, *deltas)
+    assert bits(tmp_path / "delta", 12) == bits(tmp_path / "full", 12)
+    full = [row["rollout/sync_full_workers"] for row in rows(tmp_path / "delta")]
+    assert full == [float(step % 5 == 0) for step in range(12)]
+    for row in rows(tmp_path / "delta"):
+        assert row["rollout/sync_resent_buckets"] == 0
+        if not row["rollout/sync_full_workers"]:
+            assert 0 < row["rollout/sync_changed_share"] < row["rollout/sync_sent_share"] < 0.6
+    assert "rollout/sync_sent_bytes" not in rows(tmp_path / "full")[0]
+    killed = tmp_path / "killed"
+    process = start(command(model, killed, 2, *deltas), killed.with_suffix(".log"))
+    wait_for(lambda: num_rows(killed) >= 2, process)
+    (worker,) = workers_of(killed)
+    worker.kill()
+    assert process.wait(LIMIT_S) == 0, killed.with_suffix(".log").read_text()[-3000:]
+    assert bits(killed, 12) == bits(tmp_path / "full", 12)
+    found = rows(killed)
+    assert found[-1]["async/lost_workers"] == 1
+    assert sum(row["rollout/sync_full_workers"] for row in found) > sum(full)
+
+
 @pytest.mark.parametrize(
     ("bound", "more"),
     [

@@ -32,7 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "mrl.scheduling": set(),
     "parallel": {"mrl.kernels", "mrl.quantization", "moe"},
     "mrl.planner": {
-        *("moe.route_rows", "mrl.kernels.vp_logprob", "parallel.architectures"),
+        *("moe.route_rows", "mrl.kernels.vp_logprob", "mrl.kernels.weight_delta"),
+        "parallel.architectures",
         "mrl.algorithms",
         *(
             "parallel.dims",

@@ -102,6 +102,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "x"
 
 
+def test_a_transport_says_whether_it_sends_deltas(files: str) -> None:
+    check_transport("tensor", is_disaggregated=True, sends_deltas=True)
+    with pytest.raises(InputError, match=r"weight_encoding is delta, but the transport .*=x sends"):
+        check_transport(files, is_disaggregated=True, sends_deltas=True)
+    assert cast(Any, make_sender("tensor", NOWHERE, 1.0, CPU, 3))._max_deltas == 3
+
+
 def test_another_transport_brings_a_version_to_a_worker(files: str) -> None:
     check_transport(files, is_disaggregated=True)
     sender = make_sender(files, NOWHERE, 1.0, CPU)

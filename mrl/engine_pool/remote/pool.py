@@ -31,6 +31,7 @@ from mrl.system.heartbeat import phase
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import SampleGroup, Statistics
 from mrl.weight_sync.base import WeightSender
+from mrl.weight_sync.delta import Traffic
 from mrl.weight_sync.load import CanaryMaker
 from mrl.weight_sync.quantize import quantized_buckets
 from mrl.weight_sync.transports import make_sender, transfer_device
@@ -87,6 +88,8 @@ class RemotePool:
         self.coordinator: Coordinator[Any] | None = None
         """The object to which the workers connect; None on ranks other than 0."""
         self._measured: dict[str, float] = {}
+        self._traffic = Traffic()
+        """What this step's weight syncs sent, from all ranks; only counted with deltas."""
         self._wait_s = 0.0
         """Seconds that this rank has waited for engines in this step."""
         self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
@@ -111,7 +114,10 @@ class RemotePool:
         address = self.ask_coordinator(lambda coordinator: coordinator.store_address)
         device = transfer_device(sends_adapter=served_adapter(self._plan) is not None)
         timeout_s = recipe.asynchronous.worker_timeout_s
-        self._sender = make_sender(recipe.rollout.weight_sync, address, timeout_s, device)
+        rollout = recipe.rollout
+        self._sender = make_sender(
+            rollout.weight_sync, address, timeout_s, device, rollout.max_deltas
+        )
         if self.is_shared:
             return
         if self.coordinator is not None:
@@ -134,7 +140,7 @@ class RemotePool:
         return answer[0]
 
     def begin_step(self) -> None:
-        self._measured, self._wait_s = {}, 0.0
+        self._measured, self._traffic, self._wait_s = {}, Traffic(), 0.0
 
     def wait_for_room(self, step: int, clock: Clock) -> None:
         """Wait until the coordinator's schedule lets the trainer send the weights of `step`.
@@ -216,10 +222,15 @@ class RemotePool:
             self._quantized,
         )
         failed = self._sender.send(buckets, version, own, canaries)
+        sends_deltas = self._plan.recipe.rollout.max_deltas > 0
         everywhere: list[Any] = [None] * world
-        dist.all_gather_object(everywhere, failed)
+        dist.all_gather_object(everywhere, (failed, self._sender.traffic if sends_deltas else None))
         if self.coordinator is not None:
-            self.coordinator.lose_pairs([name for names in everywhere for name in names])
+            self.coordinator.lose_pairs([name for names, _ in everywhere for name in names])
+        if sends_deltas:
+            for _, traffic in everywhere:
+                self._traffic.add(traffic)
+            self._measured |= self._traffic.metrics()
 
     def rollout(self, assignments: Sequence[RemoteWork], step: int, clock: Clock) -> bool:
         with clock.part("rollout"):

@@ -23,6 +23,7 @@ from mrl.kernels.oracle.policy_loss import policy_loss, seq_logratio
 from mrl.kernels.oracle.seeded_sample import seeded_sample
 from mrl.kernels.oracle.truncated_logprob import truncated_logprob
 from mrl.kernels.oracle.vp_logprob import vp_logprob
+from mrl.kernels.oracle.weight_delta import weight_delta
 
 __all__ = [
     "dequantize_fp8_blocks",
@@ -42,4 +43,5 @@ __all__ = [
     "seq_logratio",
     "truncated_logprob",
     "vp_logprob",
+    "weight_delta",
 ]

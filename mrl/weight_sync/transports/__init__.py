@@ -6,7 +6,9 @@ To add a transport, write a file here. For engines on separate ranks, the file d
     Receiver    (address, name, timeout_s, device) -> `WeightReceiver`
 
 `address` is the address of a torch store on the trainer's rank 0, `name` the worker's name in
-`WeightSender.send`, and `device` the device that holds this side's buckets.
+`WeightSender.send`, and `device` the device that holds this side's buckets. A transport with
+`sends_deltas = True` supports `rollout.weight_encoding: delta` (`mrl.weight_sync.delta`); its `Sender`
+then gets a fourth argument, the largest number of versions in a row that may be sent as deltas.
 
 A `TensorPush` brings the buckets to SGLang, from the trainer's devices or from a worker, and the engine
 opens handles to them. A transport that does this in another way defines
@@ -34,14 +36,19 @@ from parallel.mesh import local_device
 _KIND = Kind("rollout.weight_sync", "mrl.weight_sync.transports", frozenset({"__init__"}))
 
 
-def check_transport(name: str, *, is_disaggregated: bool) -> None:
-    """Raise InputError if there is no such transport, or if it has no `Sender` for a disaggregated
-    run."""
+def check_transport(name: str, *, is_disaggregated: bool, sends_deltas: bool = False) -> None:
+    """Raise InputError if there is no such transport, if it has no `Sender` for a disaggregated run, or
+    if it cannot send deltas and `sends_deltas` demands them."""
     transport = _load(name)
     if is_disaggregated and not hasattr(transport, "Sender"):
         raise InputError(
             f"rollout.weight_sync is {name}, which is for engines on the trainer's devices only; in a "
             "disaggregated run leave it at tensor"
+        )
+    if sends_deltas and not getattr(transport, "sends_deltas", False):
+        raise InputError(
+            f"rollout.weight_encoding is delta, but the transport rollout.weight_sync={name} sends "
+            "every version whole; set rollout.weight_sync=tensor, or leave weight_encoding at full"
         )
 
 
@@ -68,10 +75,16 @@ def opens_handles(name: str) -> bool:
 
 
 def make_sender(
-    name: str, address: tuple[str, int], timeout_s: float, device: torch.device
+    name: str,
+    address: tuple[str, int],
+    timeout_s: float,
+    device: torch.device,
+    max_deltas: int = 0,
 ) -> WeightSender:
-    """Return the sending side of the transport `name`, for a trainer rank."""
-    return _load(name).Sender(address, timeout_s, device)
+    """Return the sending side of the transport `name`, for a trainer rank. `max_deltas` is the largest
+    number of versions in a row that it may send as deltas."""
+    deltas = (max_deltas,) if max_deltas else ()
+    return _load(name).Sender(address, timeout_s, device, *deltas)
 
 
 def make_receiver(

@@ -9,4 +9,6 @@ from mrl.engines.sglang.weights.tensor import TensorPush as Push
 from mrl.weight_sync.rank_pair import PairReceiver as Receiver
 from mrl.weight_sync.rank_pair import PairSender as Sender
 
-__all__ = ["Push", "Receiver", "Sender"]
+__all__ = ["Push", "Receiver", "Sender", "sends_deltas"]
+
+sends_deltas = True
