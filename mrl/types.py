@@ -322,11 +322,9 @@ Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """A part of the weights, of bounded size in bytes, under their Hugging Face names.
-
-    Two buffers alternate, so bucket n + 2 overwrites bucket n. A consumer must have finished with
-    bucket n before it asks for bucket n + 2, and with all buckets when the iteration ends.
-    """
+    """A part of the weights, of bounded size in bytes, under their Hugging Face names. Two buffers
+    alternate, so bucket n + 2 overwrites bucket n: a consumer must have finished with bucket n before
+    it asks for bucket n + 2, and with all buckets when the iteration ends."""
 
     tensors: list[tuple[str, Tensor]]
     version: int
@@ -340,8 +338,9 @@ class WeightBucket:
     """One handle for each rank of an engine, in rank order. It opens that rank's own copy of `flat`
     (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
     digest: dict[str, int] | None = None
-    """Digests of the bucket's weights by module (`mrl.kernels.digest`), from before the trainer
-    gathered and copied the weights, so that any later corruption is detected."""
+    """Digests by module (`mrl.kernels.digest`) of the weights that an engine holds in the end,
+    from before the trainer gathered and copied them, so that any later corruption is detected."""
+    sent_digest: dict[str, int] | None = None  # if `tensors` are not what an engine holds
     digest_s: float = 0.0
     """Seconds that this rank's exporter spent on digests since the previous bucket."""
 

@@ -64,7 +64,7 @@ def delta_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardw
     and D over the link to each. In the worker's host memory W is read for the digests, and another 2 W
     are moved to copy the base if it has a buffer of its own (`async.max_staleness` above 0).
     """
-    whole, served = work.sent_bytes(shape), -(-work.num_engines(dims) // dims.world)
+    whole, served = work.encoded_bytes(shape), -(-work.num_engines(dims) // dims.world)
     is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node
     link = EFFICIENCY.links * (gpu.nvlink if is_near else gpu.network)
     host = gpu.host * EFFICIENCY.host
@@ -97,7 +97,7 @@ def copy_seconds(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Har
 
 def last_version_row(shape: ModelShape, work: Workload) -> Row:
     """Return the host memory of a trainer rank that sends deltas."""
-    whole = work.sent_bytes(shape) if work.full_sync_every > 1 else 0
+    whole = work.encoded_bytes(shape) if work.full_sync_every > 1 else 0
     return Row(
         "last exported version, for deltas",
         whole,

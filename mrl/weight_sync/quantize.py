@@ -51,7 +51,12 @@ def quantized_buckets(
         held = list(_held(dict(bucket.tensors), views, scheme))
         digest = add_digests(digests_of(held))
         yield dataclasses.replace(
-            bucket, tensors=list(views.items()), flat=flat, shared_path=path, digest=digest
+            bucket,
+            tensors=list(views.items()),
+            flat=flat,
+            shared_path=path,
+            digest=digest,
+            sent_digest=add_digests(digests_of(views.items())),
         )
 
 

@@ -91,7 +91,7 @@ class Staging:
             apply_delta(flat, header["delta"], payload, base=base.version, bucket=number)
         except ValueError as error:
             return str(error)
-        if add_digests(digests_of(_tensors(flat, header["tensors"]))) != header["digest"]:
+        if add_digests(digests_of(_tensors(flat, header["tensors"]))) != header["sent_digest"]:
             return f"bucket {number} has another digest than in the trainer"
         self._headers.append(header)
         return ""
@@ -132,6 +132,7 @@ def header_of(bucket: WeightBucket) -> dict[str, Any]:
         "num_bytes": bucket.num_bytes,
         "is_last": bucket.is_last,
         "digest": bucket.digest,
+        "sent_digest": bucket.sent_digest or bucket.digest,
         "digest_s": bucket.digest_s,
     }
 

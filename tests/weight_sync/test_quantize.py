@@ -122,3 +122,10 @@ def test_weights_that_are_not_finite_are_refused(bad: float):
     given[EXPERT][1, 2] = bad
     with pytest.raises((ValueError, RuntimeError)):
         encode(buckets(given))
+
+
+def test_what_is_sent_has_digests_too():
+    """A worker that makes a bucket from a delta compares these before the engine loads it."""
+    for bucket in encode(buckets(weights())):
+        assert bucket.sent_digest == add_digests(digests_of(bucket.tensors))
+        assert bucket.sent_digest != bucket.digest
