@@ -233,10 +233,10 @@ class Damaged(Staging):
 
     damage: Callable[[Staging], None] = staticmethod(lambda staging: None)
 
-    def begin(self, *arguments: Any) -> None:
-        if arguments[0] == 2:
+    def begin(self, version: int, canaries: Any, base: Staging | None = None) -> None:
+        if version == 2:
             self.damage(self)
-        super().begin(*arguments)
+        super().begin(version, canaries, base)
 
 
 def flip_a_bit(staging: Staging) -> None:
