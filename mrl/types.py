@@ -201,6 +201,21 @@ class TokenRoutes:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Which leading rows of each sequence of a micro-batch are those of an earlier sequence.
+
+    The model computes these rows once (`train.share_prefixes`). Everything per token, such as the
+    loss, still has an entry for each token of each sequence.
+    """
+
+    leaders: tuple[int, ...]
+    """For each of the B sequences the index of the sequence whose rows it shares, which is lower; its
+    own index if it shares none."""
+    num_rows: tuple[int, ...]
+    """For each sequence the number of leading rows that it takes from its leader."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """B sequences packed end to end into N tokens.
 
@@ -253,10 +268,22 @@ class MicroBatch:
     """f32[B]: the critic's value after the last loss token of truncated samples, else 0."""
     sampling_mask: SamplingMask | None = None
     """Tokens kept at each of the N positions, on the CPU, with `rollout.sampling_mask`; else None."""
+    shared: SharedPrefixes | None = None
+    """The rows that sequences share; None if the model computes a row for every token."""
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that the model computes: N less the shared rows."""
+        return self.num_tokens - self.num_shared
+
+    @property
+    def num_shared(self) -> int:
+        """The number of tokens whose row is that of another token."""
+        return sum(self.shared.num_rows) if self.shared else 0
 
 
 @dataclass(frozen=True)
