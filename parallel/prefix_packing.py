@@ -33,6 +33,17 @@ costs more per row: its attention reads copied keys through a mask, and its rout
 docs/prefixes.md has what was measured."""
 
 
+def expected_gain(prompt_len: float, response_len: float, num_samples: int) -> float:
+    """Return how many times fewer rows the samples of a prompt take if they share its rows.
+
+    Without the token that each sample computes for itself this is G (P + R) / (P + G R), for G
+    samples of P + R tokens.
+    """
+    shared = max(prompt_len - 1, 0)
+    whole = num_samples * (prompt_len + response_len)
+    return whole / (whole - (num_samples - 1) * shared)
+
+
 @dataclass(frozen=True)
 class Family:
     """Samples that may have rows in common: those of one prompt."""

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mrl.types import Sample, SharedPrefixes, TokenRoutes
+from mrl.config import TrainConfig
+from mrl.types import Sample, SharedPrefixes, Sum, TokenRoutes, TrainBatch
 from parallel.dims import round_up
+from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
 from parallel.prefix_packing import families_of, pack_families, with_common_rows
+from parallel.reduce import reduce_statistics
+
+
+def shares_prefixes(
+    config: TrainConfig, models: Sequence[MegatronModel], warn: Callable[[str], None]
+) -> bool:
+    """Return whether samples may share the rows of their prefixes in passes of `models`.
+
+    Calls `warn(text)` if the recipe asks for it, but a model has layers that cannot do so.
+    """
+    if config.share_prefixes == "off":
+        return False
+    if any(model.base.implementation == "transformer_engine" for model in models):
+        warn(
+            "train.share_prefixes is auto, but TransformerEngine's attention takes whole sequences: "
+            "nothing is shared; set model.transformer_impl to local to share prefixes"
+        )
+        return False
+    return True
+
+
+def shared_tokens(batches: Sequence[TrainBatch], mesh: Mesh) -> dict[str, float]:
+    """Return the metric `train/shared_tokens` of the mini-batches of a step. A collective."""
+    count = sum(micro.num_shared for batch in batches for micro in batch.micro_batches)
+    own = {"train/shared_tokens": Sum(torch.tensor(count))}
+    return reduce_statistics(own if mesh.reports_loss else {})
 
 
 class Packs(NamedTuple):

@@ -57,3 +57,22 @@ def with_token(sample: Sample, place: int) -> Sample:
     tokens = sample.token_ids.clone()
     tokens[place] = (tokens[place] + 1) % VOCAB
     return dataclasses.replace(sample, token_ids=tokens)
+
+
+def make_mixed_groups() -> list[Sample]:
+    """Three groups: a plain one; one in which a route, in the last layer alone, and a token split a
+    sample off; and a conversation with a branch that has none of the common answer in its loss."""
+    samples = make_groups((30, 21, 25), (5, 9, 4, 7))
+    samples[5] = with_route(samples[5], 11)
+    samples[6] = with_token(samples[6], 14)
+    first = samples[9]  # 34 tokens, of which the last 9 are in the loss
+    samples[10] = with_prefix(samples[10], first, 28)  # the same first 3 tokens of the answer
+    samples[11] = as_branch(first, samples[11], 31)
+    return samples
+
+
+def as_branch(sample: Sample, other: Sample, num_tokens: int) -> Sample:
+    """Return a sample that continues the first tokens of another one as its prompt."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    branch = make_sample(generator, num_tokens + 4, num_tokens, other.group_id)
+    return with_prefix(branch, sample, num_tokens)

@@ -1,0 +1,92 @@
+"""This module compares training with shared prefixes to training without, in every layout of
+`make layouts`: `python -m benchmarks.shared_layouts`.
+
+Each layout takes three optimizer steps twice, with captured routes replayed (R3) and with or without
+activation recompute, as the layout says: once with a row for every token, once with shared prefixes.
+Loss, gradient norm and weights (or adapter) have to agree to 1e-6, relative, in float32. Writes
+benchmarks/results/shared_layouts.json.
+
+`--only TP2xPP2` measures the layouts of that name alone and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.layouts import FLOAT32, LORA
+from tests.parallel.adapters import write_lora
+from tests.parallel.conftest import write_model
+from tests.parallel.layouts import Layout, agreement, train_layout
+from tests.parallel.shared_samples import make_mixed_groups
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-6
+
+
+def layouts() -> list[Layout]:
+    """Return one process, and the float32 layouts of `make layouts` for the Qwen3-MoE model."""
+    adapted = [layout for layout in LORA if layout.dtype == "float32"]
+    return [Layout(1), Layout(1, recompute=False), *FLOAT32, *adapted]
+
+
+def measure(folder: Path, only: str) -> Iterator[dict[str, Any]]:
+    """Yield one row for each layout, or for those called `only`."""
+    model = write_model(folder / "model")
+    for experts in ("none", "per_expert", "shared_outer"):
+        write_lora(model, experts)
+    samples = make_mixed_groups()
+    for layout in layouts():
+        if only not in ("", layout.name):
+            continue
+        both = layout, dataclasses.replace(layout, share_prefixes=True)
+        plain, shared = (
+            run_ranks(each.world, train_layout, model, each, samples, folder=folder / "out")[0]
+            for each in both
+        )
+        found = agreement(shared, plain, plain["loaded"])
+        row = {
+            "layout": layout.name,
+            "ranks": layout.world,
+            "shared_tokens": int(shared["shared"]),
+            "loss": found.loss,
+            "grad_norm": found.grad_norm,
+            "weights": found.weights,
+            "replay_coverage": found.replay_coverage,
+        }
+        row["passed"] = (
+            found.worst < TOLERANCE and found.replay_coverage == 1.0 and shared["shared"] > 0
+        )
+        print("ok  " if row["passed"] else "FAIL", row, flush=True)
+        yield row
+
+
+def main() -> None:
+    """Measure all layouts, or those of one name."""
+    parser = argparse.ArgumentParser(description=summary(__doc__))
+    parser.add_argument("--only", default="", metavar="NAME", help="as in a row of docs/layouts.md")
+    only = parser.parse_args().only
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = list(measure(Path(scratch), only))
+    if not rows:
+        parser.error(f"--only {only!r}: expected the name of a row of docs/layouts.md")
+    passed = sum(row["passed"] for row in rows)
+    failed = len(rows) - passed
+    if not only:
+        content = {
+            "tolerance": TOLERANCE,
+            "tokens": sum(len(sample.token_ids) for sample in make_mixed_groups()),
+            "layouts": rows,
+        }
+        packages = ("torch", "megatron-core")
+        write_result("shared_layouts", content, passed=passed, failed=failed, packages=packages)
+    finish(passed, failed)
+
+
+if __name__ == "__main__":
+    main()
