@@ -40,6 +40,7 @@ from parallel import prepare
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.mesh import Mesh, destroy_mesh, init_mesh
+from parallel.packing import num_rows
 from parallel.policy import Policy, with_old_logprobs
 from parallel.prefix_packing import expected_gain
 
@@ -133,7 +134,7 @@ class Steps:
         ready = TrainBatch(micro, batch.num_loss_tokens, batch.num_samples)
         done = self.policy.train_step(ready, loss, Replay.rollout)
         return {
-            "rows": sum(each.num_rows for each in micro),
+            "rows": sum(map(num_rows, micro)),
             "micro_batches": len(micro),
             "logprobs": logprobs_of(micro, before.logprobs),
             "grad_norm": done.grad_norm,

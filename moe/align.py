@@ -201,8 +201,8 @@ def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
 class RouterRows:
     """Properties of the rows (tokens) that each router of this rank processes in a micro-batch.
 
-    A row that several samples share (`mrl.types.SharedPrefixes`) has an entry for each of them, so
-    there are m entries for n rows. Without shared rows m = n, and the entries are the rows.
+    A row that several samples share (`mrl.shared_prefixes`) has an entry for each of them, so there
+    are m entries for n rows. Without shared rows m = n, and the entries are the rows.
     """
 
     counted: Tensor

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mrl.sampling_mask import SamplingMask
+from mrl.shared_prefixes import SharedPrefixes
 
 NATIVE_ROUTE = -1
 """Expert id of a row without a captured route; the trainer's router then chooses the experts."""
@@ -58,8 +59,7 @@ class VersionSpan:
 class RoutingTrace:
     """The experts that the rollout engine chose for a sample. Row t is the route of token t.
 
-    The last token of a sample was never fed back to the engine, so it has no row. No row repeats an
-    expert: `moe.trace` and `moe.align` refuse a row that does.
+    The last token of a sample was never fed back, so it has no row. No row repeats an expert.
     """
 
     expert_ids: Tensor
@@ -126,9 +126,8 @@ class Sample:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: the prompt, then the completion, or all turns of a conversation and the text between
-    them. If another rank has the tokens, `token_ids`, `rollout_logprobs` and `sampling_mask` are `meta`
-    tensors until `mrl.exchange.rollouts` sends the data to the ranks that train the sample."""
+    """i64[T]: prompt and completion, or a whole conversation. On ranks that lack the tokens a `meta`
+    tensor, as `rollout_logprobs` and `sampling_mask`, until `mrl.exchange.rollouts` sends them."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true for tokens that the policy sampled."""
@@ -201,26 +200,9 @@ class TokenRoutes:
 
 
 @dataclass(frozen=True)
-class SharedPrefixes:
-    """Which leading rows of each sequence of a micro-batch are those of an earlier sequence.
-
-    The model computes these rows once (`train.share_prefixes`). Everything per token, such as the
-    loss, still has an entry for each token of each sequence.
-    """
-
-    leaders: tuple[int, ...]
-    """For each of the B sequences the index of the sequence whose rows it shares, which is lower; its
-    own index if it shares none."""
-    num_rows: tuple[int, ...]
-    """For each sequence the number of leading rows that it takes from its leader."""
-
-
-@dataclass(frozen=True)
 class MicroBatch:
-    """B sequences packed end to end into N tokens.
-
-    Padding, if the layout needs it, is the last sequence, without loss tokens or captured routes.
-    """
+    """B sequences packed end to end into N tokens. Padding, if the layout needs it, is the last one,
+    without loss tokens or captured routes."""
 
     input_ids: Tensor
     """i64[N]."""
@@ -237,8 +219,8 @@ class MicroBatch:
     seq_weight: Tensor
     """f32[B]: weight of each sequence in the loss, already divided by the global normaliser."""
     advantages: Tensor | None = None
-    """f32[B]: one advantage per sequence. If each token has an advantage (`token_advantages`), this
-    is the mean over the sequence's loss tokens. None until `mrl.learn.advantages` has run."""
+    """f32[B]: the advantage of each sequence, or the mean over its loss tokens if there are
+    `token_advantages`. None until `mrl.learn.advantages` has run."""
     sample_ids: Tensor | None = None
     """i64[B]: number of each sample in its step (line of rollouts/step_*.jsonl); -1 for padding."""
     weight_versions: Tensor | None = None
@@ -269,21 +251,11 @@ class MicroBatch:
     sampling_mask: SamplingMask | None = None
     """Tokens kept at each of the N positions, on the CPU, with `rollout.sampling_mask`; else None."""
     shared: SharedPrefixes | None = None
-    """The rows that sequences share; None if the model computes a row for every token."""
+    """Rows that sequences share; None if the model computes a row for every token."""
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows that the model computes: N less the shared rows."""
-        return self.num_tokens - self.num_shared
-
-    @property
-    def num_shared(self) -> int:
-        """The number of tokens whose row is that of another token."""
-        return sum(self.shared.num_rows) if self.shared else 0
 
 
 @dataclass(frozen=True)

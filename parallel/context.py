@@ -11,8 +11,8 @@ works on single tokens. Log-probs are gathered too, at 8 bytes per token, so the
 whole sequences as without context parallelism. In the backward pass every rank takes the gradient
 of its own tokens.
 
-A sequence that shares its first rows with another one (`mrl.types.SharedPrefixes`) is only cut from
-there on. Several packed tokens then have the same row, which is computed once and spread to all of
+Of a sequence that shares its first rows with another one (`mrl.shared_prefixes`) only the other rows
+are cut. Several packed tokens then have the same row, which is computed once and spread to all of
 them. In the backward pass the row gets the sum of their gradients.
 
 Dimensions: N packed tokens, R <= N rows that are computed for them (R = N if nothing is shared),
@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.align import take_bytes
-from mrl.types import SharedPrefixes, TokenRoutes
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import TokenRoutes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from parallel.layers.balancing import RouterLosses
 from parallel.layers.output_layer import Projection
 from parallel.mesh import Mesh
 from parallel.model import unwrap
-from parallel.packing import to_device
+from parallel.packing import num_rows, to_device
 from parallel.pass_output import Observe, ObservedRoutes, PassOutput
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
@@ -142,7 +142,7 @@ class PipelineRunner:
         different lengths if the layout needs equal lengths, and for samples that lack the routes or
         gate weights that `replay` needs.
         """
-        lengths = sorted({batch.num_rows for batch in batches})
+        lengths = sorted({num_rows(batch) for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
             raise ValueError(
                 f"micro-batches of {lengths} rows: this layout takes one length; pad them with the "
@@ -159,7 +159,7 @@ class PipelineRunner:
                 data_iterator=feeds if len(feeds) > 1 else feeds[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batches),
-                seq_length=max(b.num_rows for b in batches),
+                seq_length=max(map(num_rows, batches)),
                 micro_batch_size=1,
                 forward_only=not train,
             )

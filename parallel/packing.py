@@ -21,7 +21,8 @@ from torch import Tensor
 
 from moe.align import join_routes
 from mrl.sampling_mask import SamplingMask, join_masks
-from mrl.types import UNKNOWN_VERSION, MicroBatch, Sample, SharedPrefixes, TokenRoutes
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import UNKNOWN_VERSION, MicroBatch, Sample, TokenRoutes
 from parallel.dims import round_up
 
 Record = TypeVar("Record", MicroBatch, TokenRoutes)
@@ -106,9 +107,9 @@ def pack(
     """
     lengths = [len(s.sample.token_ids) for s in samples]
     rooms = [round_up(n, sequence_multiple) for n in lengths]
-    num_rows = sum(rooms) - (sum(shared.num_rows) if shared else 0)
+    own = sum(rooms) - (shared.total if shared else 0)
     multiple = math.lcm(token_multiple, sequence_multiple)
-    padding = round_up(max(min_rows, num_rows), multiple) - num_rows
+    padding = round_up(max(min_rows, own), multiple) - own
     total = sum(rooms) + padding
     if shared is not None and padding:
         leaders = (*shared.leaders, len(samples))
@@ -157,6 +158,12 @@ def pack(
         sampling_mask=_packed_masks([s.sample for s in samples], rooms, total),
         shared=shared,
     )
+
+
+def num_rows(batch: MicroBatch) -> int:
+    """Return the number of rows that the model computes for a micro-batch: its tokens, less the rows
+    that its sequences share."""
+    return batch.num_tokens - (batch.shared.total if batch.shared else 0)
 
 
 def _packed_masks(

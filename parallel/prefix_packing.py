@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.types import Sample, SharedPrefixes, TokenRoutes
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, TokenRoutes
 from parallel.dims import ParallelDims, round_up
 from parallel.mesh import Mesh
 from parallel.packing import assign_micro_batches

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moe.align import as_bytes
-from mrl.types import Sample, SharedPrefixes, TokenRoutes
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, TokenRoutes
 
 
 def common_rows(

@@ -22,7 +22,8 @@ from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 from mrl.learn.advantages import with_advantages
 from mrl.learn.packs import Packs, agreed_packs, shared_packs, unshared_packs
-from mrl.types import Sample, SharedPrefixes, TokenRoutes, TrainBatch
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, TokenRoutes, TrainBatch
 from parallel.dims import round_up
 from parallel.mesh import Mesh
 from parallel.packing import WeightedSample, assign_micro_batches, pack

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mrl.config import TrainConfig
-from mrl.types import Sample, SharedPrefixes, Sum, TokenRoutes, TrainBatch
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, Sum, TokenRoutes, TrainBatch
 from parallel.dims import round_up
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
@@ -37,7 +38,8 @@ def shares_prefixes(
 
 def shared_tokens(batches: Sequence[TrainBatch], mesh: Mesh) -> dict[str, float]:
     """Return the metric `train/shared_tokens` of the mini-batches of a step. A collective."""
-    count = sum(micro.num_shared for batch in batches for micro in batch.micro_batches)
+    found = [micro.shared for batch in batches for micro in batch.micro_batches]
+    count = sum(shared.total for shared in found if shared is not None)
     own = {"train/shared_tokens": Sum(torch.tensor(count))}
     return reduce_statistics(own if mesh.reports_loss else {})
 

@@ -26,7 +26,8 @@ from mrl.config import (
 from mrl.config.adapter import Experts
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
-from mrl.types import LossOutput, MicroBatch, Sample, Sum, TrainBatch, WeightBucket
+from mrl.learn.packs import shared_tokens
+from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, WeightBucket
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.dims import ParallelDims
 from parallel.export import export_buckets
@@ -272,11 +273,10 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
         check_cast(exported(policy, dtype), loaded, dtype, buffer_names(policy.weights.model))
     batch, routing = ready_batch(policy, mesh, samples, layout.share_prefixes)
-    shared = Sum(torch.tensor(sum(b.num_shared for b in batch.micro_batches)))
     found = {
         "loaded": loaded,
         "routing": reduce_statistics(routing),
-        "shared": reduce_statistics({"tokens": shared} if mesh.reports_loss else {})["tokens"],
+        "shared": shared_tokens([batch], mesh)["train/shared_tokens"],
         "steps": train(policy, mesh, samples, NUM_STEPS, layout.share_prefixes),
         "weights": exported(policy),
     }

@@ -9,10 +9,11 @@ import torch
 
 from moe.align import routes_of_trace, with_native_rows
 from mrl.sampling_mask import SamplingMask
-from mrl.types import Sample, SharedPrefixes, TokenRoutes
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, TokenRoutes
 from parallel.context import context_slice
 from parallel.dims import ParallelDims
-from parallel.packing import pack
+from parallel.packing import num_rows, pack
 from parallel.prefix_packing import FamilyPack, families_of, pack_families, plan_shares
 from parallel.prefixes import common_rows, shared_prefixes
 from tests.parallel.conftest import make_sample, weighted
@@ -132,8 +133,8 @@ def test_packed_tokens_and_computed_rows(group: list[Sample]) -> None:
     assert shared == SharedPrefixes((0, 0, 0, 0), (0, 12, 12, 12))
     plain = pack([weighted(s) for s in group])
     batch = pack([weighted(s) for s in group], 16, shared=shared)
-    assert batch.num_rows == 48
-    assert batch.num_shared == 36
+    assert num_rows(batch) == 48
+    assert batch.num_tokens == 48 + 36
     assert torch.equal(batch.input_ids[: plain.num_tokens], plain.input_ids)
 
     class One:

@@ -27,6 +27,7 @@ from parallel.hf_config import HfModel
 from parallel.layers.balancing import expert_biases
 from parallel.ledger import Ledger
 from parallel.mesh import Mesh
+from parallel.packing import num_rows
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
 from tests.parallel.adapters import write_lora
@@ -95,8 +96,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     signs = [(-1.0) ** i for i in range(len(samples))]
     batch = make_train_batch(samples, signs, gspo, mesh, size, share_prefixes=share)
-    assert share == any(b.num_shared for b in batch.micro_batches)
-    assert all(b.num_rows <= size for b in batch.micro_batches)
+    assert share == any(b.shared for b in batch.micro_batches)
+    assert all(num_rows(b) <= size for b in batch.micro_batches)
     return batch.micro_batches
 
 
