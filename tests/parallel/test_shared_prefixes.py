@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.align import routes_of_traces
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import ModelConfig, MoeConfig, OptimizerConfig
 from mrl.diagnosis.decompose import decompose
 from mrl.diagnosis.gather import gather_tokens
-from mrl.learn.batching import make_train_batch
-from mrl.types import MicroBatch, Sample
+from mrl.learn.batching import make_train_batch, make_train_batches
+from mrl.types import MicroBatch, Sample, TokenRoutes
 from parallel.critic import Critic
 from parallel.export import export_buckets
 from parallel.hf_config import HfModel
@@ -89,6 +91,34 @@ def test_three_steps_are_the_same(layout: Layout, model_path: Path, tmp_path: Pa
     assert found.worst < TOLERANCE
     assert found.replay_coverage == 1.0
     assert ours["routing"] == pytest.approx(plain["routing"], rel=1e-6, nan_ok=True)
+
+
+def shared_on_stages(model_path: Path, sizes: dict[str, Any]) -> list[Any]:
+    """The shared rows of each micro-batch, where a rank has the routes of its own layers alone."""
+    mesh = join_mesh(model_path, sizes)
+    layers = (MOE_LAYERS[:1], MOE_LAYERS[1:])[mesh.pp_rank] if mesh.dims.pp > 1 else MOE_LAYERS
+
+    def own(samples: Sequence[Sample], shares: Any) -> dict[int, TokenRoutes]:
+        traces = [sample.routing for sample in samples if sample.routing is not None]
+        return dict(enumerate(routes_of_traces(traces, layers)))
+
+    samples = make_mixed_groups()
+    parts = [(samples, [1.0] * len(samples))]
+    (batch,) = make_train_batches(parts, gspo, mesh, 64, own, share_prefixes=True)
+    found = [micro.shared for micro in batch.micro_batches if micro.shared]
+    lengths = {num_rows(micro) for micro in batch.micro_batches}
+    assert len(lengths) == 1 or mesh.dims.pp == 1
+    return [[list(each.leaders), list(each.num_rows)] for each in found]
+
+
+def test_pipeline_stages_agree_on_the_rows(model_path: Path, tmp_path: Path) -> None:
+    """A route that differs in a layer of the last stage splits the samples on the first one, too."""
+    first, last = run_ranks(2, shared_on_stages, model_path, PP2, folder=tmp_path)
+    assert first == last
+    counts = {count for _, counts in first for count in counts}
+    assert 11 in counts  # the row of the other route; the first stage alone would share 20
+    (alone,) = run_ranks(1, shared_on_stages, model_path, {}, folder=tmp_path)
+    assert 11 in {count for _, counts in alone for count in counts}
 
 
 def micro_batches(
