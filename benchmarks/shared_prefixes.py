@@ -46,8 +46,8 @@ from parallel.prefix_packing import expected_gain
 
 GOAL = 2.5
 LIMIT = 1.03
-TOLERANCE = 1e-5
-"""Largest difference of a log-prob, and relative difference of gradient norms."""
+LOGPROB_TOLERANCE, GRAD_NORM_TOLERANCE = 1e-4, 1e-5
+"""Absolute and relative: a sum over thousands of tokens in float32 has no smaller noise."""
 LAYERS, VOCAB, EXPERTS, TOPK = 4, 128, 16, 2
 SIZES = {
     "vocab_size": VOCAB, "num_layers": LAYERS, "hidden_size": 256, "num_attention_heads": 8,
@@ -238,9 +238,9 @@ def failures(row: dict[str, Any]) -> list[str]:
         bad.append(f"{name}: {speed} times the speed, below {GOAL}")
     if name in UNSHARED and 1 / speed > LIMIT:
         bad.append(f"{name}: {1 / speed:.3f} of the time without sharing, above {LIMIT}")
-    if (gap := row["largest_logprob_difference"]) > TOLERANCE:
+    if (gap := row["largest_logprob_difference"]) > LOGPROB_TOLERANCE:
         bad.append(f"{name}: log-probs differ by {gap:.1e}")
-    if (gap := row["relative_grad_norm_difference"]) > TOLERANCE:
+    if (gap := row["relative_grad_norm_difference"]) > GRAD_NORM_TOLERANCE:
         bad.append(f"{name}: gradient norms differ by {gap:.1e}")
     return bad
 
