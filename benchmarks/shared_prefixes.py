@@ -49,7 +49,7 @@ LIMIT = 1.03
 LOGPROB_TOLERANCE, GRAD_NORM_TOLERANCE = 1e-4, 1e-5
 """Absolute and relative: a sum over thousands of tokens in float32 has no smaller noise."""
 LAYERS, VOCAB, EXPERTS, TOPK = 4, 128, 16, 2
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "num_layers": LAYERS, "hidden_size": 256, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "num_experts": EXPERTS, "num_experts_per_tok": TOPK,
     "moe_intermediate_size": 128, "max_position_embeddings": 4096,

@@ -187,13 +187,25 @@ def context_slice(
     )
 
 
+MIN_QUERIES, MAX_BLOCKS = 256, 4
+"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks, of at least
+MIN_QUERIES rows if there are several. Attention computes all scores of a block whose keys begin before
+it, also those that its mask removes: with several blocks these are fewer. But each block needs a copy
+of its keys."""
+
+
 def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:
-    """Return one block per sequence [bounds[i], bounds[i+1]), without its first `offsets[i]` rows."""
+    """Return the blocks of the sequences [bounds[i], bounds[i+1]) without their first `offsets[i]`
+    rows. A sequence that shares no rows is one block."""
     blocks, local = [], 0
     for (a, b), offset in zip(pairwise(bounds), offsets, strict=True):
-        if b - a > offset:
-            blocks.append(Block(local, b - a - offset, a, offset))
-            local += b - a - offset
+        num_rows = b - a - offset
+        count = min(max(num_rows // MIN_QUERIES, 1), MAX_BLOCKS) if offset else 1
+        ends = [offset + num_rows * (i + 1) // count for i in range(count)]
+        for start, end in pairwise([offset, *ends]):
+            if end > start:
+                blocks.append(Block(local, end - start, a, start))
+                local += end - start
     return blocks
 
 

@@ -28,7 +28,7 @@ from parallel.mesh import Mesh
 from parallel.packing import assign_micro_batches
 from parallel.prefixes import common_rows, shared_prefixes
 
-MIN_GAIN = 1.1
+MIN_GAIN = 1.2
 """`auto` shares where that computes at least this many times fewer rows. A micro-batch with shared rows
 costs more per row: its attention reads copied keys through a mask, and its routers' values are spread.
 docs/prefixes.md has what was measured."""

@@ -74,7 +74,7 @@ class TrainConfig(Branch):
     micro-batch of its own."""
     share_prefixes: Literal["off", "auto"] = "off"
     """`auto`: the samples of a prompt share the rows of their common prefix, which the model then
-    computes once for all of them, in the steps in which that computes at least 1.1 times fewer rows.
+    computes once for all of them, in the steps in which that computes at least 1.2 times fewer rows.
     A row is shared only if its tokens and its captured routes are equal. The samples of a prompt then
     go into the same micro-batch, and `micro_batch_tokens` limits the rows that are computed. The
     results are equal up to rounding. TransformerEngine's layers share nothing."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mrl.config import TrainConfig
 from mrl.shared_prefixes import SharedPrefixes
-from mrl.types import Sample, Sum, TokenRoutes, TrainBatch
+from mrl.types import Sample, Statistics, Sum, TokenRoutes, TrainBatch
 from parallel.dims import round_up
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
@@ -40,7 +40,7 @@ def shared_tokens(batches: Sequence[TrainBatch], mesh: Mesh) -> dict[str, float]
     """Return the metric `train/shared_tokens` of the mini-batches of a step. A collective."""
     found = [micro.shared for batch in batches for micro in batch.micro_batches]
     count = sum(shared.total for shared in found if shared is not None)
-    own = {"train/shared_tokens": Sum(torch.tensor(count))}
+    own: Statistics = {"train/shared_tokens": Sum(torch.tensor(count))}
     return reduce_statistics(own if mesh.reports_loss else {})
 
 

@@ -2,12 +2,13 @@
 
 It is a drop-in `core_attention` for Megatron's layer spec, on CPUs and GPUs. The sequences of a
 micro-batch are sorted into buckets of lengths that differ by less than 2x, and each bucket is one call
-of `scaled_dot_product_attention`: a few large calls instead of one for each sequence, and less than 2x
-padding. Padding on the right needs no mask, because causal queries do not attend to later keys. On GPUs
-torch's FlashAttention for packed sequences is used instead where possible.
+of `scaled_dot_product_attention`: few large calls, and less than 2x padding. Padding on the right needs
+no mask, because causal queries do not attend to later keys. On GPUs torch's FlashAttention for packed
+sequences is used instead where possible.
 
 Under context parallelism, keys and values are gathered over the ranks; the queries of a rank are two
-blocks of each sequence (`parallel.context`), and a mask says which keys come before them.
+blocks of each sequence (`parallel.context`), and a mask says which keys come before them. The rows
+after a shared prefix are such blocks, too.
 
 Dimensions: N packed tokens, n of them on this rank (n = N without context parallelism), b blocks of a
 bucket, s length of its longest block, k keys of the block with most keys, h heads, g query groups, d
@@ -115,10 +116,10 @@ def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
     """Make the parameters of one micro-batch, on `device`, from `cu_seqlens` i32[B+1] on the CPU."""
-    by_size: dict[tuple[int, int], list[Block]] = {}
-    for block in context.blocks:
-        size = (block.num_tokens - 1).bit_length()
-        by_size.setdefault((size, block.offset // block.num_tokens), []).append(block)
+    by_size: dict[tuple[int, bool, int], list[Block]] = {}
+    for b in context.blocks:
+        kind = (b.num_tokens - 1).bit_length(), b.offset > 0, b.offset // b.num_tokens
+        by_size.setdefault(kind, []).append(b)
     longest = int(cu_seqlens.diff().max())
     bounds = cu_seqlens.to(device)
     ordered = [by_size[key] for key in sorted(by_size)]
