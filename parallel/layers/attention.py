@@ -10,9 +10,9 @@ Under context parallelism, keys and values are gathered over the ranks; the quer
 blocks of each sequence (`parallel.context`), and a mask says which keys come before them. The rows
 after a shared prefix are such blocks, too.
 
-Dimensions: N packed tokens, n of them on this rank (n = N without context parallelism), b blocks of a
-bucket, s length of its longest block, k keys of the block with most keys, h heads, g query groups, d
-and e head sizes of keys and values (equal except in latent attention).
+Dimensions: N packed tokens, n rows of this rank (`parallel.context`), b blocks of a bucket, s length of
+its longest block, k keys of the block with most keys, h heads, g query groups, d and e head sizes of
+keys and values (equal except in latent attention).
 """
 
 from __future__ import annotations

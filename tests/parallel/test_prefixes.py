@@ -192,7 +192,7 @@ def test_when_sharing_pays() -> None:
     two = plan_shares(long, dims(2), 128)
     assert two is not None
     assert sorted(i for own in two for i in own) == list(range(12))
-    alone = plan_shares(make_groups((20,), (60, 60, 60, 60)), dims(2), 512)
+    alone = plan_shares(make_groups((40,), (60, 60, 60, 60)), dims(2), 512)
     assert alone is not None
     assert sorted(map(len, alone)) == [2, 2]
 
