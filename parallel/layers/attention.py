@@ -171,8 +171,7 @@ def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) ->
     keys = first + key_step.minimum(offset + length - 1)
     mask = None
     if bool(offset.any()):
-        mask = key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)
-        mask = mask.unsqueeze(1).to(device)
+        mask = (key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)).unsqueeze(1).to(device)
     return Bucket(shape, places[keys.to(device)], mask)
 
 
