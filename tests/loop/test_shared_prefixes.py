@@ -21,6 +21,8 @@ from tests.ranks import run_ranks
 from tests.release import release
 
 STEPS = 3
+EPSILON = "optimizer.adam_eps=1e-4"
+"""Larger than usual: Adam's first steps would otherwise be the signs of rounding noise around 0."""
 SHARED = "train/shared_tokens"
 PP2 = "parallel.pipeline_model_parallel_size=2"
 
@@ -39,7 +41,7 @@ def trained(overrides: list[str]) -> dict[str, Any]:
         (1, ("algorithm.kl_coef=0.1",)),
         release(1, ("algorithm.name=ppo", "moe.routing_replay=r2")),
         release(2, (PP2, "train.num_steps_per_rollout=2")),
-        release(2, ("train.recompute=true", "diagnosis.decompose_every=1")),
+        release(2, ("moe.load_balancing_type=seq_aux_loss", "moe.aux_loss_coeff=0.01")),
     ],
 )
 def test_the_steps_are_the_same(
@@ -49,7 +51,9 @@ def test_the_steps_are_the_same(
         run_ranks(
             world,
             trained,
-            settings(toy, recorded, tmp_path / kind, *more, f"train.share_prefixes={kind}"),
+            settings(
+                toy, recorded, tmp_path / kind, *more, f"train.share_prefixes={kind}", EPSILON
+            ),
             folder=tmp_path / "out",
         )
         for kind in ("off", "auto")
@@ -62,7 +66,7 @@ def test_the_steps_are_the_same(
             assert found.keys() == expected.keys()
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5, nan_ok=True)
         for a, b in zip(plain["weights"], ours["weights"], strict=True):
-            assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_that_share_nothing_are_named_once() -> None:
