@@ -2,7 +2,7 @@
 
 One process with one thread holds one policy, a MoE of 4 layers in float32, and takes steps of the same
 samples by turns with `train.share_prefixes` off and auto, so that what else the machine does meets
-both.
+both. The learning rate is so small that no step changes the weights.
 A step is what the trainer does with a rollout: packing, the log-probs before the update, and forward,
 backward with recompute and an optimizer step, with captured routes replayed (R3). Figures are medians
 of wall-clock and CPU seconds and of peak memory: on a CPU the resident memory above that before the
@@ -122,7 +122,7 @@ class Steps:
         self.mesh = mesh
         self.policy = Policy(
             HfModel.read(folder), mesh, ModelConfig(path=str(folder), transformer_impl="local"),
-            OptimizerConfig(lr=1e-9), recompute=True, temperature=1.0,
+            OptimizerConfig(lr=1e-30), recompute=True, temperature=1.0,
         )  # fmt: skip
 
     def step(self, samples: list[Sample], share: bool) -> dict[str, Any]:
