@@ -3,9 +3,9 @@
 The traces of several samples are packed in the order of a micro-batch. Then only the layers and the
 sequence-parallel rows of this rank are kept.
 
-Dimensions: N packed tokens, n rows of this rank (N / tp under sequence parallelism), T tokens of a
-sample, L MoE layers, K experts per token. In `local_routes`, N counts only the tokens of this
-context-parallel rank.
+Dimensions: N packed tokens (in `local_routes` only the rows of this context-parallel rank), n rows of
+this rank (N / tp under sequence parallelism), T tokens of a sample, L MoE layers, K experts per
+token.
 """
 
 from __future__ import annotations
@@ -102,9 +102,14 @@ def _of_layers(rows: Tensor, places: list[int]) -> Tensor:
 
 
 def take_bytes(values: Tensor, index: Any) -> Tensor:
-    """Return `values[index]`. The values are indexed as bytes, because CUDA cannot index uint16.
-    Therefore the index must not address the last dimension."""
-    return values.view(torch.uint8)[index].view(values.dtype)
+    """Return `values[index]`. The index must not address the last dimension, because the values are
+    indexed as bytes: CUDA cannot index uint16."""
+    return as_bytes(values)[index].view(values.dtype)
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """Return the bytes of `values` as a view, u8 with a longer last dimension."""
+    return values.view(torch.uint8)
 
 
 def with_native_rows(routes: TokenRoutes, native: Tensor) -> TokenRoutes:
@@ -194,24 +199,37 @@ def row_slice(num_tokens: int, tp_rank: int, tp_size: int) -> slice:
 
 @dataclass(frozen=True)
 class RouterRows:
-    """Properties of the n rows (tokens) of a micro-batch that each router of this rank processes."""
+    """Properties of the rows (tokens) that each router of this rank processes in a micro-batch.
+
+    A row that several samples share (`mrl.shared_prefixes`) has an entry for each of them, so there
+    are m entries for n rows. Without shared rows m = n, and the entries are the rows.
+    """
 
     counted: Tensor
-    """bool[n]: whether the row counts in the expert loads and router losses. True up to and including
+    """bool[m]: whether the row counts in the expert loads and router losses. True up to and including
     the last loss token of a sample; false after it, for padding, and for samples without a loss
     token."""
     leading: Tensor
-    """bool[n]: true for the rows before the last loss token of their sample. The routes of these
+    """bool[m]: true for the rows before the last loss token of their sample. The routes of these
     rows affect the loss, because a later loss token attends to them."""
     segments: Tensor
-    """i64[n]: for each row the index of its sequence in the micro-batch."""
+    """i64[m]: for each row the index of its sequence in the micro-batch."""
     num_segments: int
     """The number of sequences in the micro-batch."""
+    source: Tensor | None = None
+    """i64[m]: the row of each entry; None if the entries are the rows."""
+
+    def of(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Spread values of the n rows to the m entries, differentiably. `dim` is the dimension of the
+        rows."""
+        return values if self.source is None else values.index_select(dim, self.source)
 
 
-def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
-    """Return the `RouterRows` of one rank. `rows`, a slice or indices i64[n], selects the packed
-    tokens of `batch` that are processed by the routers of this rank."""
+def router_rows(
+    batch: MicroBatch, rows: slice | Tensor, source: Tensor | None = None
+) -> RouterRows:
+    """Return the `RouterRows` of one rank. `rows`, a slice or indices i64[m], selects the packed
+    tokens of `batch` that the routers of the rank process. `source` is `RouterRows.source`."""
     lengths = batch.cu_seqlens.diff().long()
     so_far = batch.loss_mask.long().cumsum(0)
     by_the_end = so_far[batch.cu_seqlens[1:].long() - 1]
@@ -219,7 +237,7 @@ def router_rows(batch: MicroBatch, rows: slice | Tensor) -> RouterRows:
     segments = numbers.repeat_interleave(lengths, output_size=batch.num_tokens)[rows]
     left = by_the_end[segments] - so_far[rows]
     leading = left > 0
-    return RouterRows(leading | batch.loss_mask[rows], leading, segments, lengths.numel())
+    return RouterRows(leading | batch.loss_mask[rows], leading, segments, lengths.numel(), source)
 
 
 def local_routes(

@@ -1,9 +1,10 @@
 """Compare the routers' own choices with captured routes, and measure the load of the experts.
 
 Every rank counts only its own rows and layers. The sums of these counts over all ranks are the
-counts of the whole model.
+counts of the whole model. A row that several samples share counts once for each of them.
 
-Dimensions: n rows (tokens) of this rank, L MoE layers, K experts per token, E experts.
+Dimensions: n rows (tokens) of this rank, m entries of its `RouterRows` (m = n if nothing is shared),
+L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class RoutingCounter:
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
     """Maps the tuple of the layer numbers that were counted in a model chunk to their counts."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """Maps the number of a micro-batch to bool[n], which is true for rows in which the router of at
-    least one layer of this rank chose other experts than the captured route."""
+    """For each micro-batch number bool[m]: true for rows in which the router of at least one layer of
+    this rank chose other experts than the captured route."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     """Maps the tuple of a model chunk's layer numbers to i64[L, E], the number of counted tokens
@@ -130,6 +131,7 @@ class RoutingCounter:
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
         if maps is not None:
+            maps = rows.of(maps, dim=1)
             loads = (maps & rows.counted.unsqueeze(-1)).sum(1)
             known = self._loads.get(numbers)
             self._loads[numbers] = loads if known is None else known + loads
@@ -143,6 +145,7 @@ class RoutingCounter:
             if compared != numbers:
                 maps = _stacked([chunk.layers[number].routing_map for number in compared])
                 assert maps is not None
+                maps = rows.of(maps, dim=1)
             known = known | self._compare(compared, chunk, routes, maps, rows, replays)
         self._token_differs[batch_number] = known
 
@@ -158,13 +161,14 @@ class RoutingCounter:
         """Compare the routers' own choices with the captured routes in the layers `numbers`, and add
         the counts to this counter.
 
-        maps: bool[L, n, E], the routing maps of these layers. Returns bool[n]: true for rows in which
+        maps: bool[L, m, E], the routing maps of these layers. Returns bool[m]: true for rows in which
         the router of at least one of the layers chose other experts than the captured route.
         """
         layers = [chunk.layers[number] for number in numbers]
         native = _stacked([layer.native_ids for layer in layers])
         assert native is not None
-        target = torch.stack([ids_of(routes[number]) for number in numbers])
+        native = rows.of(native, dim=1)
+        target = rows.of(torch.stack([ids_of(routes[number]) for number in numbers]), dim=1)
         # Either all K ids of a row are NATIVE_ROUTE or none is.
         captured = (target[..., 0] != NATIVE_ROUTE) & rows.leading
         safe = torch.where(captured.unsqueeze(-1), target, native)
@@ -173,6 +177,7 @@ class RoutingCounter:
         counts = LayerCounts(captured.sum(-1) * differs.shape[-1], differs.sum((1, 2)))
         if all(layer.margins is not None for layer in layers):
             margins = torch.stack([m for layer in layers if (m := layer.margins) is not None])
+            margins = rows.of(margins, dim=1)
             counts = replace(counts, margins=MarginCounts.of(margins, row_differs, captured))
         known = self.layers.get(numbers)
         self.layers[numbers] = counts if known is None else known + counts

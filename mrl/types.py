@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mrl.sampling_mask import SamplingMask
+from mrl.shared_prefixes import SharedPrefixes
 
 NATIVE_ROUTE = -1
 """Expert id of a row without a captured route; the trainer's router then chooses the experts."""
@@ -58,8 +59,7 @@ class VersionSpan:
 class RoutingTrace:
     """The experts that the rollout engine chose for a sample. Row t is the route of token t.
 
-    The last token of a sample was never fed back to the engine, so it has no row. No row repeats an
-    expert: `moe.trace` and `moe.align` refuse a row that does.
+    The last token of a sample was never fed back, so it has no row. No row repeats an expert.
     """
 
     expert_ids: Tensor
@@ -126,9 +126,8 @@ class Sample:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: the prompt, then the completion, or all turns of a conversation and the text between
-    them. If another rank has the tokens, `token_ids`, `rollout_logprobs` and `sampling_mask` are `meta`
-    tensors until `mrl.exchange.rollouts` sends the data to the ranks that train the sample."""
+    """i64[T]: prompt and completion, or a whole conversation. On ranks that lack the tokens a `meta`
+    tensor, as `rollout_logprobs` and `sampling_mask`, until `mrl.exchange.rollouts` sends them."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true for tokens that the policy sampled."""
@@ -202,10 +201,8 @@ class TokenRoutes:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences packed end to end into N tokens.
-
-    Padding, if the layout needs it, is the last sequence, without loss tokens or captured routes.
-    """
+    """B sequences packed end to end into N tokens. Padding, if the layout needs it, is the last one,
+    without loss tokens or captured routes."""
 
     input_ids: Tensor
     """i64[N]: the token ids."""
@@ -222,8 +219,8 @@ class MicroBatch:
     seq_weight: Tensor
     """f32[B]: weight of each sequence in the loss, already divided by the global normaliser."""
     advantages: Tensor | None = None
-    """f32[B]: one advantage per sequence. If each token has an advantage (`token_advantages`), this
-    is the mean over the sequence's loss tokens. None until `mrl.learn.advantages` has run."""
+    """f32[B]: the advantage of each sequence, or the mean over its loss tokens if there are
+    `token_advantages`. None until `mrl.learn.advantages` has run."""
     sample_ids: Tensor | None = None
     """i64[B]: number of each sample in its step (line of rollouts/step_*.jsonl); -1 for padding."""
     weight_versions: Tensor | None = None
@@ -252,7 +249,9 @@ class MicroBatch:
     bootstrap: Tensor | None = None
     """f32[B]: the critic's value after the last loss token of truncated samples, else 0."""
     sampling_mask: SamplingMask | None = None
-    """Tokens that `top_p` and `top_k` kept per position, on the CPU; None without sampling masks."""
+    """Tokens kept at each of the N positions, on the CPU, with `rollout.sampling_mask`; else None."""
+    shared: SharedPrefixes | None = None
+    """Rows that sequences share; None if the model computes a row for every token."""
 
     @property
     def num_tokens(self) -> int:

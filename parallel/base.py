@@ -167,6 +167,7 @@ class Base:
         self.dtype = choose_dtype(setup.config.dtype)
         asked = "local" if setup.is_adapted else setup.config.transformer_impl
         implementation, _ = choose_implementation(asked)
+        self.implementation = implementation
         self.settings = build_config(
             setup.model, mesh.dims, mesh.device, self.dtype, implementation, setup.recompute,
             setup.moe.expert_bias_update_rate, setup.true_on_policy, setup.options,

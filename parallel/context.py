@@ -1,15 +1,22 @@
-"""Context parallelism: which packed tokens a rank holds.
+"""The rows that a rank computes of the packed tokens of a micro-batch: context parallelism, and the
+prefixes that sequences share.
 
-Every sequence is cut into `2 * cp` chunks of equal length. Rank r holds chunk r, whose tokens
-attend to few keys, and chunk `2 * cp - 1 - r`, whose tokens attend to many keys, so that causal
-attention costs every rank the same. Megatron's RoPE and TransformerEngine expect this order.
+Under context parallelism every sequence is cut into `2 * cp` chunks of equal length. Rank r holds
+chunk r, whose tokens attend to few keys, and chunk `2 * cp - 1 - r`, whose tokens attend to many
+keys, so that causal attention costs every rank the same. Megatron's RoPE and TransformerEngine expect
+this order.
 
 Attention gathers keys and values over the ranks (`parallel.layers.attention`); everything else
 works on single tokens. Log-probs are gathered too, at 8 bytes per token, so the loss is computed on
 whole sequences as without context parallelism. In the backward pass every rank takes the gradient
 of its own tokens.
 
-Dimensions: N packed tokens, n = N / cp of them on this rank.
+Of a sequence that shares its first rows with another one (`mrl.shared_prefixes`) only the other rows
+are cut. Several packed tokens then have the same row, which is computed once and spread to all of
+them. In the backward pass the row gets the sum of their gradients.
+
+Dimensions: N packed tokens, R <= N rows that are computed for them (R = N if nothing is shared),
+n = R / cp of them on this rank.
 """
 
 from __future__ import annotations
@@ -25,15 +32,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.align import take_bytes
+from mrl.shared_prefixes import SharedPrefixes
 from mrl.types import TokenRoutes
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive tokens of one sequence that are adjacent on this rank."""
+    """Consecutive rows of one sequence that are adjacent on this rank."""
 
     local_start: int
-    """Index of the block's first token among this rank's n tokens."""
+    """Index of the block's first row among this rank's n rows."""
     num_tokens: int
     sequence_start: int
     """Index of the sequence's first token among the N packed tokens."""
@@ -55,11 +63,13 @@ class ContextSlice:
     group: ProcessGroup
     blocks: list[Block]
     index: Tensor | None = None
-    """i64[n]: indices, among the N packed tokens, of this rank's tokens in this rank's order. None
-    without context parallelism, where the rank has all tokens."""
+    """i64[n]: packed indices of this rank's rows, in this rank's order; None if the rank has a row of
+    every token, in packed order."""
     places: Tensor | None = None
-    """i64[N]: entry t is the position of packed token t in the concatenated slices of all ranks; None
-    without context parallelism."""
+    """i64[N]: entry t is the position of the row of packed token t in the concatenated slices of all
+    ranks; None if `index` is None."""
+    shared_places: Tensor | None = None
+    """`places` on the CPU if sequences share rows; otherwise None."""
 
     @property
     def packed(self) -> Tensor:
@@ -68,8 +78,40 @@ class ContextSlice:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def take(self, values: Tensor) -> Tensor:
-        """Select this rank's tokens: [N, ...] -> [n, ...]."""
+        """Select this rank's rows: [N, ...] -> [n, ...]."""
         return values if self.index is None else values[self.index]
+
+    def take_any(self, flags: Tensor) -> Tensor:
+        """Return bool[n]: whether `flags`, bool[N], is true for any token of each of this rank's rows.
+
+        `flags` may be on the CPU.
+        """
+        if self.shared_places is None:
+            index = self.index if flags.is_cuda or self.index is None else self.packed
+            return flags if index is None else flags[index]
+        places = self.places if flags.is_cuda else self.shared_places
+        assert places is not None
+        num_rows = self.num_rows
+        counts = torch.zeros(num_rows * self.group.size(), dtype=torch.int32, device=flags.device)
+        counts = counts.index_add_(0, places, flags.int())
+        return counts.split(num_rows)[self.group.rank()] > 0
+
+    @property
+    def num_rows(self) -> int:
+        """n, the number of this rank's rows."""
+        return sum(block.num_tokens for block in self.blocks)
+
+    def tokens_of_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the packed tokens i64[m] whose rows are among those of this rank in `rows`, and for
+        each of them the index of its row within `rows`, i64[m].
+
+        Only for a micro-batch in which sequences share rows.
+        """
+        assert self.shared_places is not None
+        first = self.group.rank() * self.num_rows + rows.start
+        source = self.shared_places - first
+        (packed,) = ((source >= 0) & (source < rows.stop - rows.start)).nonzero(as_tuple=True)
+        return packed, source[packed]
 
     def take_routes(self, routes: TokenRoutes) -> TokenRoutes:
         if self.index is None:
@@ -83,7 +125,8 @@ class ContextSlice:
         )
 
     def gather(self, values: Tensor) -> Tensor:
-        """Gather `values` [n, ...] of all ranks; return [N, ...] in packed order.
+        """Gather `values` [n, ...] of all ranks; return [N, ...] in packed order. Tokens that share a
+        row get the same value.
 
         The backward pass takes this rank's part of the gradient without a sum over ranks, so all
         ranks must use the result in the same way.
@@ -97,7 +140,7 @@ class ContextSlice:
 
     def gather_shared(self, values: Tensor) -> Tensor:
         """Gather `values` [n, ...] of all ranks; return the concatenated slices of the ranks
-        [N, ...]. `places` holds the index of each packed token in the result.
+        [R, ...]. `places` holds the index of each packed token in the result.
 
         The backward pass sums the gradients of all ranks, so each rank may use the result in its
         own way.
@@ -107,37 +150,83 @@ class ContextSlice:
         return gather_from_sequence_parallel_region(values, group=self.group)
 
 
-def context_slice(cu_seqlens: Tensor, group: ProcessGroup, device: torch.device) -> ContextSlice:
+def context_slice(
+    cu_seqlens: Tensor,
+    group: ProcessGroup,
+    device: torch.device,
+    shared: SharedPrefixes | None = None,
+) -> ContextSlice:
     """Return this rank's slice of the sequences `cu_seqlens` i32[B+1], with tensors on `device`.
 
     `cu_seqlens` is on the CPU, so that reading it does not wait for a GPU. Under context
-    parallelism, raises ValueError for a sequence whose length is not a multiple of `2 * cp`.
+    parallelism, raises ValueError for a sequence whose length, without the rows that it shares, is
+    not a multiple of `2 * cp`.
     """
     bounds = cu_seqlens.tolist()
-    if group.size() == 1:
+    size, rank = group.size(), group.rank()
+    if size == 1 and shared is None:
         return ContextSlice(group, [Block(a, b - a, a, 0) for a, b in pairwise(bounds) if b > a])
-    slices = [blocks_of_rank(bounds, rank, group.size()) for rank in range(group.size())]
+    offsets = shared.num_rows if shared else (0,) * (len(bounds) - 1)
+    if size == 1:
+        slices = [_suffixes(bounds, offsets)]
+    else:
+        slices = [blocks_of_rank(bounds, each, size, offsets) for each in range(size)]
     indices = [torch.cat([block.packed for block in blocks]) for blocks in slices]
-    places = torch.cat(indices).argsort()
-    rank = group.rank()
-    return ContextSlice(group, slices[rank], indices[rank].to(device), places.to(device))
+    joined = torch.cat(indices)
+    places = torch.empty(bounds[-1], dtype=torch.int64)
+    places[joined] = torch.arange(len(joined))
+    if shared is not None:
+        for a, leader, count in zip(bounds, shared.leaders, shared.num_rows, strict=False):
+            places[a : a + count] = places[bounds[leader] : bounds[leader] + count].clone()
+    return ContextSlice(
+        group,
+        slices[rank],
+        indices[rank].to(device),
+        places.to(device),
+        shared_places=None if shared is None else places,
+    )
 
 
-def blocks_of_rank(bounds: Sequence[int], rank: int, size: int) -> list[Block]:
-    """Return the blocks that context-parallel rank `rank` of `size` holds of the sequences
-    [bounds[i], bounds[i+1]).
+MIN_QUERIES, MAX_BLOCKS = 256, 4
+"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks, of at least
+MIN_QUERIES rows if there are several. Attention computes all scores of a block whose keys begin before
+it, also those that its mask removes: with several blocks these are fewer. But each block needs a copy
+of its keys."""
 
-    Raises ValueError for a sequence whose length is not a multiple of `2 * size`.
-    """
+
+def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:
+    """Return the blocks of the sequences [bounds[i], bounds[i+1]) without their first `offsets[i]`
+    rows. A sequence that shares no rows is one block."""
     blocks, local = [], 0
-    for a, b in pairwise(bounds):
-        chunk, rest = divmod(b - a, 2 * size)
+    for (a, b), offset in zip(pairwise(bounds), offsets, strict=True):
+        num_rows = b - a - offset
+        count = min(max(num_rows // MIN_QUERIES, 1), MAX_BLOCKS) if offset else 1
+        ends = [offset + num_rows * (i + 1) // count for i in range(count)]
+        for start, end in pairwise([offset, *ends]):
+            if end > start:
+                blocks.append(Block(local, end - start, a, start))
+                local += end - start
+    return blocks
+
+
+def blocks_of_rank(
+    bounds: Sequence[int], rank: int, size: int, offsets: Sequence[int] = ()
+) -> list[Block]:
+    """Return the blocks that context-parallel rank `rank` of `size` holds of the sequences
+    [bounds[i], bounds[i+1]), without the first `offsets[i]` rows of each.
+
+    Raises ValueError for a sequence whose remaining length is not a multiple of `2 * size`.
+    """
+    offsets = offsets or (0,) * (len(bounds) - 1)
+    blocks, local = [], 0
+    for (a, b), offset in zip(pairwise(bounds), offsets, strict=True):
+        chunk, rest = divmod(b - a - offset, 2 * size)
         if rest:
             raise ValueError(
-                f"context parallel size {size}: a packed sequence has {b - a} tokens, expected a "
-                f"multiple of {2 * size}; pack with that sequence_multiple"
+                f"context parallel size {size}: a packed sequence has {b - a - offset} tokens, "
+                f"expected a multiple of {2 * size}; pack with that sequence_multiple"
             )
         for number in (rank, 2 * size - 1 - rank) if chunk else ():
-            blocks.append(Block(local, chunk, a, number * chunk))
+            blocks.append(Block(local, chunk, a, offset + number * chunk))
             local += chunk
     return blocks

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from moe.align import local_routes, router_rows, row_slice
+from moe.align import RouterRows, local_routes, router_rows, row_slice
 from moe.replay import ReplayedChunk
 from moe.routes import Replay, Route, Routes, ids_of
 from moe.statistics import RoutingCounter
@@ -30,7 +30,7 @@ from parallel.layers.balancing import RouterLosses
 from parallel.layers.output_layer import Projection
 from parallel.mesh import Mesh
 from parallel.model import unwrap
-from parallel.packing import to_device
+from parallel.packing import num_rows, to_device
 from parallel.pass_output import Observe, ObservedRoutes, PassOutput
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
@@ -142,11 +142,11 @@ class PipelineRunner:
         different lengths if the layout needs equal lengths, and for samples that lack the routes or
         gate weights that `replay` needs.
         """
-        lengths = sorted({batch.num_tokens for batch in batches})
+        lengths = sorted({num_rows(batch) for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
             raise ValueError(
-                f"micro-batches of {lengths} tokens: this layout takes one length; pad them with the "
-                "min_tokens of parallel.packing.pack"
+                f"micro-batches of {lengths} rows: this layout takes one length; pad them with the "
+                "min_rows of parallel.packing.pack"
             )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
         current = _Pass(loss, replay, head or self.head, observe, output, RoutingCounter())
@@ -159,7 +159,7 @@ class PipelineRunner:
                 data_iterator=feeds if len(feeds) > 1 else feeds[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batches),
-                seq_length=max(b.num_tokens for b in batches),
+                seq_length=max(map(num_rows, batches)),
                 micro_batch_size=1,
                 forward_only=not train,
             )
@@ -183,7 +183,7 @@ class PipelineRunner:
         number, on_cpu = next(numbered)
         batch = to_device(on_cpu, self.mesh.device)
         replayed = self.replays[id(unwrap(chunk))]
-        context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
+        context = self._context(on_cpu, self.mesh.device)
         kind, train = current.replay.kind, current.loss is not None
         captured = None
         if kind == "rollout" or current.observe:
@@ -192,7 +192,7 @@ class PipelineRunner:
         if kind == "recorded":
             routes = current.replay.routes[number]
         routes = self._with_gates_or_not(routes)
-        rows = router_rows(batch, self._row_places(batch.num_tokens, context))
+        rows = router_rows(batch, *self._row_places(context))
         replayed.begin_forward(routes, with_grad=train, watch=current.observe is not None)
         if train:
             self.router_losses.begin_forward(unwrap(chunk), rows)
@@ -209,7 +209,7 @@ class PipelineRunner:
         compared = captured if captured is not None else routes
         current.counter.add(number, replayed, compared, rows, replays=routes is not None)
         if current.observe == "rows" and captured is not None:
-            current.output.observed[number] |= _observed(replayed, captured)
+            current.output.observed[number] |= _observed(replayed, captured, rows)
         projection = self.projections[id(chunk)]
         return states, lambda tensor: current.finish(
             HeadInput(tensor, batch, on_cpu, context, projection)
@@ -225,7 +225,7 @@ class PipelineRunner:
         found: list[dict[int, Route]] = []
         for on_cpu in batches:
             batch = to_device(on_cpu, self.mesh.device)
-            context = context_slice(on_cpu.cu_seqlens, self.mesh.cp, self.mesh.device)
+            context = self._context(on_cpu, self.mesh.device)
             routes: dict[int, Route] = {}
             for chunk in self.replays.values():
                 routes |= self._captured(batch, context, chunk, must=False) or {}
@@ -233,11 +233,17 @@ class PipelineRunner:
         return found
 
     def row_places(self, batch: MicroBatch) -> Tensor:
-        """Return i64[n] on the CPU: the indices, in the packed micro-batch, of the rows (tokens) that
-        this rank's routers see."""
-        context = context_slice(batch.cu_seqlens, self.mesh.cp, torch.device("cpu"))
-        places = self._row_places(batch.num_tokens, context)
+        """Return i64[m] on the CPU: the packed tokens of the m entries of `router_rows`."""
+        places, _ = self._row_places(self._context(batch, torch.device("cpu")))
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
+
+    def router_rows(self, batch: MicroBatch) -> RouterRows:
+        """Return the rows of a micro-batch, which is on the CPU, that this rank's routers process."""
+        return router_rows(batch, *self._row_places(self._context(batch, torch.device("cpu"))))
+
+    def _context(self, batch: MicroBatch, device: torch.device) -> ContextSlice:
+        """Return this rank's part of a micro-batch, which is on the CPU, with tensors on `device`."""
+        return context_slice(batch.cu_seqlens, self.mesh.cp, device, batch.shared)
 
     @contextmanager
     def replaying_gates(self, gates: bool) -> Iterator[None]:
@@ -275,12 +281,16 @@ class PipelineRunner:
             return {n: layer.native_gates() for n, layer in layers.items()}
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
-    def _row_places(self, num_tokens: int, context: ContextSlice) -> slice | Tensor:
-        """Return the indices, in a packed micro-batch, of the rows (tokens) that this rank's routers
-        see."""
-        num_rows = num_tokens // self.mesh.dims.cp
-        own = row_slice(num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
-        return own if context.index is None else context.index[own]
+    def _row_places(self, context: ContextSlice) -> tuple[slice | Tensor, Tensor | None]:
+        """Return the packed tokens whose rows this rank's routers process, and `RouterRows.source`."""
+        own = row_slice(context.num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
+        if context.index is None:
+            return own, None
+        if context.shared_places is None:
+            return context.index[own], None
+        packed, source = context.tokens_of_rows(own)
+        device = context.index.device
+        return packed.to(device, non_blocking=True), source.to(device, non_blocking=True)
 
     def _loads(self, counter: RoutingCounter) -> Statistics:
         config = get_model_config(self.chunks[0])
@@ -291,12 +301,16 @@ class PipelineRunner:
         return counter.load_statistics(numbers, config.num_moe_experts or 0, self.mesh.device)
 
 
-def _observed(chunk: ReplayedChunk, captured: Routes) -> dict[int, ObservedRoutes]:
+def _observed(
+    chunk: ReplayedChunk, captured: Routes, rows: RouterRows
+) -> dict[int, ObservedRoutes]:
     found = {}
     for number, layer in chunk.layers.items():
         assert layer.native_ids is not None
         assert layer.margins is not None
         found[number] = ObservedRoutes(
-            ids_of(captured[number]).short(), layer.native_ids.short(), layer.margins
+            rows.of(ids_of(captured[number])).short(),
+            rows.of(layer.native_ids).short(),
+            rows.of(layer.margins),
         )
     return found

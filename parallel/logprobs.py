@@ -47,15 +47,16 @@ def packed_logprobs(
     these tokens are not read. The backward pass overwrites the logits. `temperature` is the
     sampling temperature, so that the numbers are comparable with the engine's.
     """
+    predicts = _predicts(batch)
     logprobs, entropy = vp_logprob(
         logits,
         context.take(batch.input_ids.roll(-1)),
-        context.take(_predicts(batch)),
+        context.take_any(predicts),
         temperature=temperature,
         group=group,
         inplace_backward=True,
     )
-    return _in_packed_order(logprobs, entropy, context)
+    return _in_packed_order(logprobs, entropy, predicts, context)
 
 
 def chunked_logprobs(
@@ -76,8 +77,7 @@ def chunked_logprobs(
     counting its loss tokens does not wait for a GPU.
     """
     hidden = projection.gathered(hidden)
-    predicts = _predicts(on_cpu)
-    mine = predicts if context.index is None else predicts[context.packed]
+    mine = context.take_any(_predicts(on_cpu))
     rows = mine.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
     labels = context.take(batch.input_ids.roll(-1))[rows]
     kept = None
@@ -91,7 +91,7 @@ def chunked_logprobs(
         torch.zeros(len(hidden), device=hidden.device).index_copy(0, rows, values)
         for values in found
     )
-    return _in_packed_order(logprobs, entropy, context)
+    return _in_packed_order(logprobs, entropy, _predicts(batch), context)
 
 
 def _predicts(batch: MicroBatch) -> Tensor:
@@ -101,14 +101,19 @@ def _predicts(batch: MicroBatch) -> Tensor:
 
 
 def _in_packed_order(
-    logprobs: Tensor, entropy: Tensor, context: ContextSlice
+    logprobs: Tensor, entropy: Tensor, predicts: Tensor, context: ContextSlice
 ) -> tuple[Tensor, Tensor]:
     """Turn values f32[n] of this rank's rows into values f32[N] of all packed tokens.
 
-    The value of row t becomes the value of token t + 1, which row t predicts.
+    The value of row t becomes the value of token t + 1, which row t predicts. `predicts`, bool[N], is
+    true for the rows t whose values are kept: a shared row may predict a loss token of one sequence
+    and a token without loss of another.
     """
     if context.index is not None:
-        logprobs, entropy = context.gather(torch.stack([logprobs, entropy], dim=1)).unbind(1)
+        both = context.gather(torch.stack([logprobs, entropy], dim=1))
+        if context.shared_places is not None:
+            both = torch.where(predicts.unsqueeze(1), both, 0.0)
+        logprobs, entropy = both.unbind(1)
     # The last row predicts nothing and is 0, so a 0 rolls around to the front.
     return logprobs.roll(1), entropy.roll(1)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe.align import join_routes
 from mrl.sampling_mask import SamplingMask, join_masks
+from mrl.shared_prefixes import SharedPrefixes
 from mrl.types import UNKNOWN_VERSION, MicroBatch, Sample, TokenRoutes
 from parallel.dims import round_up
 
@@ -93,21 +94,27 @@ def pack(
     token_multiple: int = 1,
     *,
     sequence_multiple: int = 1,
-    min_tokens: int = 1,
+    min_rows: int = 1,
     version: int | None = None,
+    shared: SharedPrefixes | None = None,
 ) -> MicroBatch:
     """Pack samples into a micro-batch, one after the other. Each sample is padded to a multiple of
     `sequence_multiple` tokens.
 
-    If necessary, one more sequence of padding makes the total number of tokens at least
-    `min_tokens` and a multiple of `token_multiple`. Padding has no loss, and the routers choose its
-    experts. Without samples there is only padding. `version` is the version of the trainer's
-    weights.
+    shared: the rows that the samples share; None if every token has a row of its own. If necessary,
+    one more sequence of padding makes the number of rows at least `min_rows` and a multiple of
+    `token_multiple`. Padding has no loss, and the routers choose its experts. Without samples there
+    is only padding. `version` is the version of the trainer's weights.
     """
     lengths = [len(s.sample.token_ids) for s in samples]
     rooms = [round_up(n, sequence_multiple) for n in lengths]
-    total = round_up(max(min_tokens, sum(rooms)), math.lcm(token_multiple, sequence_multiple))
-    padding = total - sum(rooms)
+    own = sum(rooms) - (shared.total if shared else 0)
+    multiple = math.lcm(token_multiple, sequence_multiple)
+    padding = round_up(max(min_rows, own), multiple) - own
+    total = sum(rooms) + padding
+    if shared is not None and padding:
+        leaders = (*shared.leaders, len(samples))
+        shared = SharedPrefixes(leaders, (*shared.num_rows, 0))
     if padding:
         lengths.append(padding)
         rooms.append(padding)
@@ -150,7 +157,14 @@ def pack(
         truncated=torch.tensor(cut + [False] * bool(padding)),
         token_rewards=laid_out(turns, torch.zeros(total)) if turns else None,
         sampling_mask=_packed_masks([s.sample for s in samples], rooms, total),
+        shared=shared,
     )
+
+
+def num_rows(batch: MicroBatch) -> int:
+    """Return the number of rows that the model computes for a micro-batch: its tokens, less the rows
+    that its sequences share."""
+    return batch.num_tokens - (batch.shared.total if batch.shared else 0)
 
 
 def _packed_masks(

@@ -1,8 +1,8 @@
 """The results of a pass over micro-batches, and the observer that gets the results of a training
 pass.
 
-Dimensions: n rows that the routers of this rank see, N packed tokens of a micro-batch, K experts
-per token.
+Dimensions: m entries of the `RouterRows` of this rank (one for each of its rows if nothing is
+shared), N packed tokens of a micro-batch, K experts per token.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ replay them, and record statistics. `rows`: also record the experts of every row
 class ObservedRoutes:
     """The captured and native routes of one layer and micro-batch.
 
-    The n rows are in the order of `PipelineRunner.row_places`.
+    The m entries are in the order of `PipelineRunner.row_places`.
     """
 
     captured: Tensor
-    """i16[n, K]: the engine's choice; NATIVE_ROUTE in rows without a captured route."""
+    """i16[m, K]: the engine's choice; NATIVE_ROUTE in rows without a captured route."""
     native: Tensor
-    """i16[n, K]: the router's own choice."""
+    """i16[m, K]: the router's own choice."""
     margins: Tensor
-    """f32[n]: the margin of the router's own choice, which is the lowest score of the chosen
-    experts minus the highest score of the other experts."""
+    """f32[m]: the router's margin in each row (see `moe.replay.margins`)."""
 
 
 @dataclass

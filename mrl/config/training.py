@@ -72,6 +72,12 @@ class TrainConfig(Branch):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Maximum number of packed tokens in a micro-batch. A sample that is longer than this gets a
     micro-batch of its own."""
+    share_prefixes: Literal["off", "auto"] = "off"
+    """`auto`: the samples of a prompt share the rows of their common prefix, which the model then
+    computes once for all of them, in the steps in which that computes at least 1.2 times fewer rows.
+    A row is shared only if its tokens and its captured routes are equal. The samples of a prompt then
+    go into the same micro-batch, and `micro_batch_tokens` limits the rows that are computed. The
+    results are equal up to rounding. TransformerEngine's layers share nothing."""
     recompute: bool = False
     """Recompute all activations in the backward pass, which saves memory and costs one more forward
     pass."""
@@ -83,6 +89,11 @@ class TrainConfig(Branch):
     layer's weight is read and written less often. 0 computes the logits of a whole micro-batch at
     once, including those of prompts, and does not compute them again in the backward pass. The
     results are equal up to rounding."""
+
+    @field_validator("share_prefixes", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
 
 class OptimizerConfig(Branch):

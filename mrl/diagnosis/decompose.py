@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.align import router_rows
+from moe.align import RouterRows
 from moe.routes import GatedRoute, Replay, Route, ids_of
 from mrl.diagnosis.mismatch import gap_statistics
 from mrl.run.json_lines import finite_or_null
@@ -123,7 +123,7 @@ def decompose(
     if available["ids"]:
         ids = ids_of_routes = {n: ids_of(route) for n, route in captured.items()}
         replayed = runs.run("ids", ids, keep_states=True)
-        runs.stats |= _state_differences(native, replayed, runs.counted)
+        runs.stats |= _state_differences(native, replayed, runs.rows)
         examined = spread(layer_numbers, max_layers)
         for layer in examined:
             runs.run(f"without/{layer}", _only(ids, set(layer_numbers) - {layer}))
@@ -157,7 +157,7 @@ class _Runs:
         dims = policy.mesh.dims
         # Megatron's interleaved schedule requires a multiple of pp micro-batches.
         self.repeats = dims.pp if dims.vpp > 1 else 1
-        self.counted = router_rows(batch, policy.runner.row_places(batch)).counted
+        self.rows = policy.runner.router_rows(batch)
         mask = batch.loss_mask if policy.mesh.reports_loss else batch.loss_mask[:0]
         self.stats: Statistics = {"num_tokens": Sum(mask.sum())}
 
@@ -203,17 +203,17 @@ def _only(routes: Mapping[int, Tensor], layers: Collection[int]) -> dict[int, Ro
 
 
 def _state_differences(
-    native: Mapping[int, Tensor], replayed: Mapping[int, Tensor], counted: Tensor
+    native: Mapping[int, Tensor], replayed: Mapping[int, Tensor], rows: RouterRows
 ) -> Statistics:
-    """Return two sums of squares for each layer, over the rows where `counted`, bool[n], is true.
+    """Return two sums of squares for each layer, over the rows that count (`RouterRows.counted`).
 
     `size/LAYER` is the sum of squares of the hidden states in `replayed`. `difference/LAYER` is the
     sum of squares of the states in `native` minus those in `replayed`.
     """
     stats: Statistics = {}
     for layer, states in replayed.items():
-        base = states[counted].double()
-        stats[f"difference/{layer}"] = Sum((native[layer][counted].double() - base).square().sum())
+        base, other = (rows.of(each)[rows.counted].double() for each in (states, native[layer]))
+        stats[f"difference/{layer}"] = Sum((other - base).square().sum())
         stats[f"size/{layer}"] = Sum(base.square().sum())
     return stats
 

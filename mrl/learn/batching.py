@@ -21,10 +21,13 @@ from mrl.algorithms.base import SequenceWeights
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
 from mrl.learn.advantages import with_advantages
+from mrl.learn.packs import Packs, agreed_packs, shared_packs, unshared_packs
+from mrl.shared_prefixes import SharedPrefixes
 from mrl.types import Sample, TokenRoutes, TrainBatch
 from parallel.dims import round_up
 from parallel.mesh import Mesh
 from parallel.packing import WeightedSample, assign_micro_batches, pack
+from parallel.prefix_packing import plan_shares
 
 _PUBLISHED = AlgorithmConfig()
 PerPrompt = TypeVar("PerPrompt")
@@ -88,6 +91,7 @@ def make_train_batches(
     config: AlgorithmConfig = _PUBLISHED,
     max_response_len: int = 0,
     version: int | None = None,
+    share_prefixes: bool = False,
 ) -> list[TrainBatch]:
     """Pack this rank's share of each mini-batch of a step.
 
@@ -98,38 +102,52 @@ def make_train_batches(
     stale: bool[T-1] for each sample of the step, true for route rows that are not replayed (see
     `moe.provenance`); the caller must already have removed their tokens from the loss. config,
     max_response_len: arguments of `algorithm.sequence_weights`. version: the version of the weights
-    before the update.
+    before the update. share_prefixes: whether samples of one prompt may share the rows of their common
+    prefix; the mini-batches in which that pays then do (`parallel.prefix_packing`), and this call is a
+    collective.
 
     The micro-batches have no advantages; `mrl.learn.advantages` adds them. If the layout requires
     micro-batches of equal length, the micro-batches of all mini-batches get the same length,
     because one pass may run them together.
     """
     dims = mesh.dims
-    assignments = [_assign(samples, mesh, micro_batch_tokens) for samples, _ in parts]
-    longest = max(
-        sum(round_up(len(samples[i].token_ids), dims.sequence_multiple) for i in members)
-        for (samples, _), shares in zip(parts, assignments, strict=True)
-        for share in shares
-        for members in share
-    )
     of_parts = [samples for samples, _ in parts]
+    plans = [
+        plan_shares(samples, dims, micro_batch_tokens) if share_prefixes else None
+        for samples in of_parts
+    ]
+    assignments = [
+        _assign(samples, mesh, micro_batch_tokens) if plan is None else [[own] for own in plan]
+        for samples, plan in zip(of_parts, plans, strict=True)
+    ]
     fetched = _fetch_routes(of_parts, assignments, routes, stale)
     whole = _fetch_tokens(of_parts, assignments, mesh.dp_rank, tokens)
+    packs: list[Packs] = [
+        unshared_packs(samples, shares, mesh)
+        if plan is None
+        else shared_packs(samples, own_routes, plan[mesh.dp_rank], mesh, micro_batch_tokens)
+        for samples, plan, shares, own_routes in zip(
+            whole, plans, assignments, fetched, strict=True
+        )
+    ]
+    if any(plan is not None for plan in plans):
+        packs = agreed_packs(packs, mesh)
+    longest = max(each.longest for each in packs)
     return [
         _pack_share(
             samples,
             rewards,
             partial(_weights, algorithm, config, max_response_len),
             mesh,
-            shares[mesh.dp_rank],
+            own.micro_batches,
             own_routes,
             first_id,
-            min_tokens=longest if dims.equal_micro_batches else 1,
+            min_rows=longest if dims.equal_micro_batches else 1,
             version=version,
             credits_turns=config.turn_rewards,
         )
-        for samples, (_, rewards), shares, own_routes, first_id in zip(
-            whole, parts, assignments, fetched, _first_ids(of_parts), strict=True
+        for samples, (_, rewards), own, own_routes, first_id in zip(
+            whole, parts, packs, fetched, _first_ids(of_parts), strict=True
         )
     ]
 
@@ -141,6 +159,8 @@ def make_train_batch(
     mesh: Mesh,
     micro_batch_tokens: int,
     config: AlgorithmConfig = _PUBLISHED,
+    *,
+    share_prefixes: bool = False,
 ) -> TrainBatch:
     """Pack this rank's share of one optimizer step with given advantages.
 
@@ -150,8 +170,9 @@ def make_train_batch(
     """
     kept, stale = without_stale_tokens(samples)
     (batch,) = make_train_batches(
-        [(kept, advantages)], algorithm, mesh, micro_batch_tokens, stale=stale, config=config
-    )
+        [(kept, advantages)], algorithm, mesh, micro_batch_tokens, stale=stale, config=config,
+        share_prefixes=share_prefixes,
+    )  # fmt: skip
     filled = with_advantages(batch.micro_batches, torch.tensor(advantages, dtype=torch.float32))
     return dataclasses.replace(batch, micro_batches=filled)
 
@@ -247,10 +268,10 @@ def _pack_share(
     rewards: Sequence[float],
     weights_of: Callable[[Sequence[Sample], Sequence[float]], _Weights],
     mesh: Mesh,
-    share: list[list[int]],
+    share: Sequence[tuple[list[int], SharedPrefixes | None]],
     routes: Mapping[int, TokenRoutes],
     first_id: int,
-    min_tokens: int,
+    min_rows: int,
     version: int | None,
     credits_turns: bool,
 ) -> TrainBatch:
@@ -268,10 +289,11 @@ def _pack_share(
             [weighted[i] for i in members],
             mesh.dims.token_multiple,
             sequence_multiple=mesh.dims.sequence_multiple,
-            min_tokens=min_tokens,
+            min_rows=min_rows,
             version=version,
+            shared=shared,
         )
-        for members in share
+        for members, shared in share
     ]
     return TrainBatch(micro_batches, weights.num_loss_tokens, weights.num_samples)
 

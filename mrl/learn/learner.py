@@ -30,9 +30,11 @@ from mrl.learn.advantages import (
 from mrl.learn.batching import make_train_batches, split_evenly
 from mrl.learn.guards import check_finite
 from mrl.learn.kl_control import KlControl
+from mrl.learn.packs import shared_tokens, shares_prefixes
 from mrl.learn.step_data import StepData, make_step_data, samples_of, shaping_metrics
 from mrl.learn.update_metrics import policy_metrics, value_metrics
 from mrl.learn.updates import Updates
+from mrl.run import console
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, SampleGroup, TrainBatch
@@ -87,6 +89,9 @@ class Learner:
         self.updates = Updates(
             self.recipe, self.algorithm, self.mesh, self.policy, self.critic, self.kl
         )
+        models = [self.policy, *([self.critic] if self.critic else [])]
+        warn = console.warn_on(self.mesh.rank == 0)
+        self._shares_prefixes = shares_prefixes(self.recipe.train, models, warn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next steps need besides the weights, as JSON-able values."""
@@ -196,6 +201,7 @@ class Learner:
             config=recipe.algorithm,
             max_response_len=recipe.rollout.max_response_len,
             version=step,
+            share_prefixes=self._shares_prefixes,
         )
 
     def _prepare(
@@ -309,6 +315,8 @@ class Learner:
             # If the policy was not trained, as in a critic's warm-up, NaN keeps the coefficient.
             measured = metrics.get("kl/ref", math.nan) if trained else math.nan
             found |= self.kl.end_step(measured, num_samples)
+        if self._shares_prefixes:
+            found |= shared_tokens(batches, self.mesh)
         if self.recipe.moe.routing_replay == "r3":
             found |= provenance_metrics(data.samples, data.stale_rows)
             found["routing/wire_bytes_per_token"] = self.exchange.bytes_per_token

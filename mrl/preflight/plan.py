@@ -18,6 +18,7 @@ from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
 from mrl.engines import engine_names
 from mrl.preflight.engine_layout import EngineLayout
+from mrl.preflight.prefixes import describe_prefixes
 from mrl.preflight.roles import Roles
 from mrl.preflight.threads import CpuThreads, choose_threads
 from mrl.rewards.terms import terms_of
@@ -115,6 +116,8 @@ class Plan:
             ("a step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples "
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
              f"{_updates(recipe)}"),
+            *([] if recipe.train.share_prefixes == "off" else
+              [("prefixes", f"shared {describe_prefixes(recipe, self.prompts, elsewhere)}")]),
             ("steps", f"{recipe.train.num_steps}{resumed}, {_passes(self)}"),
             ("run folder", recipe.output_dir),
         ]  # fmt: skip

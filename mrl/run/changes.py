@@ -49,7 +49,8 @@ RULES = (
         "the trainer's memory, threads and batching within a step",
         (
             *("train.micro_batch_tokens", "train.recompute", "train.logprob_chunk_tokens"),
-            *("train.cpu_threads", "optimizer.use_distributed_optimizer"),
+            *("train.share_prefixes", "train.cpu_threads"),
+            "optimizer.use_distributed_optimizer",
         ),
     ),
     Rule(

@@ -2,16 +2,17 @@
 
 It is a drop-in `core_attention` for Megatron's layer spec, on CPUs and GPUs. The sequences of a
 micro-batch are sorted into buckets of lengths that differ by less than 2x, and each bucket is one call
-of `scaled_dot_product_attention`: a few large calls instead of one for each sequence, and less than 2x
-padding. Padding on the right needs no mask, because causal queries do not attend to later keys. On GPUs
-torch's FlashAttention for packed sequences is used instead where possible.
+of `scaled_dot_product_attention`: few large calls, and less than 2x padding. Padding on the right needs
+no mask, because causal queries do not attend to later keys. On GPUs torch's FlashAttention for packed
+sequences is used instead where possible.
 
 Under context parallelism, keys and values are gathered over the ranks; the queries of a rank are two
-blocks of each sequence (`parallel.context`), and a mask says which keys come before them.
+blocks of each sequence (`parallel.context`), and a mask says which keys come before them. The rows
+after a shared prefix are such blocks, too.
 
-Dimensions: N packed tokens, n of them on this rank (n = N without context parallelism), b blocks of a
-bucket, s length of its longest block, k keys of the block with most keys, h heads, g query groups, d
-and e head sizes of keys and values (equal except in latent attention).
+Dimensions: N packed tokens, n rows of this rank (`parallel.context`), b blocks of a bucket, s length of
+its longest block, k keys of the block with most keys, h heads, g query groups, d and e head sizes of
+keys and values (equal except in latent attention).
 """
 
 from __future__ import annotations
@@ -114,11 +115,11 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
-    """Return one micro-batch's sequences, on `device`. `cu_seqlens` i32[B+1] is on the CPU."""
-    by_size: dict[tuple[int, int], list[Block]] = {}
-    for block in context.blocks:
-        size = (block.num_tokens - 1).bit_length()
-        by_size.setdefault((size, block.offset // block.num_tokens), []).append(block)
+    """Make the parameters of one micro-batch, on `device`, from `cu_seqlens` i32[B+1] on the CPU."""
+    by_size: dict[tuple[int, bool, int], list[Block]] = {}
+    for b in context.blocks:
+        kind = (b.num_tokens - 1).bit_length(), b.offset > 0, b.offset // b.num_tokens
+        by_size.setdefault(kind, []).append(b)
     longest = int(cu_seqlens.diff().max())
     bounds = cu_seqlens.to(device)
     ordered = [by_size[key] for key in sorted(by_size)]
@@ -170,8 +171,7 @@ def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) ->
     keys = first + key_step.minimum(offset + length - 1)
     mask = None
     if bool(offset.any()):
-        mask = key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)
-        mask = mask.unsqueeze(1).to(device)
+        mask = (key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)).unsqueeze(1).to(device)
     return Bucket(shape, places[keys.to(device)], mask)
 
 

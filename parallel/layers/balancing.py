@@ -10,10 +10,13 @@ the tensor-parallel size. Megatron also counts padding as tokens, and treats a p
 one sequence. Here a forward hook on each router adds the losses instead, so that every layout and
 every split into micro-batches has the same gradient as one process.
 
-Dimensions: n rows of this rank's router, E experts, K experts per token, S segments (the sequences
-over which choices are counted separately), T counted tokens of the step on all data-parallel ranks.
-A token is counted if it is not after the last loss token of its sample (`moe.align.RouterRows`);
-padding and samples without a loss token are not counted.
+A row that several samples share is counted once for each of them, in the sequence of each.
+
+Dimensions: m entries of this rank's `RouterRows` (one for each of its rows if nothing is shared), E
+experts, K experts per token, S segments (the sequences over which choices are counted separately), T
+counted tokens of the step on all data-parallel ranks. A token is counted if it is not after the last
+loss token of its sample (`moe.align.RouterRows`); padding and samples without a loss token are not
+counted.
 """
 
 from __future__ import annotations
@@ -47,15 +50,15 @@ def z_loss_sum(logits: Tensor, counted: Tensor) -> Tensor:
     """Return the sum over counted tokens of logsumexp(logits)^2, f32[] (arXiv 2202.08906 eq. 5,
     which takes the mean).
 
-    logits: f32[n, E]. counted: bool[n].
+    logits: f32[m, E]. counted: bool[m].
     """
     return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum()
 
 
 def router_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Return f32[n, E]: the router's scores for each token, normalised over all experts.
+    """Return f32[m, E]: the router's scores for each token, normalised over all experts.
 
-    logits: f32[n, E]. Raises ValueError for a score function other than softmax and sigmoid.
+    logits: f32[m, E]. Raises ValueError for a score function other than softmax and sigmoid.
     """
     if score_function == "softmax":
         return logits.softmax(-1)
@@ -79,7 +82,7 @@ def balance_loss_sum(scores: Tensor, rows: RouterRows, counts: Tensor) -> Tensor
     """Return the sum over counted tokens of `E * sum_e(f_e * p_e)`, f32[] (arXiv 2101.03961 eq. 4
     to 6, times the number of tokens).
 
-    `p_e` is a token's score for expert e, from `scores` f32[n, E]. `f_e` is the expert's share of
+    `p_e` is a token's score for expert e, from `scores` f32[m, E]. `f_e` is the expert's share of
     the choices in the token's segment, from `counts` f32[S, E]; it gets no gradient. Perfect
     balance gives 1 for each token.
     """
@@ -178,9 +181,9 @@ class RouterLosses:
             probs, routing_map = output
             rows = router.rows.popleft()
             if self.config.expert_bias_update_rate:
-                # Megatron has counted all rows for the update of the bias.
-                ignored = routing_map & ~rows.counted.unsqueeze(-1)
-                module.local_tokens_per_expert -= ignored.sum(0)
+                # Megatron has counted every row once for the update of the bias.
+                wanted = rows.of(routing_map) & rows.counted.unsqueeze(-1)
+                module.local_tokens_per_expert += wanted.sum(0) - routing_map.sum(0)
             if not self.is_on:
                 return None
             loss = self._loss(router, inputs[0], rows)
@@ -196,7 +199,7 @@ class RouterLosses:
         """
         assert self._step_tokens is not None
         module, config = router.module, self.config
-        logits = module.gating(hidden).flatten(0, -2).float()
+        logits = rows.of(module.gating(hidden).flatten(0, -2).float())
         total = logits.new_zeros(())
         if config.z_loss_coeff:
             z = z_loss_sum(logits, rows.counted)

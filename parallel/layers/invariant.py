@@ -60,15 +60,18 @@ class InvariantAttention(PackedAttention):
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Compute attention from query [n, h, d], key [n, g, d] and value [n, g, e]. Return [n, h,
-        e]."""
-        bounds = packed.cu_seqlens_q
-        assert bounds is not None
-        first = bounds[:-1].repeat_interleave(bounds.diff())
-        count = torch.arange(1, len(query) + 1, dtype=torch.int32) - first
+        """Attend with query [n, h, d], key [n, g, d] and value [n, g, e]. Return [n, h, e]."""
+        context, positions = packed.context, packed.positions
+        assert context is not None
+        assert positions is not None
+        starts = torch.tensor([block.sequence_start for block in context.blocks], dtype=torch.int32)
+        lengths = torch.tensor([block.num_tokens for block in context.blocks])
+        first, count = starts.repeat_interleave(lengths), positions.int() + 1
         scale = query.shape[2] ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
         def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if context.places is not None:  # sequences share rows: one key for each packed token
+                key, value = key[context.places], value[context.places]
             return invariant.attention(query, key, value, first, count, scale)
 
         def differentiable(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ SAME: dict[str, str] = {
 OTHER = {
     "train.micro_batch_tokens": "train.micro_batch_tokens=70",
     "train.logprob_chunk_tokens": "train.logprob_chunk_tokens=7",
+    "train.share_prefixes": "train.share_prefixes=auto",
     "train.cpu_threads": "train.cpu_threads=2",
     "optimizer.use_distributed_optimizer": "optimizer.use_distributed_optimizer=true",
 }

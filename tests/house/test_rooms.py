@@ -12,12 +12,16 @@ SOURCES = sorted(p for room in ("mrl", "moe", "parallel", "benchmarks", "studies
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 350
 
-BASE = {"mrl.version", "mrl.errors", "mrl.sampling_mask", "mrl.types", "mrl.system", "mrl.config"}
+BASE = {
+    *("mrl.version", "mrl.errors", "mrl.sampling_mask", "mrl.shared_prefixes", "mrl.types"),
+    *("mrl.system", "mrl.config"),
+}
 """Every room below them in `ROOMS` may import these."""
 ROOMS: dict[str, set[str]] = {
     "mrl.version": set(),
     "mrl.errors": set(),
     "mrl.sampling_mask": set(),
+    "mrl.shared_prefixes": set(),
     "mrl.types": set(),
     "mrl.system": set(),
     "mrl.config": set(),

@@ -26,6 +26,7 @@ from mrl.config import (
 from mrl.config.adapter import Experts
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
+from mrl.learn.packs import shared_tokens
 from mrl.types import LossOutput, MicroBatch, Sample, TrainBatch, WeightBucket
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.dims import ParallelDims
@@ -84,6 +85,8 @@ class Layout:
     """Train an adapter of all projections, with these matrices of the experts."""
     loops: bool = False
     """Let Megatron compute one expert after the other, with its SequentialMLP."""
+    share_prefixes: bool = False
+    """Let samples share the rows of their prefixes where that pays."""
 
     @property
     def name(self) -> str:
@@ -110,6 +113,8 @@ class Layout:
             text += f" LoRA, experts {self.lora}"
         if self.loops:
             text += " one by one"
+        if self.share_prefixes:
+            text += " shared prefixes"
         return text + (" bf16" if self.dtype == "bfloat16" else "")
 
 
@@ -207,17 +212,23 @@ def replay_of(samples: list[Sample]) -> Replay:
     return Replay.off if samples[0].routing is None else Replay.rollout
 
 
-def ready_batch(policy: Policy, mesh: Mesh, samples: list[Sample]) -> tuple[TrainBatch, dict]:
+def ready_batch(
+    policy: Policy, mesh: Mesh, samples: list[Sample], share_prefixes: bool = False
+) -> tuple[TrainBatch, dict]:
     """The batch with the log-probs before the update, and the statistics of that pass."""
     advantages = [(-1.0) ** i * (1 + i / 10) for i in range(len(samples))]
-    batch = make_train_batch(samples, advantages, gspo, mesh, micro_batch_tokens=64)
+    batch = make_train_batch(
+        samples, advantages, gspo, mesh, micro_batch_tokens=64, share_prefixes=share_prefixes
+    )
     before = policy.forward_only(batch.micro_batches, replay_of(samples))
     micro = with_old_logprobs(batch.micro_batches, before)
     return TrainBatch(micro, batch.num_loss_tokens, batch.num_samples), dict(before.routing)
 
 
-def train(policy: Policy, mesh: Mesh, samples: list[Sample], steps: int) -> list[dict]:
-    batch, _ = ready_batch(policy, mesh, samples)
+def train(
+    policy: Policy, mesh: Mesh, samples: list[Sample], steps: int, share_prefixes: bool = False
+) -> list[dict]:
+    batch, _ = ready_batch(policy, mesh, samples, share_prefixes)
     results = []
     for _ in range(steps):
         out = policy.train_step(batch, loss, replay_of(samples))
@@ -261,11 +272,12 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
     loaded = exported(policy)
     for dtype in (torch.bfloat16, torch.float32):  # for an engine of another precision
         check_cast(exported(policy, dtype), loaded, dtype, buffer_names(policy.weights.model))
-    _, routing = ready_batch(policy, mesh, samples)
+    batch, routing = ready_batch(policy, mesh, samples, layout.share_prefixes)
     found = {
         "loaded": loaded,
         "routing": reduce_statistics(routing),
-        "steps": train(policy, mesh, samples, NUM_STEPS),
+        "shared": shared_tokens([batch], mesh)["train/shared_tokens"],
+        "steps": train(policy, mesh, samples, NUM_STEPS, layout.share_prefixes),
         "weights": exported(policy),
     }
     if adapter is not None:

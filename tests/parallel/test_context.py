@@ -47,7 +47,7 @@ def test_padding_within_sequences_has_no_loss_and_no_route(samples: list[Sample]
     chosen = samples[:2]  # 7 and 31 tokens
     parts = [weighted(s, 1.0, 0.5) for s in chosen]
     plain = pack(parts)
-    padded = pack(parts, 24, sequence_multiple=8, min_tokens=50)
+    padded = pack(parts, 24, sequence_multiple=8, min_rows=50)
     assert padded.cu_seqlens.tolist() == [0, 8, 40, 72]
     assert padded.position_ids[:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
     real = torch.tensor([*range(7), *range(8, 39)])

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
+import parallel.context
+from mrl.shared_prefixes import SharedPrefixes
 from parallel import prepare
 from parallel.context import ContextSlice, context_slice
 from parallel.layers import attention
@@ -83,6 +85,33 @@ def test_nothing_is_copied_where_all_sequences_have_one_length() -> None:
     x = torch.randn(12, 1, 1)
     assert even.lay_out(x) is x
     assert not mixed.is_identity
+
+
+@pytest.mark.parametrize(("least", "num_blocks"), [(256, 4), (2, 6)])
+def test_a_shared_prefix_gets_the_sum_of_the_gradients_of_its_sequences(
+    least: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values of a prefix belong to several sequences, and its rows attend once."""
+    lengths, shared = [9, 7, 12, 4], SharedPrefixes((0, 0, 1, 3), (0, 5, 6, 0))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(parallel.context, "MIN_QUERIES", least)
+    context = context_slice(bounds, group, torch.device("cpu"), shared)
+    monkeypatch.setattr(parallel.context, "gather_from_sequence_parallel_region", lambda x, **_: x)
+    assert len(context.blocks) == num_blocks
+    places = context.places
+    assert places is not None
+    rows = inputs(sum(lengths) - shared.total)
+    batch = packed_sequences(bounds, context, torch.device("cpu"))
+    ours = module()(*rows, packed_seq_params=batch)[places]
+    q, k, v = (x[places] for x in rows)
+    theirs = one_by_one(q, k, v, lengths, None).flatten(1)
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    grad = torch.randn_like(ours)
+    for mine, other in zip(
+        torch.autograd.grad(ours, rows, grad), torch.autograd.grad(theirs, rows, grad), strict=True
+    ):
+        assert torch.allclose(mine, other, atol=1e-5)
 
 
 def by_documentation(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:

@@ -35,7 +35,7 @@ def logprobs(
     longest = max(sum(len(samples[i].token_ids) for i in packing) for packing in packings)
     least = longest if mesh.dims.equal_micro_batches else 1
     batches = [
-        pack([weighted(samples[i]) for i in packing], min_tokens=least) for packing in packings
+        pack([weighted(samples[i]) for i in packing], min_rows=least) for packing in packings
     ]
     found = policy.forward_only(batches, Replay.off).logprobs
     if mesh.dims.equal_micro_batches:

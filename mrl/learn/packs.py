@@ -1,0 +1,97 @@
+"""Which samples this rank packs into which micro-batch, and the rows that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mrl.config import TrainConfig
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, Statistics, Sum, TokenRoutes, TrainBatch
+from parallel.dims import round_up
+from parallel.megatron_model import MegatronModel
+from parallel.mesh import Mesh
+from parallel.prefix_packing import families_of, pack_families, with_common_rows
+from parallel.reduce import reduce_statistics
+
+
+def shares_prefixes(
+    config: TrainConfig, models: Sequence[MegatronModel], warn: Callable[[str], None]
+) -> bool:
+    """Return whether samples may share the rows of their prefixes in passes of `models`.
+
+    Calls `warn(text)` if the recipe asks for it, but a model has layers that cannot do so.
+    """
+    if config.share_prefixes == "off":
+        return False
+    if any(model.base.implementation == "transformer_engine" for model in models):
+        warn(
+            "train.share_prefixes is auto, but TransformerEngine's attention takes whole sequences: "
+            "nothing is shared; set model.transformer_impl to local to share prefixes"
+        )
+        return False
+    return True
+
+
+def shared_tokens(batches: Sequence[TrainBatch], mesh: Mesh) -> dict[str, float]:
+    """Return the metric `train/shared_tokens` of the mini-batches of a step. A collective."""
+    found = [micro.shared for batch in batches for micro in batch.micro_batches]
+    count = sum(shared.total for shared in found if shared is not None)
+    own: Statistics = {"train/shared_tokens": Sum(torch.tensor(count))}
+    return reduce_statistics(own if mesh.reports_loss else {})
+
+
+class Packs(NamedTuple):
+    """The micro-batches of an optimizer step on this rank."""
+
+    micro_batches: list[tuple[list[int], SharedPrefixes | None]]
+    """The numbers of the samples of each micro-batch, and the rows that they share."""
+    longest: int
+    """The rows of the longest micro-batch, without padding at its end. After `agreed_packs`, of all
+    ranks."""
+
+
+def unshared_packs(samples: Sequence[Sample], shares: list[list[list[int]]], mesh: Mesh) -> Packs:
+    """Return this rank's part of an assignment in which nothing is shared."""
+    multiple = mesh.dims.sequence_multiple
+    longest = max(
+        sum(round_up(len(samples[i].token_ids), multiple) for i in members)
+        for share in shares
+        for members in share
+    )
+    return Packs([(members, None) for members in shares[mesh.dp_rank]], longest)
+
+
+def shared_packs(
+    samples: Sequence[Sample],
+    routes: Mapping[int, TokenRoutes],
+    numbers: Sequence[int],
+    mesh: Mesh,
+    micro_batch_tokens: int,
+) -> Packs:
+    """Pack the samples that this rank trains so that they share prefixes. A collective of the pipeline
+    stages."""
+    families = families_of(samples, numbers, mesh.dims.sequence_multiple)
+    families = with_common_rows(families, samples, routes, mesh)
+    packs = pack_families(families, micro_batch_tokens)
+    longest = max((pack.num_rows for pack in packs), default=0)
+    return Packs([(pack.members, pack.shared) for pack in packs], longest)
+
+
+def agreed_packs(packs: list[Packs], mesh: Mesh) -> list[Packs]:
+    """Give all ranks equally many micro-batches, with empty ones where a rank has fewer, and the length
+    of the longest. A collective."""
+    numbers = torch.tensor([(len(each.micro_batches), each.longest) for each in packs])
+    numbers = numbers.to(mesh.device)
+    if mesh.dims.world > 1:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    dims = mesh.dims
+    found = []
+    for each, (count, longest) in zip(packs, numbers.tolist(), strict=True):
+        wanted = round_up(max(count, 1), dims.pp if dims.vpp > 1 else 1)
+        empty = [([], None)] * (wanted - len(each.micro_batches))
+        found.append(Packs([*each.micro_batches, *empty], longest))
+    return found

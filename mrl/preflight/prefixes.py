@@ -1,0 +1,29 @@
+"""Describe whether `train.share_prefixes` pays for a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mrl.config import Recipe
+from mrl.types import Prompt
+from parallel.implementation import choose_implementation
+from parallel.prefix_packing import MIN_GAIN, expected_gain
+
+
+def describe_prefixes(recipe: Recipe, prompts: Sequence[Prompt], elsewhere: bool) -> str:
+    """Return what the plan says of shared prefixes, for answers of the greatest length.
+
+    prompts: the prompts of the run, whose mean length counts. `elsewhere`: the run is for GPUs that
+    this machine does not have.
+    """
+    asked = "local" if recipe.lora is not None else recipe.model.transformer_impl
+    if not elsewhere and choose_implementation(asked)[0] == "transformer_engine":
+        return "nowhere: TransformerEngine's attention takes whole sequences"
+    mean = sum(len(prompt.token_ids) for prompt in prompts) / max(len(prompts), 1)
+    answer, num_samples = recipe.rollout.max_response_len, recipe.rollout.samples_per_prompt
+    gain = expected_gain(mean, answer, num_samples)
+    only = ", only with mrl's own layers" if elsewhere and asked != "local" else ""
+    return (
+        f"where a step computes at least {MIN_GAIN:g}x fewer rows{only}; {gain:.2f}x fewer with "
+        f"{num_samples} answers of {answer} tokens to prompts of {mean:.0f} on average"
+    )

@@ -1,0 +1,249 @@
+"""Pack samples that share prefixes: the samples of a prompt go into the same micro-batch where that
+saves rows.
+
+This takes two steps, because a rank has the tokens and routes of its own samples only. First every rank
+computes, from the lengths of all samples and of their prompts, which rank trains which samples, and
+whether sharing pays (`plan_shares`). When a rank has its samples, it finds the rows that they really
+have in common (`parallel.prefixes`) and packs them (`pack_families`). So a micro-batch stays within its
+budget of rows also where samples have fewer rows in common than their prompt.
+
+Dimensions: S samples of an optimizer step, G samples of a family.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.shared_prefixes import SharedPrefixes
+from mrl.types import Sample, TokenRoutes
+from parallel.dims import ParallelDims, round_up
+from parallel.mesh import Mesh
+from parallel.packing import assign_micro_batches
+from parallel.prefixes import common_rows, shared_prefixes
+
+MIN_GAIN = 1.2
+"""`auto` shares where that computes at least this many times fewer rows. A micro-batch with shared rows
+costs more per row: its attention reads copied keys through a mask, and its routers' values are spread.
+docs/prefixes.md has what was measured."""
+
+
+def expected_gain(prompt_len: float, response_len: float, num_samples: int) -> float:
+    """Return how many times fewer rows the samples of a prompt take if they share its rows.
+
+    Without the token that each sample computes for itself this is G (P + R) / (P + G R), for G
+    samples of P + R tokens.
+    """
+    shared = max(prompt_len - 1, 0)
+    whole = num_samples * (prompt_len + response_len)
+    return whole / (whole - (num_samples - 1) * shared)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Samples that may have rows in common: those of one prompt."""
+
+    members: tuple[int, ...]
+    """The numbers of the G samples, the longest first."""
+    lengths: tuple[int, ...]
+    """The number of rows of each sample, padding included, if it shares none."""
+    common: Tensor
+    """i64[G, G]: the leading rows that each pair of samples can share."""
+
+    def own_rows(self, place: int, others: Sequence[int]) -> int:
+        """Return how many rows the sample at `place` adds to a micro-batch that has the samples at the
+        places `others`."""
+        shared = int(self.common[place, list(others)].max()) if others else 0
+        return self.lengths[place] - shared
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The rows of all samples in one micro-batch."""
+        return sum(self.lengths) - int(self.common.tril(-1).amax(1).sum())
+
+    def part(self, places: Sequence[int]) -> Family:
+        """Return the family of the samples at `places`."""
+        index = torch.tensor(places, dtype=torch.int64)
+        return Family(
+            tuple(self.members[place] for place in places),
+            tuple(self.lengths[place] for place in places),
+            self.common[index][:, index],
+        )
+
+    def cut(self, num_parts: int) -> list[Family]:
+        """Cut the family into at most `num_parts` families of almost equal size."""
+        places = range(len(self.members))
+        return [self.part(places[first::num_parts]) for first in places[:num_parts]]
+
+
+def families_of(
+    samples: Sequence[Sample], numbers: Sequence[int], multiple_of: int
+) -> list[Family]:
+    """Return the families of the samples `numbers`, expecting that the samples of a prompt have the
+    whole prompt in common. Only lengths are read.
+
+    multiple_of: samples are padded to a multiple of this, and shared rows are one.
+    """
+    by_group: dict[int, list[int]] = {}
+    for number in numbers:
+        by_group.setdefault(samples[number].group_id, []).append(number)
+    families = []
+    for members in by_group.values():
+        ordered = sorted(members, key=lambda i: (-len(samples[i].token_ids), i))
+        rows = torch.tensor([max(0, samples[i].prompt_len - 1) for i in ordered])
+        lengths = [round_up(len(samples[i].token_ids), multiple_of) for i in ordered]
+        common = rows.minimum(rows.unsqueeze(1)) // multiple_of * multiple_of
+        families.append(Family(tuple(ordered), tuple(lengths), common))
+    return families
+
+
+def plan_shares(
+    samples: Sequence[Sample], dims: ParallelDims, token_budget: int
+) -> list[list[int]] | None:
+    """Return the numbers of the samples of each data-parallel rank; None if sharing does not pay.
+
+    Families stay whole, or are cut into halves, quarters and so on where the slowest rank then has
+    fewer rows to compute. Sharing pays if this is MIN_GAIN times fewer than without sharing. Only
+    lengths are read, so every rank gets the same result.
+    """
+    multiple = dims.sequence_multiple
+    lengths = [round_up(len(sample.token_ids), multiple) for sample in samples]
+    unshared = assign_micro_batches(lengths, dims.dp, token_budget)
+    apart = [[sum(lengths[i] for i in micro) for micro in share] for share in unshared]
+    families = families_of(samples, range(len(samples)), multiple)
+    best: tuple[int, list[list[int]]] | None = None
+    num_parts, largest = 1, max(len(family.members) for family in families)
+    while num_parts < largest:
+        parts = [part for family in families for part in family.cut(num_parts)]
+        ranks = _balance(parts, dims.dp)
+        packs = [pack_families(own, token_budget) for own in ranks]
+        rows = _slowest([[pack.num_rows for pack in own] for own in packs], dims)
+        if best is None or rows < best[0]:
+            best = rows, [[i for part in own for i in part.members] for own in ranks]
+        num_parts *= 2
+    if best is None or best[0] * MIN_GAIN > _slowest(apart, dims):
+        return None
+    return best[1]
+
+
+@dataclass(frozen=True)
+class FamilyPack:
+    """The samples of a micro-batch."""
+
+    families: list[Family]
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of the samples, in packing order."""
+        return [i for family in self.families for i in family.members]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(family.num_rows for family in self.families)
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        """The rows that the samples share; None if they share none."""
+        common = torch.block_diag(*(family.common for family in self.families))
+        return shared_prefixes(common) if bool(common.tril(-1).any()) else None
+
+
+def with_common_rows(
+    families: Sequence[Family],
+    samples: Sequence[Sample],
+    routes: Mapping[int, TokenRoutes],
+    mesh: Mesh,
+) -> list[Family]:
+    """Return families with the rows that their samples really have in common. Samples that have none
+    are families of their own.
+
+    samples: all samples, with the tokens of those in `families`. routes: their routes in this rank's
+    layers, by number. A collective of the pipeline stages, each of which compares its own layers.
+    """
+    found = [
+        common_rows(
+            [samples[i] for i in family.members],
+            [routes.get(i) for i in family.members],
+            mesh.dims.sequence_multiple,
+        )
+        for family in families
+    ]
+    if mesh.dims.pp > 1 and found:
+        flat = torch.cat([common.flatten() for common in found]).to(mesh.device)
+        dist.all_reduce(flat, dist.ReduceOp.MIN, group=mesh.pp)
+        parts = flat.cpu().split([common.numel() for common in found])
+        found = [part.view_as(common) for part, common in zip(parts, found, strict=True)]
+    known = [replace(f, common=common) for f, common in zip(families, found, strict=True)]
+    return [
+        piece
+        for family in known
+        for piece in ([family] if bool(family.common.any()) else family.cut(len(family.members)))
+    ]
+
+
+def pack_families(families: Sequence[Family], token_budget: int) -> list[FamilyPack]:
+    """Pack families into micro-batches of at most `token_budget` rows.
+
+    The families are packed first-fit from the largest to the smallest. A family that is larger than
+    the budget fills micro-batches of its own; so does a sample that is longer.
+    """
+    pieces = [
+        (piece, piece.num_rows) for family in families for piece in _fill(family, token_budget)
+    ]
+    pieces.sort(key=lambda pair: (-pair[1], pair[0].members))
+    packs: list[list[Family]] = []
+    room: list[int] = []
+    for piece, num_rows in pieces:
+        fitting = next((b for b, free in enumerate(room) if free >= num_rows), None)
+        if fitting is None:
+            packs.append([piece])
+            room.append(token_budget - num_rows)
+        else:
+            packs[fitting].append(piece)
+            room[fitting] -= num_rows
+    return [FamilyPack(pieces) for pieces in packs]
+
+
+def _fill(family: Family, token_budget: int) -> list[Family]:
+    """Cut a family into pieces that fit into a micro-batch, each as full as possible."""
+    if family.num_rows <= token_budget:
+        return [family]
+    pieces: list[list[int]] = []
+    left = list(range(len(family.members)))
+    while left:
+        chosen, num_rows = [left[0]], family.lengths[left[0]]
+        for place in left[1:]:
+            more = family.own_rows(place, chosen)
+            if num_rows + more <= token_budget:
+                chosen.append(place)
+                num_rows += more
+        pieces.append(chosen)
+        left = [place for place in left if place not in chosen]
+    return [family.part(places) for places in pieces]
+
+
+def _balance(families: Sequence[Family], num_ranks: int) -> list[list[Family]]:
+    """Give each family, from the largest to the smallest, to the rank with the fewest rows so far."""
+    sized = sorted(((-family.num_rows, family.members, family) for family in families),
+                   key=lambda entry: entry[:2])  # fmt: skip
+    loads = [(0, rank) for rank in range(num_ranks)]
+    shares: list[list[Family]] = [[] for _ in range(num_ranks)]
+    for num_rows, _, family in sized:
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(family)
+        heapq.heappush(loads, (load - num_rows, rank))
+    return shares
+
+
+def _slowest(rows: Sequence[Sequence[int]], dims: ParallelDims) -> int:
+    """Return the rows that the slowest rank computes, given those of each rank's micro-batches. Where
+    micro-batches have one length, this includes their padding."""
+    if dims.equal_micro_batches:
+        return max(len(own) for own in rows) * max(max(own, default=0) for own in rows)
+    return max(sum(own) for own in rows)
