@@ -213,7 +213,7 @@ class RouterRows:
     """bool[m]: true for the rows before the last loss token of their sample. The routes of these
     rows affect the loss, because a later loss token attends to them."""
     segments: Tensor
-    """i64[m]: for each row the index of its sequence in the micro-batch."""
+    """i64[m]: for each entry the index of its sequence in the micro-batch."""
     num_segments: int
     """The number of sequences in the micro-batch."""
     source: Tensor | None = None

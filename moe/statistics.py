@@ -103,8 +103,8 @@ class RoutingCounter:
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
     """Maps the tuple of the layer numbers that were counted in a model chunk to their counts."""
     _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """For each micro-batch number bool[m]: true for rows in which the router of at least one layer of
-    this rank chose other experts than the captured route."""
+    """Maps the number of a micro-batch to bool[m]: true for rows in which the router of at least
+    one layer of this rank chose other experts than the captured route."""
     _num_tokens: dict[int, Tensor] = field(default_factory=dict)
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     """Maps the tuple of a model chunk's layer numbers to i64[L, E], the number of counted tokens
@@ -125,8 +125,8 @@ class RoutingCounter:
         routes: the captured routes to compare with the routers' own choices; None counts only the
         load of the experts.
         rows: the rows of the micro-batch that the routers of this rank processed.
-        replays: whether the pass was meant to replay `routes`. If so, it is also counted in how
-        many rows the router used the captured experts.
+        replays: whether the pass was meant to replay `routes`. If so, the rows in which the router
+        used the captured experts are counted too.
         """
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])

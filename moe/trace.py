@@ -175,9 +175,10 @@ def join_traces(old: RoutingTrace, new: RoutingTrace) -> RoutingTrace:
     because the log-probs of the first piece were computed with these routes, even if the engine
     recomputed the piece later. The last token of the first piece has a row only in `new`.
 
-    The result takes `num_cached_rows` from `new` if the number there exceeds R + 1, and otherwise
-    from `old`. `num_recomputed_rows` is chosen in the same way. The result has gate weights if both
-    traces have them. Raises ValueError if `new` has fewer rows than `old` or is of another model.
+    The result has the `num_cached_rows` of `new` if that number exceeds R + 1, and otherwise the
+    one of `old`. `num_recomputed_rows` is chosen in the same way. The result has gate weights if
+    both traces have them. Raises ValueError if `new` has fewer rows than `old` or is of another
+    model.
     """
     num_kept, num_rows = len(old.expert_ids), len(new.expert_ids)
     if num_rows < num_kept:

@@ -64,11 +64,11 @@ class Scheme:
     scale_shape: Callable[[int, int], tuple[int, int]]
     """Returns the shape of the scales of a weight [N, K], given N and K."""
     relative_error: float
-    """Bounds the rounding error of a weight, as a multiple of the weight. The larger of this bound and
-    that of `absolute_error` applies."""
+    """Bound on the rounding error of a weight, as a multiple of the weight's absolute value. There is
+    also the bound `absolute_error`. The error is at most the larger of the two bounds."""
     absolute_error: float
-    """Bounds the rounding error of a weight, as a multiple of the weight's scale. The larger of this
-    bound and that of `relative_error` applies."""
+    """Bound on the rounding error of a weight, as a multiple of the weight's scale. There is also the
+    bound `relative_error`. The error is at most the larger of the two bounds."""
 
     def largest_error(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Return f32[N, K]: the largest possible rounding error of each element of `weight` [N, K]."""
@@ -154,8 +154,8 @@ def quantized_tensors(
 
 
 def fake_quantize(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
-    """Return the values with which an engine computes for the weight `name`, in the weight's dtype. A
-    weight that is quantised (`is_quantized`) is quantised and dequantised; any other weight is returned
+    """Return the values that an engine uses as the weight `name`, in the dtype of `weight`. A weight
+    that is quantised (`is_quantized`) is quantised and dequantised; any other weight is returned
     unchanged."""
     if not is_quantized(name, weight.dim()):
         return weight

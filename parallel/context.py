@@ -1,5 +1,5 @@
-"""The rows that a rank computes of the packed tokens of a micro-batch: context parallelism, and the
-prefixes that sequences share.
+"""Which rows of a packed micro-batch a rank computes. Context parallelism divides the rows over the
+ranks, and sequences may share the rows of a common prefix.
 
 Under context parallelism every sequence is cut into `2 * cp` chunks of equal length. Rank r holds
 chunk r, whose tokens attend to few keys, and chunk `2 * cp - 1 - r`, whose tokens attend to many
@@ -11,12 +11,13 @@ works on single tokens. Log-probs are gathered too, at 8 bytes per token, so the
 whole sequences as without context parallelism. In the backward pass every rank takes the gradient
 of its own tokens.
 
-Of a sequence that shares its first rows with another one (`mrl.shared_prefixes`) only the other rows
-are cut. Several packed tokens then have the same row, which is computed once and spread to all of
-them. In the backward pass the row gets the sum of their gradients.
+A sequence may share its first rows with another sequence (`mrl.shared_prefixes`). Then only its
+remaining rows are cut into chunks. Several packed tokens have the same shared row: the row is
+computed once, and the result is copied to all of these tokens. In the backward pass the row gets
+the sum of the tokens' gradients.
 
-Dimensions: N packed tokens, R <= N rows that are computed for them (R = N if nothing is shared),
-n = R / cp of them on this rank.
+Dimensions: N packed tokens, R <= N rows that are computed for them (R = N if nothing is shared), n
+= R / cp rows on this rank.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class ContextSlice:
     group: ProcessGroup
     blocks: list[Block]
     index: Tensor | None = None
-    """i64[n]: packed indices of this rank's rows, in this rank's order; None if the rank has a row of
-    every token, in packed order."""
+    """i64[n]: for each row of this rank, in this rank's order, the index of its token among the N
+    packed tokens. For a shared row it is the token of the sequence that computes the row. None if
+    the rank's n rows are the N packed tokens in their order."""
     places: Tensor | None = None
     """i64[N]: entry t is the position of the row of packed token t in the concatenated slices of all
     ranks; None if `index` is None."""
@@ -73,7 +75,7 @@ class ContextSlice:
 
     @property
     def packed(self) -> Tensor:
-        """i64[n] on the CPU: indices, among the N packed tokens, of this rank's tokens in its order."""
+        """i64[n] on the CPU: the values of `index`, even if `index` itself is None."""
         parts = [block.packed for block in self.blocks]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
@@ -82,7 +84,8 @@ class ContextSlice:
         return values if self.index is None else values[self.index]
 
     def take_any(self, flags: Tensor) -> Tensor:
-        """Return bool[n]: whether `flags`, bool[N], is true for any token of each of this rank's rows.
+        """Return bool[n]: for each row of this rank, whether `flags`, bool[N], is true for any of
+        the row's tokens.
 
         `flags` may be on the CPU.
         """
@@ -102,8 +105,9 @@ class ContextSlice:
         return sum(block.num_tokens for block in self.blocks)
 
     def tokens_of_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the packed tokens i64[m] whose rows are among those of this rank in `rows`, and for
-        each of them the index of its row within `rows`, i64[m].
+        """Return two tensors i64[m]: the indices of the m packed tokens whose row is in the slice
+        `rows` of this rank's rows, and for each of these tokens the index of its row within the
+        slice.
 
         Only for a micro-batch in which sequences share rows.
         """
@@ -139,8 +143,8 @@ class ContextSlice:
         return joined[self.places]
 
     def gather_shared(self, values: Tensor) -> Tensor:
-        """Gather `values` [n, ...] of all ranks; return the concatenated slices of the ranks
-        [R, ...]. `places` holds the index of each packed token in the result.
+        """Gather `values` [n, ...] of all ranks; return them [R, ...], concatenated in rank order.
+        `places` holds the index of each packed token in the result.
 
         The backward pass sums the gradients of all ranks, so each rank may use the result in its
         own way.
@@ -188,15 +192,16 @@ def context_slice(
 
 
 MIN_QUERIES, MAX_BLOCKS = 256, 4
-"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks, of at least
-MIN_QUERIES rows if there are several. Attention computes all scores of a block whose keys begin before
-it, also those that its mask removes: with several blocks these are fewer. But each block needs a copy
-of its keys."""
+"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks. If there are
+several blocks, each has at least MIN_QUERIES rows. For such a block, attention computes the scores
+of all pairs of a query and a key, even those that the causal mask then removes. Several small
+blocks waste fewer scores than one large block, but each block needs its own copy of its keys."""
 
 
 def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:
-    """Return the blocks of the sequences [bounds[i], bounds[i+1]) without their first `offsets[i]`
-    rows. A sequence that shares no rows is one block."""
+    """Cut sequences into blocks. Sequence i has the packed tokens [bounds[i], bounds[i+1]); its
+    first `offsets[i]` rows are shared and belong to no block. A sequence that shares no rows is one
+    block."""
     blocks, local = [], 0
     for (a, b), offset in zip(pairwise(bounds), offsets, strict=True):
         num_rows = b - a - offset
@@ -212,8 +217,9 @@ def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:
 def blocks_of_rank(
     bounds: Sequence[int], rank: int, size: int, offsets: Sequence[int] = ()
 ) -> list[Block]:
-    """Return the blocks that context-parallel rank `rank` of `size` holds of the sequences
-    [bounds[i], bounds[i+1]), without the first `offsets[i]` rows of each.
+    """Return the blocks that context-parallel rank `rank` of `size` holds. Sequence i has the
+    packed tokens [bounds[i], bounds[i+1]); its first `offsets[i]` rows are shared and belong to no
+    block.
 
     Raises ValueError for a sequence whose remaining length is not a multiple of `2 * size`.
     """

@@ -51,7 +51,7 @@ class ParallelDims:
     equally."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     row_multiple: int = 1
-    """The rows of a rank's matrix products are padded to a multiple of this number."""
+    """The number of rows of each matrix product on a rank is padded to a multiple of this number."""
 
     @classmethod
     def create(cls, config: ParallelConfig, world: int, *, fp8: bool = False) -> ParallelDims:

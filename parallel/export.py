@@ -80,7 +80,7 @@ def export_buckets(
     stages. If a parameter and its counterparts on the expert-parallel peers together are larger
     than `max_bytes`, they get a bucket of their own. There are two buffers, so a bucket is
     overwritten when the second bucket after it is requested. On CPUs the buffers are in `memory`,
-    or in new shared memory if that is None.
+    or in new shared memory if `memory` is None.
 
     `dtype`: the dtype to which tensors are cast; None keeps their dtype. Each rank casts its shard
     before it computes the digest, so the digest is that of the bytes that are sent. Megatron's

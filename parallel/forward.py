@@ -216,8 +216,9 @@ class PipelineRunner:
         )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:
-        """Return one dict per micro-batch, from layer number to the route that the engine captured,
-        for this rank's rows and layers. The dict of a micro-batch without captured routes is empty.
+        """Return, for each micro-batch, a dict that maps each layer of this rank to the route that
+        the engine captured, restricted to this rank's rows. The dict of a micro-batch without
+        captured routes is empty.
 
         A pass that replays the result as `Replay.recorded(...)` computes the same as a pass with
         `Replay.rollout`.
@@ -233,7 +234,8 @@ class PipelineRunner:
         return found
 
     def row_places(self, batch: MicroBatch) -> Tensor:
-        """Return i64[m] on the CPU: the packed tokens of the m entries of `router_rows`."""
+        """Return i64[m] on the CPU: for each of the m entries of `router_rows`, the index of its
+        packed token."""
         places, _ = self._row_places(self._context(batch, torch.device("cpu")))
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
 
@@ -282,7 +284,9 @@ class PipelineRunner:
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
     def _row_places(self, context: ContextSlice) -> tuple[slice | Tensor, Tensor | None]:
-        """Return the packed tokens whose rows this rank's routers process, and `RouterRows.source`."""
+        """Return (slice or indices i64[m] of the packed tokens whose rows this rank's routers
+        process, `RouterRows.source`: the row of each of these tokens, or None if no rows are
+        shared)."""
         own = row_slice(context.num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
         if context.index is None:
             return own, None

@@ -34,8 +34,9 @@ LARGEST_COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-"""The largest allowed values of those keys for which LARGEST_COUNT is too high: mrl makes lists
-with as many entries as their values say."""
+"""Maps some keys to their largest allowed values; for all other keys it is LARGEST_COUNT. The
+values are lower here, because mrl makes lists with as many entries as the values of these keys
+say."""
 TWO_NAMES = (
     (("num_experts",), ("num_local_experts",)),
     (("rope_theta",), ("rope_parameters", "rope_theta")),

@@ -17,7 +17,7 @@ from mrl.errors import InputError
 Implementation = Literal["local", "transformer_engine"]
 
 OLDEST_TRANSFORMER_ENGINE = (2, 6)
-"""The oldest TransformerEngine that the layers work with."""
+"""The oldest version of TransformerEngine whose layers mrl can build."""
 OLDEST_BATCH_INVARIANT = (2, 10)
 """The oldest TransformerEngine for Megatron's batch-invariant mode. If the mode is on,
 `TEDotProductAttention.forward` asserts this version, because the mode sets `num_splits`."""

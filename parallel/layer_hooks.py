@@ -82,8 +82,8 @@ class BackwardWatch:
         )
 
     def samples(self, batches: Sequence[MicroBatch]) -> list[int]:
-        """Return the ids, sorted, of the samples in this rank's micro-batches whose backward pass
-        overflowed."""
+        """Return the sorted ids of the samples in those micro-batches of this rank whose backward
+        pass overflowed."""
         bad = {number for number, is_bad in self._bad if bool(is_bad)}
         found: set[int] = set()
         for number in bad & set(range(len(batches))):

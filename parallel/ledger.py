@@ -45,8 +45,8 @@ class Bytes(NamedTuple):
     device: int
     host: int
     freed: int
-    """Bytes that were freed without a copy. Their contents are lost; `to_device` fills the storages
-    with zeros."""
+    """Bytes that `Ledger.free` freed. Their contents are lost; `to_device` fills the storages with
+    zeros."""
 
 
 @dataclass
@@ -135,8 +135,8 @@ class Ledger:
         return num_copied
 
     def free(self, kind: str) -> None:
-        """Free the memory of a disposable kind without a copy. Raises RuntimeError if the kind is
-        not disposable or not on the device."""
+        """Free the device memory of a disposable kind; its contents are lost. Raises RuntimeError
+        if the kind is not disposable or not on the device."""
         owner = self._expect(kind, "free", ("device",))
         if not owner.disposable:
             raise RuntimeError(

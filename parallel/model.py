@@ -37,10 +37,10 @@ def build_chunks(
     wrapper.
 
     `output_layer` makes the layer that replaces the projection onto the vocabulary in the last
-    chunk. With `true_on_policy`, local layers compute each token as the engine does. With
-    `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route. If
-    `logprob_chunk_tokens` is not 0, the last chunk returns hidden states, and the head computes the
-    logits of that many tokens at a time; otherwise it returns all logits.
+    chunk. With `true_on_policy`, mrl's own layers compute each token as the engine does. With
+    `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route.
+    If `logprob_chunk_tokens` is not 0, the last chunk returns hidden states, and the head computes
+    the logits of that many tokens at a time; otherwise it returns all logits.
     """
     dims = mesh.dims
     chunks = []

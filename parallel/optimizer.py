@@ -88,9 +88,9 @@ def use_fused_kernels(optimizer: Any) -> None:
     """Let torch's own Adam update each parameter in one kernel, in place.
 
     Megatron builds `torch.optim.AdamW` if neither TransformerEngine nor apex is installed, and has
-    no option for its `fused` form. By default torch uses `foreach` on CUDA, whose intermediate
-    lists take as much memory as one more fp32 copy of the parameters (documentation of
-    torch.optim.AdamW). Other optimizers are left unchanged.
+    no option for its `fused` form. On CUDA torch uses the `foreach` form by default. The
+    intermediate lists of that form take as much memory as one more fp32 copy of the parameters
+    (documentation of torch.optim.AdamW). Other optimizers are left unchanged.
     """
     for adam in torch_adams(optimizer):
         for group in (*adam.param_groups, adam.defaults):

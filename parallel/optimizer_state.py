@@ -103,7 +103,7 @@ def get_step(optimizer: Any) -> int:
 def steps_done(optimizer: Any, device: torch.device) -> int:
     """Return the largest result of `get_step` on any rank. A collective.
 
-    The ranks of a pipeline stage without any part of the adapter count no steps.
+    Some pipeline stages may have no part of the adapter; their ranks count no steps.
     """
     step = torch.tensor(get_step(optimizer), device=device)
     if dist.get_world_size() > 1:
@@ -134,8 +134,9 @@ def _adams(optimizer: Any) -> list[Any]:
 
 
 def _stepped_by(optimizer: Any) -> dict[int, tuple[Tensor, Any]]:
-    """Return a dict from the id of each tensor that Megatron gave to the optimizer to (the tensor
-    that is updated in its place, the Adam that updates it).
+    """Return a dict with an entry for each tensor that Megatron gave to the optimizer. The key is
+    the tensor's id. The value is a pair: the tensor that is updated in its place, and the Adam that
+    updates it.
 
     The two tensors differ only in a HybridDeviceOptimizer, which may update a copy.
     """

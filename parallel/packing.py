@@ -162,8 +162,8 @@ def pack(
 
 
 def num_rows(batch: MicroBatch) -> int:
-    """Return the number of rows that the model computes for a micro-batch: its tokens, less the rows
-    that its sequences share."""
+    """Return the number of rows that the model computes for a micro-batch: its number of tokens,
+    minus the number of rows that sequences take from other sequences."""
     return batch.num_tokens - (batch.shared.total if batch.shared else 0)
 
 

@@ -1,13 +1,16 @@
 """Pack samples that share prefixes: the samples of a prompt go into the same micro-batch where that
 saves rows.
 
-This takes two steps, because a rank has the tokens and routes of its own samples only. First every rank
-computes, from the lengths of all samples and of their prompts, which rank trains which samples, and
-whether sharing pays (`plan_shares`). When a rank has its samples, it finds the rows that they really
-have in common (`parallel.prefixes`) and packs them (`pack_families`). So a micro-batch stays within its
-budget of rows also where samples have fewer rows in common than their prompt.
+This takes two steps, because a rank has the tokens and routes of its own samples only. First every
+rank computes, from the lengths of all samples and of their prompts, which rank trains which
+samples, and whether sharing pays (`plan_shares`). When a rank has its samples, it finds the rows
+that they really have in common (`parallel.prefixes`) and packs them (`pack_families`). So a
+micro-batch stays within its budget of rows even if some samples have only a part of their prompt's
+rows in common.
 
-Dimensions: S samples of an optimizer step, G samples of a family.
+A sample's number is its index in the list of the S samples of an optimizer step.
+
+Dimensions: S samples of an optimizer step, G samples of a family (samples of one prompt).
 """
 
 from __future__ import annotations
@@ -29,16 +32,19 @@ from parallel.packing import assign_micro_batches
 from parallel.prefixes import common_rows, shared_prefixes
 
 MIN_GAIN = 1.2
-"""`auto` shares where that computes at least this many times fewer rows. A micro-batch with shared rows
-costs more per row: its attention reads copied keys through a mask, and its routers' values are spread.
-docs/prefixes.md has what was measured."""
+"""With `train.share_prefixes: auto`, samples share rows in a step only if at least this many times
+fewer rows are computed that way. A smaller gain does not pay, because a row costs more in a
+micro-batch with shared rows: attention needs a mask and copies of the keys, and the routers' values
+of a row are copied for all tokens that share the row. docs/prefixes.md has measurements."""
 
 
 def expected_gain(prompt_len: float, response_len: float, num_samples: int) -> float:
-    """Return how many times fewer rows the samples of a prompt take if they share its rows.
+    """Return the gain of sharing the prompt's rows: the number of rows that the samples of a prompt
+    take without sharing, divided by the number with sharing.
 
-    Without the token that each sample computes for itself this is G (P + R) / (P + G R), for G
-    samples of P + R tokens.
+    For G samples with P prompt tokens and R response tokens each, this is about G (P + R) / (P + G
+    R). The exact number is slightly lower, because each sample computes the last prompt token
+    itself.
     """
     shared = max(prompt_len - 1, 0)
     whole = num_samples * (prompt_len + response_len)
@@ -50,25 +56,25 @@ class Family:
     """Samples that may have rows in common: those of one prompt."""
 
     members: tuple[int, ...]
-    """The numbers of the G samples, the longest first."""
+    """The numbers of the G samples (see the module docstring), the longest sample first."""
     lengths: tuple[int, ...]
-    """The number of rows of each sample, padding included, if it shares none."""
+    """The number of rows, including padding, that each sample takes if it shares none."""
     common: Tensor
-    """i64[G, G]: the leading rows that each pair of samples can share."""
+    """i64[G, G]: the number of leading rows that each pair of samples can share."""
 
     def own_rows(self, place: int, others: Sequence[int]) -> int:
-        """Return how many rows the sample at `place` adds to a micro-batch that has the samples at the
-        places `others`."""
+        """Return how many rows one sample adds to a micro-batch that has the samples `others`.
+        `place` and `others` are indices into `members`."""
         shared = int(self.common[place, list(others)].max()) if others else 0
         return self.lengths[place] - shared
 
     @cached_property
     def num_rows(self) -> int:
-        """The rows of all samples in one micro-batch."""
+        """The number of rows that all samples together take in one micro-batch."""
         return sum(self.lengths) - int(self.common.tril(-1).amax(1).sum())
 
     def part(self, places: Sequence[int]) -> Family:
-        """Return the family of the samples at `places`."""
+        """Return a family of only the samples at `places`, which are indices into `members`."""
         index = torch.tensor(places, dtype=torch.int64)
         return Family(
             tuple(self.members[place] for place in places),
@@ -85,10 +91,11 @@ class Family:
 def families_of(
     samples: Sequence[Sample], numbers: Sequence[int], multiple_of: int
 ) -> list[Family]:
-    """Return the families of the samples `numbers`, expecting that the samples of a prompt have the
-    whole prompt in common. Only lengths are read.
+    """Group the samples `numbers` by prompt, and return a family for each prompt. It is assumed
+    that the samples of a prompt have all of its rows in common. Only lengths are read.
 
-    multiple_of: samples are padded to a multiple of this, and shared rows are one.
+    multiple_of: each sample is padded to a multiple of this number, and the number of rows that two
+    samples share is rounded down to such a multiple.
     """
     by_group: dict[int, list[int]] = {}
     for number in numbers:
@@ -106,11 +113,13 @@ def families_of(
 def plan_shares(
     samples: Sequence[Sample], dims: ParallelDims, token_budget: int
 ) -> list[list[int]] | None:
-    """Return the numbers of the samples of each data-parallel rank; None if sharing does not pay.
+    """Return, for each data-parallel rank, the numbers of the samples that it trains. Return None
+    if sharing does not pay.
 
-    Families stay whole, or are cut into halves, quarters and so on where the slowest rank then has
-    fewer rows to compute. Sharing pays if this is MIN_GAIN times fewer than without sharing. Only
-    lengths are read, so every rank gets the same result.
+    Families stay whole, or all are cut into halves, quarters and so on, whichever leaves the
+    slowest rank the fewest rows to compute. Sharing pays if the slowest rank computes at least
+    MIN_GAIN times fewer rows than without sharing. Only lengths are read, so every rank gets the
+    same result.
     """
     multiple = dims.sequence_multiple
     lengths = [round_up(len(sample.token_ids), multiple) for sample in samples]
@@ -134,7 +143,7 @@ def plan_shares(
 
 @dataclass(frozen=True)
 class FamilyPack:
-    """The samples of a micro-batch."""
+    """The families whose samples form a micro-batch."""
 
     families: list[Family]
 
@@ -160,11 +169,12 @@ def with_common_rows(
     routes: Mapping[int, TokenRoutes],
     mesh: Mesh,
 ) -> list[Family]:
-    """Return families with the rows that their samples really have in common. Samples that have none
-    are families of their own.
+    """Return the families with `common` computed from the samples' tokens and routes. If no two
+    samples of a family have rows in common, each of them becomes a family of its own.
 
-    samples: all samples, with the tokens of those in `families`. routes: their routes in this rank's
-    layers, by number. A collective of the pipeline stages, each of which compares its own layers.
+    samples: all samples of the step; only those in `families` must have their tokens. routes: maps
+    a sample's number to its routes in this rank's layers. A collective of the pipeline stages, each
+    of which compares the routes in its own layers.
     """
     found = [
         common_rows(
@@ -191,7 +201,8 @@ def pack_families(families: Sequence[Family], token_budget: int) -> list[FamilyP
     """Pack families into micro-batches of at most `token_budget` rows.
 
     The families are packed first-fit from the largest to the smallest. A family that is larger than
-    the budget fills micro-batches of its own; so does a sample that is longer.
+    the budget is cut first. A single sample that is larger than the budget gets a micro-batch of
+    its own.
     """
     pieces = [
         (piece, piece.num_rows) for family in families for piece in _fill(family, token_budget)
@@ -211,7 +222,8 @@ def pack_families(families: Sequence[Family], token_budget: int) -> list[FamilyP
 
 
 def _fill(family: Family, token_budget: int) -> list[Family]:
-    """Cut a family into pieces that fit into a micro-batch, each as full as possible."""
+    """Cut a family into pieces of at most `token_budget` rows. Each piece gets every sample that
+    still fits before the next piece is begun. A sample that is larger is a piece of its own."""
     if family.num_rows <= token_budget:
         return [family]
     pieces: list[list[int]] = []
@@ -229,7 +241,8 @@ def _fill(family: Family, token_budget: int) -> list[Family]:
 
 
 def _balance(families: Sequence[Family], num_ranks: int) -> list[list[Family]]:
-    """Give each family, from the largest to the smallest, to the rank with the fewest rows so far."""
+    """Return the families of each rank. Each family, from the largest to the smallest, goes to the
+    rank with the fewest rows so far."""
     sized = sorted(((-family.num_rows, family.members, family) for family in families),
                    key=lambda entry: entry[:2])  # fmt: skip
     loads = [(0, rank) for rank in range(num_ranks)]
@@ -242,8 +255,9 @@ def _balance(families: Sequence[Family], num_ranks: int) -> list[list[Family]]:
 
 
 def _slowest(rows: Sequence[Sequence[int]], dims: ParallelDims) -> int:
-    """Return the rows that the slowest rank computes, given those of each rank's micro-batches. Where
-    micro-batches have one length, this includes their padding."""
+    """Return the number of rows that the slowest rank computes. `rows` has, for each rank, the
+    number of rows of each of its micro-batches. If all micro-batches must have the same length
+    (`ParallelDims.equal_micro_batches`), the result includes the padding to this length."""
     if dims.equal_micro_batches:
         return max(len(own) for own in rows) * max(max(own, default=0) for own in rows)
     return max(sum(own) for own in rows)

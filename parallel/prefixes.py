@@ -4,9 +4,10 @@ A row is what the model computes for one token. Row t of two samples is the same
 tokens up to t and the same routes up to t. It is *shared* only if token t + 1, which it predicts, is
 the same too. So the last common token is computed for each sample, and no shared row has two labels.
 
-The number of common rows is an ultrametric: of the numbers for three pairs of three samples, the two
-lowest are equal. Each sample therefore needs only one earlier sample with which it has the most rows
-in common (`SharedPrefixes`), and the order of the samples does not change how many rows remain.
+The number of common rows is an ultrametric: three samples form three pairs, and the two lowest of
+the three pairs' numbers are equal. Each sample therefore needs only one earlier sample with which
+it has the most rows in common (`SharedPrefixes`), and the order of the samples does not change how
+many rows remain.
 
 Dimensions: G samples of a prompt, T tokens of a sample, B sequences of a micro-batch.
 """
@@ -28,11 +29,13 @@ def common_rows(
 ) -> Tensor:
     """Return i64[G, G]: the number of leading rows that each pair of samples can share.
 
-    routes: the routes of T-1 rows of each sample, in the layers of this rank; None without routes.
-    A row is shared only if its captured routes, with their gate weights, are equal byte by byte, or
-    if neither sample has a captured route there. If a sample has a sampling mask, its rows from the
-    one that predicts its first loss token on are not shared. multiple_of: the numbers are rounded
-    down to a multiple of this. The diagonal is 0.
+    routes: for each sample the routes of its first T-1 rows in the layers of this rank; None for a
+    sample without routes. multiple_of: the numbers are rounded down to a multiple of this.
+
+    Two samples can share a row only if their captured routes of the row, with the gate weights, are
+    equal byte by byte, or if neither sample has a captured route there. If a sample has a sampling
+    mask, it shares only rows before the one that predicts its first loss token. The diagonal of the
+    result is 0.
     """
     common = torch.zeros(len(samples), len(samples), dtype=torch.int64)
     for i in range(1, len(samples)):
@@ -54,7 +57,8 @@ def common_rows(
 def shared_prefixes(common: Tensor) -> SharedPrefixes:
     """Choose for each sequence of a micro-batch the earlier sequence whose rows it shares.
 
-    common: i64[B, B], the rows that each pair of sequences can share, 0 for different prompts.
+    common: i64[B, B], the number of leading rows that each pair of sequences can share; 0 for
+    sequences of different prompts.
     """
     leaders, num_rows = [], []
     for i in range(len(common)):
@@ -66,7 +70,7 @@ def shared_prefixes(common: Tensor) -> SharedPrefixes:
 
 
 def _limit(sample: Sample) -> int:
-    """Return how many rows of a sample may be shared at most."""
+    """Return the largest number of rows that a sample may share."""
     if sample.sampling_mask is None or not bool(sample.loss_mask.any()):
         return len(sample.token_ids)
     return max(0, int(sample.loss_mask.int().argmax()) - 1)
@@ -75,7 +79,8 @@ def _limit(sample: Sample) -> int:
 def _compare(
     samples: Sequence[Sample], routes: Sequence[TokenRoutes | None], i: int, j: int, known: int
 ) -> int:
-    """Return the number of rows that two samples can share, of which they share at least `known`."""
+    """Return the number of leading rows that samples i and j can share. The caller knows already
+    that it is at least `known`."""
     a, b = samples[i].token_ids, samples[j].token_ids
     num_tokens = min(len(a), len(b))
     count = _first_difference(a[known:num_tokens], b[known:num_tokens]) + known - 1
@@ -96,8 +101,8 @@ def _compare(
 
 
 def _first_difference(a: Tensor, b: Tensor) -> int:
-    """Return the index of the first element in which two vectors of one length differ, or else their
-    length."""
+    """Return the index of the first element in which two vectors of equal length differ; their
+    length if they are equal."""
     return _first_true(a != b)
 
 

@@ -65,7 +65,7 @@ class Upcycling:
     the standard deviation of the weight. With noise, the MoE no longer computes exactly the same
     function."""
     like: str | None = None
-    """The `model_type` of the MoE; None for the first one that fits the dense model."""
+    """The `model_type` of the MoE; None for the first type that FITS lists for the dense model."""
     seed: int = 0
     """The seed of the router and of the noise."""
 

@@ -290,10 +290,11 @@ class ServiceClient:
         """Create a session and return without waiting until it is open. Operations can be posted
         immediately; the service carries them out once the session is open.
 
-        `weight` is the session's share of the trainer's time, relative to the other tenants'
-        weights. `lora` is the section `lora` of a recipe. `recipe` may contain the key `seed` and
-        the sections `optimizer`, `moe`, `train`, `rollout` and `checkpoint`, each a mapping;
-        docs/client.md lists their keys. Raises InputError if the service refuses the session.
+        `weight` is the session's scheduling weight: its share of the trainer's time and of the
+        engine, relative to the other tenants' weights. `lora` is the section `lora` of a recipe.
+        `recipe` may contain the key `seed` and the sections `optimizer`, `moe`, `train`, `rollout`
+        and `checkpoint`, each a mapping; docs/client.md lists their keys. Raises InputError if the
+        service refuses the session.
         """
         tree = {"lora": dict(lora), "output_dir": os.path.abspath(output_dir), **recipe}
         self.control.add(name, tree, weight, loop="client")

@@ -1,7 +1,7 @@
 """Evaluation on the rollout engines: several sets of prompts, with several samples per prompt.
 
-Sampling seeds depend only on the recipe's seed and the prompt. So two evaluations with the same
-recipe differ only in the weights.
+The seed of a sample depends only on the recipe's seed, the prompt and the sample's index. So two
+evaluations with the same recipe differ only in the weights.
 
 Dimensions: n scored samples of a prompt, of which c pass.
 """
@@ -53,12 +53,12 @@ def finish_evaluation(
 def eval_metrics(eval_set: EvalSet, groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return the metrics of one evaluation set, computed from its scored `groups`.
 
-    `avg@k` is the mean over prompts of the mean reward of a prompt's samples. `avg@k_stderr` is the
-    standard error of this mean over prompts. `pass@k` is the mean of `pass_at_k` (arXiv 2107.03374
-    eq. 1, unbiased) over the prompts with at least k scored samples; a sample passes if its reward
-    is at least the set's `pass_threshold`. `unscored` counts samples without a reward, which
-    `avg@k` and `pass@k` leave out. `truncated` is the share of samples that reached the length
-    limit.
+    For `avg@k`, the rewards of each prompt's samples are averaged first, and then the averages of
+    all prompts. `avg@k_stderr` is the standard error of this second average. `pass@k` is the mean
+    of `pass_at_k` (arXiv 2107.03374 eq. 1, unbiased) over the prompts with at least k scored
+    samples; a sample passes if its reward is at least the set's `pass_threshold`. `unscored` counts
+    samples without a reward, which `avg@k` and `pass@k` leave out. `truncated` is the share of
+    samples that reached the length limit.
     """
     prefix, k_max = f"eval/{eval_set.config.name}/", eval_set.config.samples_per_prompt
     scored = []

@@ -118,8 +118,8 @@ class AlgorithmConfig(Branch):
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""
 
     advantage_eps: float = Field(default=1e-4, gt=0)
-    """Added to a standard deviation before the division by it: to the standard deviation of the
-    rewards and, with `whiten`, to the standard deviation of the token advantages."""
+    """Number that is added to a standard deviation before dividing by it: to the standard deviation
+    of the rewards and, with `whiten`, to that of the token advantages."""
     min_group_std: float = Field(default=1e-3, ge=0)
     """Lower bound of the standard deviation by which rewards are divided and, with `whiten`, of the
     standard deviation by which token advantages are divided. The bound prevents nearly equal

@@ -40,17 +40,17 @@ class AsyncConfig(WorkerConfig):
     `drop`: the trainer never waits for a straggler; a group that is too old when it finishes is
     dropped and counted."""
     in_flight_updates: Literal["finish", "interrupt"] = "finish"
-    """When an engine loads newer weights. `finish`: after the groups in progress are complete.
-    `interrupt`: immediately; the groups in progress continue with the newer weights, so their
-    tokens come from several versions."""
+    """The moment at which an engine loads newer weights. `finish`: after the groups in progress are
+    complete. `interrupt`: immediately; the groups in progress continue with the newer weights, so
+    their tokens come from several versions."""
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of interrupted requests. `keep`: later tokens attend to keys and
     values of older weights. `recompute`: the cache is computed again with the newer weights. With
     `moe.routing_replay: r3`, tokens sampled before the update are then excluded from the loss,
     because their routes are unknown."""
     stale_prefixes: bool = False
-    """Let requests reuse cached prefixes whose keys and values older weights computed. This is
-    faster, but the routes of these prefixes are not replayed."""
+    """Let requests reuse cached prefixes whose keys and values were computed with older weights. This
+    is faster, but the routes of these prefixes are not replayed."""
     groups_in_flight: int | None = Field(default=None, ge=1)
     """Number of groups that an engine works on at a time, if engines run freely (max_staleness
     above 0, not deterministic). Null takes twice the number of groups of a step, divided by the

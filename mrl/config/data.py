@@ -48,8 +48,9 @@ class SourceConfig(RowsConfig):
     """Name of the source in messages, checkpoints and metrics (`source/NAME/...`). Null takes the
     last part of the (first) path, such as the file name."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the prompts that come from this source, relative to the other weights. Give a weight
-    to every source, or to none. Without weights a pass over the data contains each row once."""
+    """Share of the prompts that come from this source, relative to the weights of the other sources.
+    Give a weight to every source, or to none. Without weights, a pass over the data contains each
+    row once."""
     reward: Rewards | None = None
     """The reward for the prompts of this source: one reward, or a list with weights, like the
     recipe's `reward`. Null takes the recipe's `reward`."""

@@ -43,7 +43,7 @@ def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
     """Return one line with all problems that `error` lists: for each the key, what is wrong, and the
     given value.
 
-    `known`: the valid keys, by default those of a recipe. For an unknown key, the message suggests
+    `known`: the valid keys, by default all keys of a recipe. For an unknown key, the message suggests
     the nearest valid key.
     """
     lines = []

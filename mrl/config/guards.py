@@ -40,6 +40,8 @@ class GuardConfig(Branch):
     step, with a warning, and the metric `train/low_ess_steps` counts it. Null turns the check off."""
     max_low_ess_steps: int = Field(default=10, ge=1)
     """The run ends with exit code 70 if this many consecutive optimizer steps have an effective
-    sample size below `min_ess`; 1 ends the run at the first such step. Choose more than the number
-    of updates in `async.max_staleness` rollouts: after that many skipped steps all tokens come from
-    the current weights, and staleness can no longer explain a small effective sample size."""
+    sample size below `min_ess`; 1 ends the run at the first such step. Each such step is skipped, so
+    the weights do not change. Once all optimizer steps of `async.max_staleness` consecutive rollouts
+    have been skipped, all tokens come from the current weights, and staleness can no longer explain a
+    small effective sample size. So choose more than `async.max_staleness` times the number of
+    optimizer steps per rollout."""

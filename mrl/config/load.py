@@ -119,8 +119,8 @@ def load_service(path: str | Path, overrides: list[str] | None = None) -> Servic
 
 
 def dump_recipe(recipe: Recipe | ServiceConfig, path: Path) -> None:
-    """Write the recipe as a YAML file with every default, which `load_recipe` or `load_service` can
-    read again.
+    """Write the recipe, including all defaults, as a YAML file that `load_recipe` or `load_service`
+    can read again.
 
     All existing paths in the file, and `output_dir`, are absolute, so the file can be loaded from
     any directory.

@@ -70,7 +70,7 @@ class Recipe(Branch):
     """Time limit for one call of the reward function, in seconds. A call that takes longer is
     killed, and its samples are masked."""
     environment: EnvironmentConfig | None = None
-    """The environment that the policy interacts with over several turns, instead of `reward`."""
+    """The environment with which the policy interacts over several turns. It replaces `reward`."""
     data: DataConfig
     sft: SftConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()

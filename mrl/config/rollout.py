@@ -30,12 +30,13 @@ class SharedRolloutConfig(Branch):
     """The dtype of the engine's weights and computation; `auto` takes the trainer's dtype
     (`model.dtype`). If the two dtypes differ, weights are cast before they are sent to the engine."""
     quantization: Literal["none", "fp8_block", "fp8_block_ue8m0", "int8"] = "none"
-    """Format in which the engine holds the matrices of attention, MLPs and experts, and computes
-    with them. `fp8_block`: e4m3 with one float32 scale for each block of 128 x 128 weights (the
-    format of DeepSeek-V3's checkpoints), and one scale for each token and group of 128 inputs of a
-    layer. `fp8_block_ue8m0`: the same, but the weights' scales are powers of two. `int8`: one scale
-    for each output channel of a matrix, and one for each token of a layer's input. Weights are
-    quantised before every sync; the trainer keeps its own precision. See docs/quantization.md."""
+    """Format of the weight matrices of attention, MLPs and experts in the engine. The products with
+    these matrices are computed in the same format. `fp8_block`: e4m3 with one float32 scale for each
+    block of 128 x 128 weights (the format of DeepSeek-V3's checkpoints), and one scale for each token
+    and group of 128 inputs of a layer. `fp8_block_ue8m0`: the same, but the weights' scales are powers
+    of two. `int8`: one scale for each output channel of a matrix, and one for each token of a layer's
+    input. Weights are quantised before every sync; the trainer keeps its own precision. See
+    docs/quantization.md."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that one engine spans. If that is more than the ranks of a node, the engine
     must span complete nodes. It may exceed the number of key/value heads, which SGLang then
@@ -134,14 +135,15 @@ class RolloutConfig(SharedRolloutConfig):
     weight_sync: str = "tensor"
     """How weights reach the engine: the name of a file in mrl/weight_sync/transports. `tensor`:
     handles to the trainer's memory (shared memory on CPUs, CUDA IPC on GPUs). `disk`: safetensors
-    in a private folder inside the run folder, which all nodes of an engine must share."""
+    in a private folder inside the run folder. All nodes of an engine must share the run folder."""
     weight_encoding: Literal["full", "delta"] = "full"
     """What a weight sync sends to the workers of a disaggregated run. `full`: all weights. `delta`:
-    only the elements whose bits changed, if the worker holds the version before. What comes of a
-    delta is compared with the trainer's digests, and sent whole if it differs. Each trainer rank that
-    sends keeps a copy of the weights in host memory; docs/rollout-weights.md says when it pays."""
+    only the elements whose bits changed since the previous version, if the worker holds that version.
+    The worker compares its result with digests from the trainer; a bucket that differs is sent again
+    in full. Each trainer rank that sends weights keeps a copy of them in host memory.
+    docs/rollout-weights.md says when deltas are faster."""
     full_sync_every: int = Field(default=20, ge=2)
-    """With `weight_encoding: delta`, every n-th version is sent whole to all workers."""
+    """With `weight_encoding: delta`, one in this many versions is sent to all workers in full."""
     over_sampling: float = Field(default=1.0, ge=1)
     """Number of prompts started, as a multiple of `prompts_per_step`. The step trains on the
     prompts that finish first and does not wait for the slowest; 1 waits for all."""
@@ -162,9 +164,10 @@ class RolloutConfig(SharedRolloutConfig):
     canary_tolerance: float | None = Field(default=None, gt=0)
     """Largest mean absolute difference between the log-probs of trainer and engine on the canary
     prompts. By default 1e-3 if trainer and engine both compute in float32, otherwise 0.1, because
-    half precision routes a few tokens to other experts. With `quantization`, the limit is higher by
-    4 times the mean change of the trainer's log-probs that noise as large as the weights' rounding
-    errors causes."""
+    half precision routes a few tokens to other experts. With `quantization`, the limit is higher, to
+    allow for rounding errors. mrl measures the mean absolute change of the trainer's log-probs when
+    noise as large as the weights' rounding errors is added to the weights, and raises the limit by
+    4 times this change."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -181,7 +184,7 @@ class RolloutConfig(SharedRolloutConfig):
 
     @property
     def max_deltas(self) -> int:
-        """Largest number of versions in a row that are sent as deltas; 0 with `weight_encoding:
+        """Maximum number of consecutive versions that are sent as deltas; 0 with `weight_encoding:
         full`."""
         return self.full_sync_every - 1 if self.weight_encoding == "delta" else 0
 

@@ -104,8 +104,8 @@ class ServiceCheckpointConfig(Branch):
 
 class ControlConfig(Branch):
     tcp: int | None = Field(default=None, ge=1, le=65535)
-    """A loopback port on which the service also takes the requests of the control socket. Callers
-    must send the token in `OUTPUT_DIR/token`. Null opens no port."""
+    """A loopback port on which the service answers the same requests as on its control socket.
+    Callers must send the token in `OUTPUT_DIR/token`. Null opens no port."""
 
 
 class ServiceConfig(Branch):
@@ -151,9 +151,9 @@ class ServiceConfig(Branch):
 
     @property
     def longest_wait_s(self) -> float:
-        """Timeout in seconds for a rank that waits for another rank. It is long, because an engine's
-        requests for one tenant may wait for those of other tenants. The watchdog detects a hang
-        earlier."""
+        """Timeout in seconds for a rank that waits for another rank. It is long, because requests
+        of one tenant may wait in an engine for requests of other tenants. The watchdog detects a
+        hang earlier."""
         return 600 + max(self.rollout.start_timeout_s, 8 * self.rollout.request_timeout_s)
 
     def rollout_config(self) -> RolloutConfig:

@@ -13,8 +13,8 @@ from mrl.config.foreign import FOREIGN
 from mrl.config.recipe import Recipe
 
 MAX_KEYS = 6
-"""Maximum number of suggestions in the message about an unknown section. Each suggestion says for a
-key of that section which key of the recipe to use instead."""
+"""Maximum number of suggestions in the message about an unknown section. Each suggestion names a
+key of that section, and the recipe's key to use instead."""
 
 
 def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
@@ -22,8 +22,8 @@ def suggest(key: str, value: Any = None, known: Sequence[str] = ()) -> str:
     none.
 
     `value` is the key's value in the recipe. If it is a mapping and `key` resembles no section, the
-    keys of the mapping are looked up one by one. `known` are the valid keys, by default those of a
-    recipe.
+    keys of the mapping are looked up one by one. `known` are the valid keys, by default all
+    keys of a recipe.
     """
     if known and key in all_keys():
         return "; it is a key of a tenant's recipe, not of a service"

@@ -43,9 +43,9 @@ class ParallelConfig(Branch):
     expert_tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks that split each expert. With 1, every rank has complete experts."""
     decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
-    """Number of layers in the first pipeline stage; null gives it as many as the other stages."""
+    """Number of layers in the first pipeline stage. Null: the same number as in the other stages."""
     decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
-    """Number of layers in the last pipeline stage; null gives it as many as the other stages."""
+    """Number of layers in the last pipeline stage. Null: the same number as in the other stages."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens are sent to their experts. `allgather` pads all micro-batches to one length;
     `flex` is DeepEP, on GPUs where deep_ep is installed."""
@@ -73,11 +73,12 @@ class TrainConfig(Branch):
     """Maximum number of packed tokens in a micro-batch. A sample that is longer than this gets a
     micro-batch of its own."""
     share_prefixes: Literal["off", "auto"] = "off"
-    """`auto`: the samples of a prompt share the rows of their common prefix, which the model then
-    computes once for all of them, in the steps in which that computes at least 1.2 times fewer rows.
-    A row is shared only if its tokens and its captured routes are equal. The samples of a prompt then
-    go into the same micro-batch, and `micro_batch_tokens` limits the rows that are computed. The
-    results are equal up to rounding. TransformerEngine's layers share nothing."""
+    """Whether the trainer computes the common prefix of a prompt's samples once for all of them instead
+    of once for each. `off`: never. `auto`: in the steps in which this reduces the number of computed
+    token positions by a factor of at least 1.2. A position is shared only if the tokens and the
+    captured routes up to it are equal. With sharing, the samples of a prompt go into the same
+    micro-batch, and `micro_batch_tokens` limits the computed positions. The results are equal up to
+    rounding. TransformerEngine's layers do not support sharing."""
     recompute: bool = False
     """Recompute all activations in the backward pass, which saves memory and costs one more forward
     pass."""
@@ -86,9 +87,9 @@ class TrainConfig(Branch):
     from the hidden states in chunks of this size, and the backward pass computes the logits of each
     chunk again. The memory in bytes is chunk tokens x vocabulary / tensor-parallel size x bytes of
     the dtype. A smaller chunk needs less memory; with a larger chunk, the gradient of the output
-    layer's weight is read and written less often. 0 computes the logits of a whole micro-batch at
-    once, including those of prompts, and does not compute them again in the backward pass. The
-    results are equal up to rounding."""
+    layer's weight is read and written less often. 0 computes the logits of all tokens of a
+    micro-batch at once, including prompt tokens, and does not compute them again in the backward
+    pass. The results are equal up to rounding."""
 
     @field_validator("share_prefixes", mode="before")
     @classmethod
@@ -106,7 +107,7 @@ class OptimizerConfig(Branch):
     )
     """How the learning rate falls from `lr` to `min_lr` after the warm-up. The names and formulas
     are those of Megatron. `WSD` (arXiv 2404.06395) keeps the learning rate constant until the last
-    `wsd_decay_steps`. A critic's learning rate decays in the same way."""
+    `wsd_decay_steps` optimizer steps. A critic's learning rate decays in the same way."""
     lr_decay_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps, including the warm-up, after which the learning rate is `min_lr`.
     This key is allowed only with an `lr_decay_style` other than `constant`. Null takes all

@@ -80,7 +80,7 @@ class Request:
     token_ids: Tensor
     """i64[P]: the ids of the tokens to continue."""
     seed: int
-    """The token at position p is a function of (weights, tokens before p, seed, p)."""
+    """Sampling seed: the token at position p is a function of (weights, tokens before p, seed, p)."""
     sampling: SamplingParams
 
 
@@ -130,7 +130,7 @@ class EngineConfig:
     gpu_ids: Sequence[int | str] = ()
     """GPUs of the ranks on this node, as in CUDA_VISIBLE_DEVICES; empty for an engine on CPUs."""
     cpu_threads: int = 1
-    """Threads of each rank of an engine on CPUs."""
+    """Number of CPU threads of each rank of an engine on CPUs."""
     seed: int = 0
     """Seed of the engine's own random numbers, which change with every start(). They matter only where
     sampling ignores the seeds of requests: on GPUs without deterministic inference."""
@@ -155,8 +155,8 @@ class EngineServer(Protocol):
         raises RuntimeError if another node has failed.
 
         Raises InputError for a mistake in the recipe, and RuntimeError if the engine is running
-        already, dies, or is not ready in time. The last two errors have the path and the last lines of
-        the log. After EngineLost, this first removes what is left of the lost process.
+        already, dies, or is not ready in time. In the last two cases the error has the path and the
+        last lines of the log. After EngineLost, this first removes what is left of the lost process.
         """
         ...
 
@@ -192,10 +192,10 @@ class EngineServer(Protocol):
         generate() that begin while the server is paused wait for resume().
 
         `in_place` keeps the KV cache of running requests: tokens after the update attend to keys and
-        values of the older weights. `retract` drops it, and it is computed again after resume(). It is
-        then unknown which weights chose the routes of earlier tokens, so routing replay (r3) excludes
-        these tokens from the loss. To keep them, abort() the requests, update, and send prompt and
-        partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
+        values of the older weights. `retract` drops this cache, which is computed again after resume().
+        Which weights chose the routes of earlier tokens is then unknown, so routing replay (r3)
+        excludes these tokens from the loss. To keep them, abort() the requests, update, and send prompt
+        and partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
 
         The prefix cache stores prefixes under keys, which name the weight version. After the update, a
         request that was retracted or had not begun gets the key of the new version, so it reads nothing
@@ -277,8 +277,8 @@ class PolicyEndpoint(Protocol):
         previous call: the next turn of a conversation can use it.
 
         `concurrent` allows other concurrent calls at the same time; no two open calls may share a
-        request id. The engine batches requests of all calls, so the last bits depend on the other
-        requests, and the prefix cache is kept. A request reads only cached prefixes that its own
+        request id. The engine batches requests of all calls, so the last bits of log-probs depend on
+        other requests, and the prefix cache is kept. A request reads only cached prefixes that its own
         weights computed or, with `stale_prefixes`, that any weights computed. A concurrent call waits
         while the engine is paused or its weights change.
 
@@ -316,7 +316,7 @@ class RolloutNode(Protocol):
     which takes an `EngineConfig` and the node's rank. An engine without `Node` stays on one node."""
 
     def start(self, address: str) -> None:
-        """Remove the rest of an earlier process, and begin to start one that joins at `address`."""
+        """Stop an earlier process, and begin to start one that meets the other nodes at `address`."""
         ...
 
     def note_ready(self) -> None:

@@ -181,8 +181,9 @@ class Gate:
     def enter(
         self, tenant: str, *, weight: float = 1.0, max_tokens_in_flight: int = UNLIMITED
     ) -> None:
-        """Add a tenant. The policy sees `weight` and `max_tokens_in_flight` in the tenant's
-        `Demand`."""
+        """Add a tenant. The policy sees `weight` and `max_tokens_in_flight` in the tenant's `Demand`.
+        `weight` is the size of the tenant's share of the engine, relative to the other tenants'
+        weights."""
         with self.changing():
             self._tenants[tenant] = _Tenant(weight, max_tokens_in_flight)
 
@@ -325,7 +326,7 @@ class Gate:
 def _split(
     requests: Iterable[Request], request_ids: Collection[str] | None
 ) -> tuple[list[Request], list[Request]]:
-    """Split requests into those with these ids (None: all requests) and the rest."""
+    """Return two lists: the requests with these ids (None: all requests), and the others."""
     taken, kept = [], []
     for request in requests:
         (taken if request_ids is None or request.request_id in request_ids else kept).append(

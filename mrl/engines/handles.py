@@ -18,7 +18,8 @@ def handle_of(flat: Tensor | None, path: str | None) -> Handle:
     """Wait until the device has written `flat` u8[num_bytes], and return a handle to it.
 
     On GPUs a handle can be opened only once. On CPUs, `path` is a file that starts with the bytes of
-    `flat`. Raises ValueError if the bytes are not in memory that can be shared.
+    `flat`. Raises ValueError if the bytes are not in memory that can be shared: if `flat` is None, or
+    is on the CPU without a `path`.
     """
     if flat is None or not (flat.is_cuda or path):
         raise ValueError(

@@ -87,8 +87,8 @@ class RoutePayload:
     def __init__(self, traces: Traces) -> None:
         self.traces = traces
         self._widths: dict[tuple[int, ...], int] = {}
-        """A cache: maps layers to the number of bytes that one token's routes in these layers take.
-        All traces have the same numbers."""
+        """A cache: maps layers to the number of bytes that one token's routes in these layers take,
+        which is the same for all traces."""
 
     def num_bytes(self, sample: int, layers: tuple[int, ...]) -> int:
         return self.traces[sample].num_rows * self._row_bytes(layers)

@@ -94,9 +94,10 @@ def sum_over_ranks(number: int | bool) -> int:
 def failing_together() -> Iterator[None]:
     """Raise on every rank if the block raises on any rank.
 
-    A rank whose block raised raises its own error. All other ranks raise InputError or RunFailed, with
-    the message of the first rank that failed; otherwise they would wait for that rank in their next
-    collective. The end of the block is a collective. The block itself must contain no collective.
+    If the block raised on a rank, this rank raises its own error. All other ranks raise InputError
+    or RunFailed, with the message of the first rank that failed; otherwise they would wait for that
+    rank in their next collective. The end of the block is a collective. The block itself must
+    contain no collective.
     """
     own: Exception | SystemExit | None = None
     try:

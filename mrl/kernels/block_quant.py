@@ -19,10 +19,12 @@ from torch import Tensor
 from mrl.kernels import backend
 
 BLOCK = 128
-"""The number of rows and columns that share a scale: `weight_block_size` [128, 128]."""
+"""The number of rows and the number of columns of a block that shares one scale:
+`weight_block_size` [128, 128]."""
 FP8 = torch.float8_e4m3fn
 LIMIT_POWERS_OF_TWO = 248 * 2.0**120
-"""The magnitude from which a power-of-two scale times e4m3 may be infinite in fp32."""
+"""Weights of this magnitude or more are refused with power-of-two scales, because the dequantised
+value, scale times e4m3, may be infinite in fp32."""
 
 
 def quantize_fp8_blocks(weight: Tensor, *, powers_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -36,15 +38,15 @@ def quantize_fp8_blocks(weight: Tensor, *, powers_of_two: bool) -> tuple[Tensor,
     and slime's `blockwise_cast_to_fp8_triton`. DeepSeek-V3's own kernel (`inference/kernel.py`)
     divides x by the scale, which gives another q only if x is within fp32 rounding of a tie.
 
-    With `powers_of_two` (DeepSeek's `ue8m0`) the scale is the smallest power of two that is at least
-    amax / 464. Values up to 464 scale round to 448 scale. Published code (SGLang's and DeepGEMM's
-    `ceil_to_ue8m0`) rounds amax / 448 up instead, and both give the same scale unless a block's amax
-    is in (448, 464] times a power of two. There, the published q of amax is 224, and quantising the
-    dequantised block again halves the scale. The formula above has no such block: quantising the
-    dequantised weight again, in fp32 or bf16, gives the same bits, also with SGLang's function, which
-    its loader calls on Blackwell (`requant_weight_ue8m0`), if amax is at least SGLang's bound of 1e-4.
-    The dequantised values equal those of the published formula, except that values below 2^-5 scale
-    are rounded less.
+    With `powers_of_two` (DeepSeek's `ue8m0`) the scale is the smallest power of two that is at
+    least amax / 464. Values between 448 * scale and 464 * scale become 448 * scale. Published code
+    (SGLang's and DeepGEMM's `ceil_to_ue8m0`) rounds amax / 448 up instead, and both give the same
+    scale unless a block's amax is in (448, 464] times a power of two. There, the published q of
+    amax is 224, and quantising the dequantised block again halves the scale. The formula above has
+    no such block: quantising the dequantised weight again, in fp32 or bf16, gives the same bits. If
+    amax is at least 1e-4, SGLang's lower bound, the same holds for `requant_weight_ue8m0`, which
+    SGLang's loader calls on Blackwell. The dequantised values equal those of the published formula,
+    except that values below 2^-5 * scale are rounded less.
 
     A block whose elements all become 0, such as a block of zeros, has scale 1.
 
@@ -113,10 +115,10 @@ def fake_quantize_fp8_groups(x: Tensor, group: int = BLOCK) -> Tensor:
 
     and the result is rounded to the dtype of `x`. This is SGLang's `per_token_group_quant_fp8`, the
     dynamic quantisation of activations for weights in blocks, as its Triton kernel
-    (`_per_token_group_quant_8bit`) computes it. Its CUDA kernel (`per_token_group_quant.cuh`) computes
-    the scale as amax * (1 / 448) and the factor as 448 / amax, so that its scales may differ in the
-    last bit. With those, quantising the dequantised values again would not give the same bits; with
-    the formula above it does, in fp32.
+    (`_per_token_group_quant_8bit`) computes it. Its CUDA kernel (`per_token_group_quant.cuh`)
+    computes the scale as amax * (1 / 448) and the factor as 448 / amax, so that its scales may
+    differ in the last bit. With the scales of the CUDA kernel, quantising the dequantised values
+    again would not give the same bits. With the formula above it does, in fp32.
 
     Args:
         x: [..., K] in fp32, bf16 or fp16.
@@ -228,7 +230,8 @@ def _check_matrix(
 
 
 def _refuse_unquantizable(weight: Tensor, scales: Tensor, limit: float) -> None:
-    """Raise ValueError for the first weight that is not below `limit`; the kernel left a NaN for it."""
+    """Raise ValueError if the kernel has returned a NaN among the scales. The message names the
+    first weight whose magnitude is not below `limit`."""
     if not bool(scales.isnan().any()):
         return
     row, column = (~(weight.float().abs() < limit)).nonzero()[0].tolist()

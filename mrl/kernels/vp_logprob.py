@@ -18,7 +18,7 @@ from mrl.kernels import backend
 NUM_TILES = 32
 """The number of tiles into which `tile_size` divides the vocabulary if its size permits."""
 TILE_UNIT = 8
-"""Tiles whose number of columns is a multiple of this permit aligned 16-byte loads in any dtype."""
+"""A tile permits aligned 16-byte loads in any dtype if its number of columns is a multiple of this."""
 _TILE_FIELDS = 4
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

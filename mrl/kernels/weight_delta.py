@@ -28,9 +28,10 @@ LONG_GAP = 255
 TORCH_PIECE = 64 * CHUNK
 """Number of elements that `encode_in_torch` compares at a time."""
 PIECE_BYTES = 64
-"""Bytes of temporaries that it needs for each of them, if most of them changed."""
+"""The memory that `encode_in_torch` needs, in bytes per element that it compares at a time, if most
+elements changed."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype as which elements of each size in bytes are compared."""
+"""Maps the size of an element in bytes to the integer dtype in which elements are compared."""
 
 
 class Encoded(NamedTuple):
@@ -45,8 +46,8 @@ def encode(previous: Tensor, current: Tensor, element_size: int, max_bytes: int)
     """Return the delta that turns `previous` into `current`, if it has at most `max_bytes` bytes.
 
     previous: u8[N * element_size] on the CPU. current: the same number of bytes, on the CPU or on a
-    GPU, which then compares them. Raises ValueError if the sizes differ, or if `element_size` is not 1,
-    2, 4 or 8, or does not divide them.
+    GPU. If `current` is on a GPU, the comparison runs there. Raises ValueError if the two sizes
+    differ, or if `element_size` is not 1, 2, 4 or 8 or does not divide the size.
     """
     num_elements = _num_elements(previous, element_size)
     if current.numel() != previous.numel():
@@ -87,9 +88,9 @@ def encode(previous: Tensor, current: Tensor, element_size: int, max_bytes: int)
 def apply(base: Tensor, payload: Tensor, element_size: int) -> None:
     """Turn `base`, the version that a delta was made from, into the newer version, in place.
 
-    base: u8[N * element_size], and payload: u8[num_bytes], both on the CPU. That `base` is the right
-    version is not checked. Raises ValueError if `payload` is no delta of as many elements; `base` may
-    then hold neither version.
+    base: u8[N * element_size], and payload: u8[num_bytes], both on the CPU. It is not checked that
+    `base` is the right version. Raises ValueError if `payload` is not a delta for N elements;
+    `base` may then hold neither version.
     """
     num_elements = _num_elements(base, element_size)
     num_chunks = _num_chunks(num_elements)
@@ -143,10 +144,11 @@ def encode_in_torch(
 
 
 def _encode_piece(differs: Tensor, current: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode a number of whole chunks, the last of which may be shorter.
+    """Encode the deltas of K consecutive chunks. The last chunk may have fewer than CHUNK elements.
 
-    differs: bool[M], which elements changed. current: [M], the newer version. Returns on the CPU the
-    counts i32[2, K] of the chunks, the values [n], and the bytes of the positions.
+    differs: bool[M], true for the elements that changed. current: [M], the newer version. Returns
+    three tensors on the CPU: i32[2, K] with the rows `changed` and `position_bytes`, the values
+    [n], and the positions, u8[sum of position_bytes] (see the module docstring).
     """
     device = differs.device
     at = differs.nonzero().view(-1)
@@ -183,8 +185,9 @@ def _pack_bits(bits: Tensor) -> Tensor:
 
 
 def _layout(counts: Tensor, element_size: int) -> tuple[int, int, int, int]:
-    """Return n, and where values, positions and the whole payload end or begin: (n, the first byte of
-    the values, the first byte of the positions, the number of bytes). counts: i32[2, K]."""
+    """Return (n, offset of the first byte of `values`, offset of the first byte of `positions`,
+    number of bytes of the whole delta). counts: i32[2, K], the parts `changed` and
+    `position_bytes`."""
     num_changed, position_bytes = counts.sum(1).tolist()
     values_at = counts.nbytes
     positions_at = values_at + num_changed * element_size
@@ -192,7 +195,7 @@ def _layout(counts: Tensor, element_size: int) -> tuple[int, int, int, int]:
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Return i64[K]: the sum of all sizes before each."""
+    """Return i64[K]: for each of the K sizes the sum of all sizes before it."""
     return sizes.cumsum(0) - sizes
 
 

@@ -1,4 +1,4 @@
-"""Callbacks of user code during training: `mrl.train(recipe, callbacks=[...])`."""
+"""Callbacks to user code during training: `mrl.train(recipe, callbacks=[...])`."""
 
 from __future__ import annotations
 

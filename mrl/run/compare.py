@@ -167,10 +167,10 @@ def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Dive
 
 
 def _rollouts(one: RunFolder, two: RunFolder) -> tuple[Divergence | None, Divergence | None]:
-    """Return the first step whose prompts differ, and the first step whose samples differ.
+    """Return two values: the first step whose prompts differ, and the first whose samples differ.
 
-    Each is None if there is no such step. Steps are compared in order up to the first whose prompts
-    differ; the samples are compared only in the steps before that one.
+    Each value is None if there is no such step. Steps are compared in order up to the first whose
+    prompts differ; the samples are compared only in the steps before that one.
     """
     samples: Divergence | None = None
     for step in _common_steps(one, two):

@@ -25,8 +25,8 @@ NUM_PIECES, PIECE_BYTES = 64, 64 << 10
 def contents_of(recipe: Recipe) -> dict[str, str]:
     """Return, by recipe key, a digest of the files that the key's value names.
 
-    The result has the keys for which a restart compares the files' contents with those of the run
-    (`Rule.by_contents`), except keys whose value is null.
+    The result has only keys whose value is not null and for which a restart compares the contents
+    of the files, not only their paths (`Rule.by_contents`).
     """
     flat = flatten(recipe.model_dump())
     return {
@@ -58,8 +58,8 @@ def _resolved(value: Any) -> Any:
 def _of_text(text: str) -> Any:
     """Return the digests of the files that `text` names as a path, a glob or `file.py:NAME`.
 
-    `text` may have a prefix such as `verl:`. If it names no file, it is returned unchanged. Paths
-    in a recipe are absolute (`mrl.config.paths`).
+    `text` may have a prefix such as `verl:`. If `text` names no file, the result is `text` itself.
+    Relative paths are not looked up, because paths in a recipe are absolute (`mrl.config.paths`).
     """
     for form in (*FORMS, REWARD_MODEL):
         if text.startswith(form):

@@ -30,8 +30,8 @@ SERVICE_FILE = "service.yaml"
 EARLIER = "failures.jsonl"
 """File with the failure records of earlier starts of a run, one per line."""
 RUN_FILE, COMMAND_FILE = "run_folder", "command"
-"""Files in the launcher's folder (mrl/system/launcher.py) to which a rank writes the path of its run
-and the command that continues it."""
+"""Two files in the launcher's folder (mrl/system/launcher.py). A rank writes the path of the run folder
+to the first, and the command that continues the run to the second."""
 SAVED_FILE = "saved"
 """File in the launcher's folder that rank 0 creates when the run has stopped after saving a
 checkpoint."""

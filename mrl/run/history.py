@@ -1,7 +1,7 @@
 """The history of a run, RUN/history.jsonl: one line per start, and one if `mrl branch` made the run.
 
 A line holds the time (UTC), the event (`start` or `branch`), the number of steps done, the command,
-every key that changed with its old and new value, the keys that were allowed to change, mrl's version
+every changed key with its old and its new value, the keys that were allowed to change, mrl's version
 and git commit, and the digests of the files that the recipe names. If keys changed, RUN/configs/ keeps
 the previous recipe.
 """

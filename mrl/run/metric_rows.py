@@ -1,8 +1,8 @@
 """Checks the rows of metrics.jsonl that a resumed run continues, and restores missing or changed ones.
 
 Every checkpoint has a copy of the rows of the steps before it. If metrics.jsonl was cut, edited or
-damaged since then, it is rebuilt from the copy. Checkpoints of earlier versions have no copy; for them
-the only check is whether every step has a row.
+damaged since then, it is rebuilt from the copy. Checkpoints of earlier versions of mrl have no
+copy; for them the only check is whether every step has a row.
 """
 
 from __future__ import annotations

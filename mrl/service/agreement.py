@@ -1,11 +1,10 @@
 """Compares a tenant's recipe with the service's configuration, and fills in the service's keys.
 
 A key in one of the sections `SHARED` belongs to the service if the service's configuration has this
-key. If a recipe omits such a key, it gets the service's value. A recipe that gives other values is
-refused, with one message that names all keys with other values. A `record` is a recipe that was
-resolved before: the `config.yaml` of a run, or the recipe that the service itself stored. For keys
-that may change freely during a run, a record may have other values, which the service's values
-replace.
+key. If a recipe omits such a key, it gets the service's value. A recipe that gives another value
+is refused, and the message names every such key. A `record` is a recipe that was resolved before:
+the `config.yaml` of a run, or the recipe that the service itself stored. A record may have other
+values for keys that may change freely during a run. The service's values then replace them.
 
 In addition, there are upper bounds on what a recipe may ask for, so that no tenant takes all
 resources from the others. The bounds are far above what a run normally needs, and cannot be

@@ -29,7 +29,7 @@ class Limits:
     num_headers: int = 64
     body_bytes: int = 1 << 20
     operation_bytes: int = 8 << 20
-    """Maximum number of bytes of a body that posts an operation of a session. It is larger than
+    """Maximum size in bytes of a request body that posts an operation to a session. It is larger than
     `body_bytes`, because such a body may hold many tokens."""
     depth: int = 32
     """Maximum depth to which objects and lists may be nested in the body of a request."""
@@ -78,8 +78,8 @@ class Callers:
         """Count a caller as being in a stage while the `with` block sends or receives.
 
         If too many callers are in this stage, the connection of the oldest caller is shut down.
-        Raises the error of the block, or Refused if the connection of this caller was shut down
-        meanwhile.
+        If the connection of this caller was shut down meanwhile, Refused is raised. Otherwise,
+        errors of the block are passed on.
         """
         awaited = self._awaited[stage]
         with self._changing:

@@ -30,8 +30,8 @@ REASON = (
 class _Ends(NamedTuple):
     number: int
     step: int
-    """The latest step of the tenant during which the service ended; -1 if the tenant was being
-    opened."""
+    """The tenant's step that was under way when the service ended most recently; -1 if the tenant
+    was being opened."""
 
 
 class Crashes:

@@ -34,8 +34,8 @@ def make_engines(config: ServiceConfig, number: int, device: torch.device) -> SG
 
 
 def own_layers(config: ServiceConfig) -> ModelConfig:
-    """Return the section `model` with mrl's own layers as `transformer_impl`, because only these
-    layers take adapters."""
+    """Return the configuration's section `model`, with `transformer_impl` set to mrl's own layers
+    (`local`), because only these layers support adapters."""
     return config.model.model_copy(update={"transformer_impl": "local"})
 
 

@@ -134,8 +134,8 @@ def finite(value: Any) -> float | None:
 
 
 def _own(row: Mapping[str, Any], tenants: Mapping[str, int]) -> dict[str, float]:
-    """Return the finite numbers of a row, without those that belong to other tenants with the same
-    names as `tenants` (see `over_rounds`)."""
+    """Return the finite numbers of a row. Numbers of a tenant are left out if `tenants` has its name
+    with another sequence number (see `over_rounds`)."""
     others = tuple(
         f"service/{name}/"
         for name, number in tenants.items()

@@ -7,7 +7,7 @@ SERVICE_DIR/start.json                the service's process and its command (mrl
 SERVICE_DIR/under_way.json            the tenant whose work is under way (mrl/service/crashes.py)
 SERVICE_DIR/tenants/NAME/recipe.yaml  the resolved recipe
 SERVICE_DIR/tenants/NAME/state.json   a `Tenant`
-SERVICE_DIR/tenants/.removed/         removed tenants whose name a later tenant has
+SERVICE_DIR/tenants/.removed/         removed tenants whose name was given to a later tenant
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Tenant(Branch):
     sequence: int = Field(ge=1)
     """The tenant's number among all tenants that ever joined the service, from 1."""
     weight: float = Field(gt=0)
-    """The tenant's share of the trainer's time, relative to the weights of the other tenants."""
+    """The tenant's scheduling weight. The tenant's share of the trainer's time and its share of an
+    engine are proportional to it."""
     output_dir: str
     """The tenant's run folder, as an absolute path without symbolic links."""
     num_steps: int
@@ -102,7 +103,7 @@ def check_name(name: Any) -> str:
 
 def read_tenants(service: Path) -> list[Tenant]:
     """Return the tenants of a service folder, including removed ones, in the order in which they
-    joined. Removed tenants whose name a later tenant has are left out: see `read_past`.
+    joined. Removed tenants whose name was given to a later tenant are left out: see `read_past`.
 
     Raises InputError if a tenant's folder is a link, or its state.json is damaged.
     """
@@ -111,8 +112,8 @@ def read_tenants(service: Path) -> list[Tenant]:
 
 
 def read_past(service: Path) -> list[Tenant]:
-    """Return the removed tenants whose name a later tenant has. Raises InputError for the same
-    reasons as `read_tenants`."""
+    """Return the removed tenants whose name was given to a later tenant. Raises InputError for the
+    same reasons as `read_tenants`."""
     past = service / "tenants" / REMOVED
     return [read_tenant(folder) for folder in _folders(past, rf"\d+-{NAME}")]
 

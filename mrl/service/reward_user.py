@@ -52,8 +52,8 @@ def close_folder(folder: Path, name: str | None) -> None:
 
 
 def warn_of_open_folder(folder: Path, name: str | None) -> None:
-    """Warn if rewards run as another user although other users can access the run folder. This can
-    happen if the folder existed before the run."""
+    """Warn if rewards run as another user and the run folder is accessible to users other than its
+    owner. It can be accessible to them if it existed before the run."""
     if worker_user(name) is not None and folder.stat().st_mode & 0o077:
         console.warning(
             f"output_dir {folder} was there before and is open to other users, also to the rewards of "

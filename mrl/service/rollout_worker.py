@@ -93,8 +93,8 @@ class TenantWork:
             self._server.remove_endpoint(self._name)
 
     def _report(self, error: Exception) -> None:
-        """Report an error to the trainer. Does nothing if a `Worker` was constructed, because the
-        `Worker` reports errors itself."""
+        """Report an error to the trainer. Does nothing if a `Worker` was constructed, because a
+        `Worker` reports its own errors."""
         if self._worker is not None:
             return
         with suppress(WireClosed):
@@ -183,8 +183,8 @@ class ServiceWorker:
                 )
 
     def _pulse(self) -> None:
-        """Send heartbeats to the supervisor. Also send the coordinator statistics that say how full
-        the engine was."""
+        """Send heartbeats to the supervisor. Also send statistics of how full the engine was to the
+        coordinator."""
         with suppress(OSError, WireClosed):
             while not self._wire.is_closed:
                 os.write(int(self._settings["pulse"]), b".")

@@ -97,8 +97,8 @@ class TrainingQueue:
         self._count += 1
 
     def leave(self, tenant: str) -> None:
-        """Remove a tenant. Raises RuntimeError if the tenant's update is under way. All methods
-        raise KeyError for an unknown tenant."""
+        """Remove a tenant. Raises RuntimeError if the tenant's update is under way. Raises KeyError
+        for an unknown tenant, as `ready` does."""
         if tenant == self.running:
             raise RuntimeError(f"the update of {tenant} is under way; end it first")
         del self._entries[tenant]
@@ -186,8 +186,8 @@ class Admission:
 
     PRIOR = 8
     """The expected length of a tenant's requests is the mean length of the finished requests and of
-    this many imaginary requests of the maximum length. Without the imaginary requests it would be
-    too small at first, because short requests finish first."""
+    this many imaginary requests of the maximum length. Without them, the expected length would
+    be too small at first, because short requests finish first."""
     WINDOW = 512
 
     def __init__(self, max_over_commit: float = 4.0) -> None:

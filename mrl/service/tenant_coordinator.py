@@ -58,8 +58,8 @@ class TenantCoordinator:
 
     def open(self, name: str, message: dict[str, Any]) -> None:
         """Tell the workers to join the coordinator of a tenant. `message`: the address and token of
-        that coordinator, and the tenant's weight and recipe. Raises InputError if the message is
-        too large."""
+        that coordinator, the tenant's recipe, and the tenant's scheduling weight (its share of an
+        engine, relative to the other tenants). Raises InputError if the message is too large."""
         message = {"type": "open", "tenant": name, **message}
         if (size := len(json.dumps(message))) > MAX_MESSAGE:
             raise InputError(

@@ -59,11 +59,11 @@ class TenantRun:
         self, incarnation: str, weight: float, recipe: Recipe, shared: SharedResources[Any]
     ) -> None:
         """Check the recipe and load the tenant's newest checkpoint, if there is one. `incarnation`:
-        the tenant's id (`Tenant.incarnation`). `weight`: the tenant's share of the trainer's time,
-        relative to the weights of the other tenants.
+        the tenant's id (`Tenant.incarnation`). `weight`: the tenant's scheduling weight
+        (`Tenant.weight`).
 
-        Raises InputError if the recipe cannot start, and RunFailed if the checkpoint cannot be
-        read.
+        Raises InputError if a run cannot start with this recipe, and RunFailed if the checkpoint
+        cannot be read.
         """
         self.name, self.cost = name_of(incarnation), TurnCost()
         reward_user = shared.config.tenants.reward_user

@@ -19,8 +19,8 @@ def why_not(
 
     The call has `num_positional` positional arguments and the keyword arguments `names`. Missing
     arguments are not reported, and a function without a signature is accepted. `num_positional`
-    does not count `self`. One argument is added for it if `function` is a bound method or a
-    callable object, or if `is_unbound` says that it is an unbound method.
+    does not count `self`. One argument is added for `self` if `function` is a bound method or a
+    callable object, or if `is_unbound` says that `function` is an unbound method.
     """
     num_positional += is_unbound
     if inspect.ismethod(function):

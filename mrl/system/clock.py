@@ -16,7 +16,8 @@ class Clock:
 
     seconds: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[float, float, str]] = field(default_factory=list)
-    """(begin, end, name) of each part that is not inside another part, in seconds since 1970."""
+    """(begin, end, name) of each part that is not inside another part. `begin` and `end` are in seconds
+    since 1970."""
     _inner_s: float | None = None
     """Seconds of the parts that ended inside the current part; None outside of all parts."""
     _start: float = field(default_factory=time.perf_counter)

@@ -18,9 +18,8 @@ from typing import NamedTuple
 PHASES = (
     *("start", "load", "sync", "rollout", "score", "logprobs", "train", "save", "evaluate", "log"),
 )
-"""Names of the phases of a rank. Before the first step, a rank is in `start` whenever it is in no
-other phase. From the first step on, it is then in `log`, in which it writes metrics and calls
-trackers and callbacks.
+"""Names of the phases of a rank. A rank that is in no other phase is in `start` before the first step,
+and in `log` from the first step on. In `log` it writes metrics and calls trackers and callbacks.
 
 A name may have a suffix after a colon, as in `load:checkpoint`. The watchdog then learns separately
 how long this kind of work takes. Time limits in a recipe apply to the name before the colon.
@@ -41,8 +40,8 @@ _WRITER = struct.Struct("=q")
 _WRITER_AT = 256
 SIZE = mmap.PAGESIZE
 _STRIDE = 1000
-"""The amount that a step of one tenant of a service adds to a rank's position (`Pulse.position`),
-however many phases the step had. It is larger than the number of phases in such a step."""
+"""In a service, the amount that a step of one tenant adds to a rank's position (`Pulse.position`),
+however many phases the step had. It is larger than the number of phases of any step."""
 
 
 class Pulse(NamedTuple):
@@ -199,8 +198,8 @@ def phase(name: str) -> Iterator[None]:
     """Mark the phase of this rank during the `with` block or, as a decorator, during each call.
 
     Every rank must go through the same phases in the same order, even if it has nothing to do. If
-    phases are nested, the page shows the inner phase, unless its name is the outer name without the
-    suffix: during `save` inside `save:snapshot`, the page still shows `save:snapshot`.
+    phases are nested, the page shows the inner phase. It shows the outer phase instead if both names
+    are equal except for the outer suffix: during `save` inside `save:snapshot`, `save:snapshot`.
     """
     before = ""
     for page in _pages:

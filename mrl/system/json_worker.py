@@ -1,7 +1,7 @@
 """Runs user code, which may hang or die, in a child process that speaks JSON lines over pipes.
 
-The worker's first line is `{"ready": true}` or `{"input_error": text}`. It answers each request
-with one line that contains the request's number (worker_connection.py is the other side).
+The worker's first line is `{"ready": true}` or `{"input_error": text}`. The worker answers each
+request with one line that contains the request's number. worker_connection.py is the worker's side.
 """
 
 from __future__ import annotations

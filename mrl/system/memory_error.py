@@ -18,12 +18,12 @@ _OF_DEVICE = re.compile(
     r"(CUDA|HIP) out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation|cudaMalloc|"
     r"CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA (malloc|calloc)|Cuda failure '?out of memory"
 )
-"""Messages of torch, cuBLAS and NCCL about GPU memory."""
+"""Matches the messages with which torch, cuBLAS and NCCL report that GPU memory is exhausted."""
 _OF_HOST = re.compile(
     r"can't allocate memory|Cannot allocate memory|not enough memory: you tried to allocate|"
     r"std::bad_alloc|Unable to allocate .* for an array"
 )
-"""Messages of torch, Linux, C++ and numpy about host memory."""
+"""Matches the messages with which torch, Linux, C++ and numpy report that host memory is exhausted."""
 _ATTRIBUTE = "__mrl_bytes__"
 
 

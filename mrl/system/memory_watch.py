@@ -30,9 +30,9 @@ WINDOW = 32
 """Number of the most recent cycles whose readings are used."""
 MIN_CYCLES = 8
 WARN_CYCLES = 24
-"""A series with fewer readings causes no warning. In the first 20 steps, the largest micro-batch so
-far, and with it the memory that the allocator keeps, may grow step by step: with SmolLM2-135M by up
-to 35 MiB a step."""
+"""Minimum number of readings of a series before it can cause a warning. In the first 20 steps, the
+memory that the allocator keeps may grow in each step that has the largest micro-batch so far: with
+SmolLM2-135M by up to 35 MiB a step."""
 WARM_UP_CYCLES = 2
 """Number of initial cycles whose readings are ignored. In these cycles caches fill, kernels are
 compiled and Adam allocates its moments."""
@@ -40,7 +40,7 @@ BOUND_BYTES = 4 << 20
 """Slope in bytes per cycle above which a leak is reported. Such a leak is 4 GiB in 1,000 steps."""
 RISING_SHARE = 0.8
 """A slope counts as a leak only if the later reading is the larger one in at least this share of
-the pairs. With noise around a constant level, that share is a half."""
+the pairs. With noise around a constant level, the later reading is larger in half of the pairs."""
 
 DEVICE = "device_used"
 TRAINER = "trainer_rss"
@@ -58,7 +58,9 @@ class Leak:
 
     phase: str
     kind: str
-    """`device_used`, `trainer_rss` or `engine_rss`."""
+    """The memory that grows: `device_used` (memory of the rank's GPU in use by any process),
+    `trainer_rss` (the rank's resident host memory) or `engine_rss` (the resident host memory of the
+    engine's processes)."""
     bytes_per_cycle: float
     num_cycles: int
 

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when the thread that started it ends.
 
-    `parent` is the PID of that thread's process. If it has already ended, this process exits.
+    `parent` is the PID of that thread's process. If the parent has already ended, this process exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl

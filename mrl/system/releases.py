@@ -45,8 +45,8 @@ class Name:
 
 
 def since(release: str, path: str, *arguments: str, attributes: tuple[str, ...] = ()) -> Name:
-    """Return a Name with the same path in `release` and all later releases, and without a path
-    before."""
+    """Return a Name that has the dotted path `path` in `release` and in all later releases, and no
+    path in earlier releases."""
     return Name({release: path}, arguments, attributes)
 
 

@@ -37,8 +37,8 @@ class SharedBuffer:
     def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
         """Create the buffer.
 
-        If a GPU copies to or from the memory, give it as `device`. The memory is then registered with
-        CUDA, which makes the copies faster.
+        If a GPU copies to or from the memory, pass this GPU as `device`. The memory is then registered
+        with CUDA, which makes the copies faster.
         """
         size = max(num_bytes, 1)  # a file of length 0 cannot be mapped
         fd = os.memfd_create("mrl-weights")
@@ -96,8 +96,8 @@ class Handle:
     def read(self, parts: list[tuple[int, Tensor]]) -> None:
         """For each (offset, tensor), fill the contiguous tensor u8[n] with the n bytes from `offset`.
 
-        Raises RuntimeError if the process that wrote the memory has ended, or has written fewer
-        bytes.
+        Raises RuntimeError if the process that wrote the memory has ended, or if the memory ends
+        before the last of these bytes.
         """
         try:
             with open(self.path, "rb", buffering=0) as file:

@@ -198,7 +198,8 @@ sees from the last PID that it is not the run's process."""
 def _leave_signals() -> None:
     """Disable, in a fork of the run, the pipe to which Python writes the numbers of signals.
 
-    Otherwise, the thread with which the run notices its own signals would also notice the fork's.
+    Otherwise, the thread with which the run notices its own signals would also notice the
+    fork's signals.
     """
     if _owner:
         signal.set_wakeup_fd(-1)

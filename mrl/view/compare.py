@@ -118,8 +118,9 @@ def _series(key: str, number: int) -> str:
 
 
 def _table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, list[str]]]:
-    """Return a pair (name, values) for each figure. `values` has a string for each run, with the
-    figure's value in this run and, in parentheses, its detail. A dash replaces a missing figure."""
+    """Return a pair (name, values) for each figure, a number at the top of a run's page. `values` has
+    one string for each run: the figure's value in this run and, in parentheses, its detail. A dash
+    replaces a missing figure."""
     order = dict.fromkeys(figure.name for each in outcomes for figure in each)
     found = [
         {figure.name: f"{figure.value} ({figure.detail})" for figure in each} for each in outcomes

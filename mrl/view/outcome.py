@@ -13,8 +13,8 @@ from mrl.system.json_text import is_number, parse_row
 from mrl.view.series import short, with_step
 
 ENDS = 5
-"""The reward is averaged over this many steps at the beginning of a run, and over as many at its
-end."""
+"""Number of steps at the beginning of a run, and also at its end, over which the reward is
+averaged."""
 Z = 1.96
 """Half the width of a 95% confidence interval, as a multiple of the standard error."""
 MAX_TURN = 1500

@@ -3,7 +3,7 @@
 The page shows text that a model wrote, so its data must never be interpreted as markup. Jinja2 escapes
 the data. In the JSON block `<` is written as an escape, so that no text can end the block. The scripts
 create only text nodes, which `require-trusted-types-for` enforces. The Content-Security-Policy allows
-the page's own style and script by their hashes, and no request at all.
+only the page's own style and script, identified by their hashes, and forbids all requests.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _table(
 ) -> list[dict[str, Any]]:
     """Return the rows of the table of tenants; removed tenants come last.
 
-    past: removed tenants whose name another tenant has now. rows: the rows of metrics.jsonl, one
+    past: removed tenants whose name was given to a later tenant. rows: the rows of metrics.jsonl, one
     for each round. near: the folder of the page.
     """
     table = []

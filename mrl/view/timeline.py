@@ -1,8 +1,8 @@
 """Reads timeline.jsonl and the staleness metrics for the timeline on the page.
 
 The timeline shows what the trainer and each engine did, and when. It has one lane for the trainer
-and one for each engine. A lane consists of spans of time; the kind of a span is the activity in it,
-which is shown by a text and a colour.
+and one for each engine. A lane consists of spans of time. The kind of a span is the activity during
+it. Each kind has a text and a colour.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _lane(
     """Return a lane as JSON-able data: its kinds and its spans.
 
     A kind has its text, its colour and its share of the lane's time. A span is [begin, end, index of
-    its kind], in seconds from `origin`.
+    its kind]; `begin` and `end` are in seconds from `origin`.
     """
     seconds: dict[str, float] = defaultdict(float)
     for begin, end, kind in pieces:

@@ -21,7 +21,8 @@ class WeightSender(Protocol):
     ranks."""
 
     traffic: Traffic
-    """What the last call of `send` sent. It is read only with `rollout.weight_encoding: delta`."""
+    """Counts of the bytes, buckets and elements that the last call of `send` sent or compared. Only
+    read if `rollout.weight_encoding` is `delta`."""
 
     def send(
         self,
@@ -40,8 +41,7 @@ class WeightSender(Protocol):
         ...
 
     def keep(self, names: Collection[str]) -> None:
-        """Release what the sender holds for all workers that are not in `names`. Those workers are
-        gone."""
+        """Release what the sender holds for workers that are not in `names`. These workers are gone."""
         ...
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""The encoding `rollout.weight_encoding: delta`: of a bucket, only the elements whose bits changed.
+"""The encoding `rollout.weight_encoding: delta`, which sends only those elements of the weights whose
+bits have changed since the previous version.
 
 The trainer keeps the bytes of the version that it exported last, and compares the next version with
-them. A worker that holds the same version copies it and writes the changed elements into it. What comes
-of a delta is proven before an engine loads it: the bytes of the delta by a checksum, and the whole
-bucket by the digests that the trainer computed from its shards. If either differs, the trainer sends
-the whole bucket.
+them. A worker that holds the same version copies it and writes the changed elements into it. Before an
+engine loads the result, the worker checks the bytes of each delta by a checksum, and each resulting
+bucket by digests that the trainer computed. If a check fails, the trainer sends the whole bucket.
 
 The format of the bytes is in `mrl.kernels.weight_delta`.
 """
@@ -24,13 +24,13 @@ from mrl.kernels import weight_delta
 from mrl.types import WeightBucket
 
 WORTH = 0.75
-"""Largest share of a bucket's bytes that its delta may have. A larger one saves too little for the time
-that it takes to make and to apply it."""
+"""A delta is sent only if its size is at most this share of the bucket's size in bytes. A larger delta
+would save too little for the time that it takes to make and to apply it."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What changed in a bucket since the version before."""
+    """The elements of one bucket that changed since the previous version."""
 
     base: int
     """The version to which the delta is applied."""
@@ -42,7 +42,7 @@ class Delta:
     """u8[num_bytes] on the CPU, in the format of `mrl.kernels.weight_delta`."""
 
     def header(self) -> dict[str, Any]:
-        """Return everything but the payload, as a JSON object."""
+        """Return everything but the payload, as a JSON object. It also has the payload's checksum."""
         return {
             "base": self.base,
             "bucket": self.bucket,
@@ -55,10 +55,12 @@ class Delta:
 def apply_delta(
     flat: Tensor, delta: Mapping[str, Any], payload: Tensor, *, base: int, bucket: int
 ) -> None:
-    """Turn bucket number `bucket` of version `base` into that of the newer version, in place.
+    """Apply a delta in place: turn bucket number `bucket` of version `base` into the same bucket of the
+    newer version.
 
-    flat: u8[num_bytes]. delta: `Delta.header`. payload: u8[delta["num_bytes"]]. Raises ValueError if
-    the delta is for another version or bucket, or is damaged; `flat` may then hold neither version.
+    flat: u8[num_bytes], the bytes of the bucket. delta: the result of `Delta.header`. payload:
+    u8[delta["num_bytes"]], the bytes of the delta. Raises ValueError if the delta is for another
+    version or bucket, or is damaged; `flat` may then be a mixture of both versions.
     """
     if (delta["base"], delta["bucket"]) != (base, bucket):
         raise ValueError(
@@ -71,7 +73,7 @@ def apply_delta(
 
 
 def _checksum(payload: Tensor) -> int:
-    """Return the CRC-32 of u8[num_bytes] on the CPU."""
+    """Return the CRC-32 of the bytes u8[num_bytes], which are on the CPU."""
     return zlib.crc32(payload.numpy().data)
 
 
@@ -80,24 +82,24 @@ class LastVersion:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """None if no version was exported completely."""
+        """The version whose bytes are held; None while they are incomplete."""
         self._next = -1
         self._layouts: list[list[Any]] = []
-        """For each bucket, the name, shape and dtype of each tensor."""
+        """For each bucket, the (name, shape, dtype) of each of its tensors."""
         self._bytes: list[Tensor] = []
         """u8[num_bytes] of each bucket, on the CPU."""
         self._base: int | None = None
         self._number = 0
 
     def begin(self, version: int) -> None:
-        """Begin to replace the version that is held by `version`."""
+        """Begin the new version `version`, which will overwrite the version that is held."""
         self._base, self.version, self._next, self._number = self.version, None, version, 0
 
     def replace(self, bucket: WeightBucket, traffic: Traffic, *, wants_delta: bool) -> Delta | None:
-        """Replace the next bucket of the version that is held by `bucket`. If `wants_delta`, return
-        what changed, or None if that is not worth it.
+        """Overwrite the next held bucket with `bucket`. If `wants_delta`, return the delta that turns
+        the held bucket into `bucket`. Return None if there is none or it would be too large (`WORTH`).
 
-        A bucket without a digest has no delta, because a worker could not prove what comes of it.
+        There is no delta for a bucket without digests, because a worker could not check the result.
         """
         flat, number, self._number = flat_of(bucket), self._number, self._number + 1
         layout = [(name, tensor.shape, tensor.dtype) for name, tensor in bucket.tensors]
@@ -124,14 +126,15 @@ class LastVersion:
 
 
 def _element_size(bucket: WeightBucket) -> int:
-    """Return the bytes of the smallest element of a bucket, or 1 if the bucket is not made of such."""
+    """Return the size in bytes of the smallest element of a bucket. Return 1 if this size does not
+    divide the bucket's number of bytes."""
     size = min((tensor.element_size() for _, tensor in bucket.tensors), default=1)
     return size if bucket.num_bytes % size == 0 else 1
 
 
 @dataclass
 class Traffic:
-    """What the weight syncs of a step sent to workers."""
+    """Counts of what weight syncs sent to workers, for one sync or added up over a step."""
 
     num_bytes: int = 0
     """Bytes of buckets and deltas, summed over workers."""
@@ -141,9 +144,11 @@ class Traffic:
     """Number of times that a worker received a whole version, because it held no base for a delta or
     because a whole version was due."""
     num_resent: int = 0
-    """Buckets that were sent whole because their delta did not give the trainer's digest."""
+    """Number of times that a whole bucket was sent after a delta, because the worker found the delta
+    damaged or the result different from the trainer's bucket."""
     num_changed: int = 0
-    """Elements whose bits changed since the version before, among those compared."""
+    """Number of elements whose bits changed since the previous version, out of the `num_compared`
+    elements that were compared."""
     num_compared: int = 0
 
     def add(self, other: Traffic) -> None:
@@ -151,7 +156,7 @@ class Traffic:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a step, by key. A share of nothing is left out."""
+        """Return the metrics of a step, by key. A share is left out if its denominator is 0."""
         found = {
             "rollout/sync_sent_bytes": float(self.num_bytes),
             "rollout/sync_full_workers": float(self.num_full),

@@ -57,10 +57,10 @@ class PairGroup:
         """Make the group. The worker waits up to WAIT_TIMEOUT for the trainer to begin. From then on
         each side waits up to `timeout_s` for the other side.
 
-        The network is the one that leads to `host`, the host of the store. `device` is this side's
-        device. If the other side has a device of the same type, buckets are sent from and received
-        on these devices, otherwise on the CPU. Raises RuntimeError if the other side does not join
-        in time.
+        The group uses the network interface through which `host`, the host of the store, is reached.
+        `device` is this side's device. If the other side has a device of the same type, buckets are
+        sent from and received on these devices, otherwise on the CPU. Raises RuntimeError if the other
+        side does not join in time.
         """
         self._other, self._timeout = 1 - rank, timedelta(seconds=timeout_s)
         self._is_aborted = False
@@ -94,8 +94,9 @@ class PairGroup:
             self._wait(self._gloo.send([tensor], self._other, 0), self._timeout)
 
     def receive_header(self, *, is_answer: bool = False) -> dict[str, Any]:
-        """Wait for a JSON object. Raises RuntimeError if the other side is gone. An answer, for which
-        the other side waits for nobody else, must come within the group's time limit."""
+        """Wait for a JSON object. `is_answer`: the other side sends it at once, so it must come within
+        the group's time limit; otherwise the wait may take up to WAIT_TIMEOUT. Raises RuntimeError if
+        the other side is gone, or the object does not come in time."""
         size = torch.zeros(1, dtype=torch.int64)
         limit = self._timeout if is_answer else WAIT_TIMEOUT
         self._wait(self._gloo.recv([size], self._other, 0), limit)

@@ -31,10 +31,11 @@ def quantized_buckets(
     """Yield each bucket with its matrices quantised as `rollout.quantization` says; `none` leaves the
     buckets as they are.
 
-    Quantised buckets are written into memory of their own. On CPUs this is buffers 0 and 1 of `memory`,
-    in turn, so a bucket is overwritten when the second bucket after it is requested. Raises
-    RuntimeError if a bucket does not have the digests that it carries, or if a quantised weight is
-    further from its original than rounding explains; ValueError if a weight is not finite.
+    Quantised buckets are written into memory of their own. On CPUs they are written into buffers 0 and
+    1 of `memory` in turn, so a bucket is overwritten when the second bucket after it is requested.
+    Raises RuntimeError if a bucket's weights do not have the digests that the bucket carries, or if a
+    quantised weight is further from its original than rounding explains; ValueError if a weight is not
+    finite.
     """
     if quantization == "none":
         yield from buckets

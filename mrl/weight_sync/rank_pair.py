@@ -1,12 +1,13 @@
 """A transport that sends weights from the trainer to workers, over one process group for each worker.
 
 A trainer rank sends to all of its workers at the same time. Each worker has a thread and a group of two
-(`mrl.weight_sync.pair_group`). A worker that dies, hangs or never comes delays the other workers by a
+(`mrl.weight_sync.pair_group`). A worker that dies, hangs or never joins delays the other workers by a
 bounded time, and has no other effect on them.
 
-With deltas (`mrl.weight_sync.delta`), the worker says at the beginning of a version whether it holds
-the version before, and after each delta whether its bucket came out right. If it did not, the bucket
-follows whole. Without deltas a worker sends nothing.
+With deltas (`mrl.weight_sync.delta`), a worker also sends answers. At the beginning of a version it
+says whether it holds the version to which the deltas apply. After each delta it says whether the
+resulting bucket is correct. If the bucket is not correct, the trainer sends the whole bucket. Without
+deltas a worker sends nothing.
 """
 
 from __future__ import annotations
@@ -125,9 +126,9 @@ class PairSender:
         """Send a version of the weights to the workers `names`, as `WeightSender.send` describes. A
         bucket is sent while the next one is built.
 
-        Returns the names of the workers that failed, when all others have the version in host
-        memory. The engines load it later. A worker that receives nothing delays the send once, by
-        `timeout_s`.
+        Wait until each worker either has the version in host memory or has failed, and return the names
+        of those that failed. The engines load the version later. A worker that receives nothing for
+        `timeout_s` seconds counts as failed, so it delays the send only once.
         """
         self.traffic = Traffic()
         keeps = self._max_deltas > 0 and bool(names)
@@ -199,7 +200,7 @@ class PairReceiver:
         self._device = device
         self._group: PairGroup | None = None
         self._newest: Staging | None = None
-        """Holds the version that arrived last, unless another one is arriving there."""
+        """The `Staging` that received a version last. It may be receiving the next version already."""
         self._receiving = threading.Lock()
 
     def receive(self, staging: Staging, version: int) -> None:
@@ -245,7 +246,8 @@ def _reason(error: Exception) -> str:
 
 
 def _first_job(version: int, canaries: Canaries, base: int | None) -> Job:
-    """Return a job that announces a version, and asks whether the worker holds `base`."""
+    """Return a job that announces a version and sends its canaries. If `base` is not None, the job also
+    asks whether the worker holds the version `base`."""
     lengths = [len(sequence) for sequence in canaries.sequences]
     effect = canaries.quantization_abs_mean
     header = {"version": version, "canaries": lengths, "quantization_abs_mean": effect}
@@ -275,8 +277,8 @@ def _bucket_job(bucket: WeightBucket) -> Job:
 
 
 def _delta_job(bucket: WeightBucket, delta: Delta, whole: Job) -> Job:
-    """Return a job that sends what changed in a bucket and, if that does not give the bucket, calls
-    `whole`."""
+    """Return a job that sends the delta of a bucket. If the worker does not get the right bucket from
+    the delta, the job calls `whole`, which sends the whole bucket."""
     header = {**header_of(bucket), "delta": delta.header()}
 
     def send(sending: _Sending, group: PairGroup) -> None:
@@ -294,7 +296,8 @@ def _delta_job(bucket: WeightBucket, delta: Delta, whole: Job) -> Job:
 
 
 def _receive_delta(group: PairGroup, staging: Staging, header: Mapping[str, Any]) -> bool:
-    """Receive a delta and make the bucket of it, and tell the trainer whether that is right."""
+    """Receive a delta, and make the next bucket of `staging` from it. Return whether the bucket is
+    correct, and tell the trainer the same."""
     payload = torch.empty(int(header["delta"]["num_bytes"]), dtype=torch.uint8)
     group.receive(payload)
     why = staging.patch(header, payload)

@@ -25,7 +25,7 @@ from mrl.weight_sync.load import Canaries
 
 @dataclass(frozen=True)
 class _Base:
-    """The version from which an arriving version is made by deltas."""
+    """The version to which deltas are applied to make the arriving version."""
 
     version: int
     memory: SharedMemory
@@ -41,8 +41,8 @@ class Staging:
         is this worker's GPU if buckets arrive over NCCL; then both the worker and the engine
         register the memory with CUDA."""
         self.version: int | None = None
-        """The complete version that is held; None while a version is arriving, or if it arrived
-        only in part."""
+        """The version that is held; None while it is incomplete, because it is still arriving or its
+        transfer has failed."""
         self.canaries: Canaries | None = None
         self._num_ranks = num_ranks
         self._memory = SharedMemory(device)
@@ -54,8 +54,8 @@ class Staging:
     def begin(self, version: int, canaries: Canaries | None, base: Staging | None = None) -> None:
         """Forget the version that is held, and begin to receive `version`.
 
-        `base` holds the complete version to which deltas will be applied. It may be this object; if
-        it is another one, its memory must stay as it is until `finish`.
+        `base` holds the complete version to which deltas will be applied. `base` may be this object. If
+        it is another one, the contents of its memory must not change until `finish`.
         """
         self._base = None
         if base is not None:
@@ -72,12 +72,12 @@ class Staging:
         return self._memory.take(size, len(self._headers)).tensor[:size]
 
     def patch(self, header: Mapping[str, Any], payload: Tensor) -> str:
-        """Make the next bucket from the base's bucket of the same number and a delta.
+        """Make the next bucket by applying a delta to the bucket of the same number in the base.
 
-        `header` is the bucket's description from `header_of`, with `Delta.header` under `delta`.
-        payload: u8[num_bytes] of the delta. Returns an empty string if the bucket then has the digest
-        that `header` gives; otherwise the reason why not, after which `room` must be called for the
-        whole bucket.
+        `header` is the bucket's description from `header_of`, and also has `Delta.header` under the key
+        `delta`. `payload` u8[num_bytes] has the bytes of the delta. Return an empty string if the
+        resulting bucket has the digests that `header` gives. Otherwise return the reason why it was not
+        made; the caller must then receive the whole bucket, into the memory that `room` returns.
         """
         base, number, size = self._base, len(self._headers) + 1, int(header["num_bytes"])
         if base is None or number > len(base.headers):

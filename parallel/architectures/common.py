@@ -44,7 +44,7 @@ def rope_scaling_factor(hf: HfConfig) -> float | None:
     """Return the factor of RoPE type llama3; None for all other types.
 
     Raises InputError if the factor is not a positive finite number, or if one of the type's other
-    settings differs from Megatron's constant. Raises KeyError without a factor.
+    settings differs from Megatron's constant. Raises KeyError if there is no factor.
     """
     rope = rope_settings(hf)
     if rope["rope_type"] != LLAMA3:

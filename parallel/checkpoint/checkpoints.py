@@ -99,9 +99,9 @@ class Checkpoints:
     ) -> None:
         """Use the folder `root`, and keep the newest `keep` checkpoints in it.
 
-        `seed` is the recipe's seed; the seed in a loaded checkpoint replaces it. It seeds the
-        random states if a checkpoint of another layout is loaded. `record` gives the run's files of
-        which each checkpoint keeps copies.
+        `seed` is the recipe's seed. Loading a checkpoint replaces it by the checkpoint's seed,
+        which also seeds the random states if the layout has changed. `record` gives the files of
+        the run that are copied into each checkpoint.
         """
         self.root, self.mesh, self.keep = root, mesh, keep
         self.async_save = async_save
@@ -307,8 +307,8 @@ class Checkpoints:
         all of them; `Snapshots` overrides it."""
 
     def _unused(self, shards: list[ShardedTensor], saved: Metadata, prefix: str) -> str | None:
-        """Return an error message that names a parameter that the checkpoint has, but the model has
-        on no rank. Return None if there is no such parameter."""
+        """Return an error message if the checkpoint has a parameter that the model has on no rank,
+        and None otherwise. The message names the parameter."""
         names = parameter_names(saved, prefix)
         ours = {shard.key.partition(".")[2] for shard in shards}
         used = torch.tensor([name in ours for name in names], dtype=torch.uint8)

@@ -67,10 +67,17 @@ def export_checkpoint(
     tensor is larger. `target` gets its name only when it is complete. `quantization` is `none`,
     `fp8_block` or `fp8_block_ue8m0` (see `rollout.quantization`).
 
-    Raises InputError if `target` exists and is not empty or cannot be made, if the model folder is
-    missing (a PEFT folder needs none) or is not the base model of the adapter to merge, if the
-    architecture is missing, if the checkpoint is a critic's, or if `merged` is set for a checkpoint
-    without an adapter. Raises DiskFailed if a file cannot be written.
+    Raises InputError
+
+    - if `target` cannot be made, or exists and is not empty,
+    - if the architecture is missing,
+    - if the model folder is missing, or is not the base model of the adapter to merge (a PEFT folder
+      needs no model folder),
+    - if the checkpoint is a critic's,
+    - if `merged` is set for a checkpoint without an adapter, or
+    - if `quantization` is set for an adapter that is not merged.
+
+    Raises DiskFailed if a file cannot be written.
     """
     content = read_manifest(folder)
     adapter = saved_adapter(content["model"])
@@ -147,7 +154,7 @@ def refuse_critic(folder: Path, saved: SavedTensors, model: HfModel) -> None:
 def adapter_tensors(
     saved: SavedTensors, model: HfModel, adapter: Adapter
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices A and B of an adapter, each once, under PEFT's names and in the training
+    """Yield every A and every B matrix of an adapter once, under PEFT's names and in the training
     dtype."""
     return hf_tensors(saved, model, adapter_rules(model.architecture.rules(model.config), adapter))
 

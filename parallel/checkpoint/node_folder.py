@@ -30,8 +30,8 @@ takes snapshots on the node removes them."""
 
 
 def node_folder(run: Path, given: str | None) -> Path:
-    """Return the path of a run's snapshot folder. It is inside the folder `given`, or in host memory
-    (/dev/shm) if that is None. `run` is the run's own folder."""
+    """Return the path of a run's snapshot folder. It is inside the folder `given`, or in host
+    memory (/dev/shm) if `given` is None. `run` is the run's own folder."""
     digest = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
     return Path(given or HOST_MEMORY) / f"mrl-{os.getuid()}-{digest}"
 

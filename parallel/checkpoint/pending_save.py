@@ -26,8 +26,8 @@ class Record(Protocol):
     """The run's own files. A checkpoint keeps a copy of some of them."""
 
     def kept(self, step: int) -> Mapping[str, bytes]:
-        """Return a dict from file name to contents, for the files of which the checkpoint of `step`
-        keeps copies."""
+        """Return the files that are copied into the checkpoint of `step`, as a dict from file name
+        to contents."""
         ...
 
     def settle(self, step: int) -> None:

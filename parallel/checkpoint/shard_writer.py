@@ -1,7 +1,7 @@
 """Write rectangles of tensors into files, in this process or in a background process.
 
-The files and `.metadata` have torch's format (torch.distributed.checkpoint), the background process
-is Megatron's (AsyncRequest, AsyncCallsQueue), and Megatron's `dist_checkpointing.load` reads the
+The files and `.metadata` have torch's format (torch.distributed.checkpoint). The background process
+is Megatron's (AsyncRequest, AsyncCallsQueue). Megatron's `dist_checkpointing.load` reads the
 result. Megatron's own writer is not used, because it passes its results through a manager process
 that outlives a killed trainer.
 

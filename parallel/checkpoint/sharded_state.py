@@ -117,8 +117,8 @@ def saved_key(saved: Metadata, prefix: str = "") -> KeyOf:
 
 
 def parameter_names(saved: Metadata, prefix: str = "") -> list[str]:
-    """Return the sorted names of all parameters in a checkpoint that belong to the model whose keys
-    begin with `prefix`."""
+    """Return the sorted names of the parameters that one model has in a checkpoint: the model whose
+    keys begin with `prefix`."""
     kinds = (key.partition(".") for key in saved.state_dict_metadata)
     return sorted(name for kind, _, name in kinds if kind == f"{prefix}model")
 

@@ -55,8 +55,8 @@ def read_note(checkpoints: Path) -> Note | None:
 
 
 def newest_checkpoint(checkpoints: Path) -> int | None:
-    """Return the step that the file LATEST names. If it names none, return the step of the newest
-    checkpoint folder, or None if there is no such folder."""
+    """Return the step that the file LATEST names. If LATEST names no step, return the step of the
+    newest checkpoint folder, or None if there is no such folder."""
     latest = manifest.latest_step(checkpoints)
     return latest if latest is not None else max(manifest.steps(checkpoints), default=None)
 

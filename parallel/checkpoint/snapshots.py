@@ -85,7 +85,8 @@ class Snapshots(Checkpoints):
         """The ranks of each node. Nodes are sorted by their lowest rank."""
         self._node = NodeFolder(root)
         self._held: list[set[str]] = []
-        """For each node, the names of the files of the snapshot to load that are undamaged on it."""
+        """For each node, the names of the files of which it has an undamaged copy. They belong to
+        the snapshot that is to be loaded."""
         self._seconds = 0.0
         self._num_bytes = 0
         self._copy_seconds = 0.0

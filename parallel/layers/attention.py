@@ -6,9 +6,9 @@ of `scaled_dot_product_attention`: few large calls, and less than 2x padding. Pa
 no mask, because causal queries do not attend to later keys. On GPUs torch's FlashAttention for packed
 sequences is used instead where possible.
 
-Under context parallelism, keys and values are gathered over the ranks; the queries of a rank are two
-blocks of each sequence (`parallel.context`), and a mask says which keys come before them. The rows
-after a shared prefix are such blocks, too.
+Under context parallelism, keys and values are gathered over the ranks. A rank has the queries of
+two blocks of each sequence (`parallel.context`); a mask says which keys come before them. The rows
+after a shared prefix form such blocks, too.
 
 Dimensions: N packed tokens, n rows of this rank (`parallel.context`), b blocks of a bucket, s length of
 its longest block, k keys of the block with most keys, h heads, g query groups, d and e head sizes of
@@ -109,7 +109,7 @@ class PackedSequences(PackedSeqParams):
     rotation: Rotation | None = None
     """Rotation of queries and keys in PackedAttention; the first layer's RotaryAttention sets it."""
     latent_rotation: Rotation | None = None
-    """Rotation of the rotary parts in latent attention; the first layer sets it."""
+    """Rotation of queries' and keys' rotary parts in latent attention; the first layer sets it."""
 
 
 def packed_sequences(

@@ -10,7 +10,8 @@ the tensor-parallel size. Megatron also counts padding as tokens, and treats a p
 one sequence. Here a forward hook on each router adds the losses instead, so that every layout and
 every split into micro-batches has the same gradient as one process.
 
-A row that several samples share is counted once for each of them, in the sequence of each.
+A row that several samples share is counted once for each of these samples, as a token of that
+sample's sequence.
 
 Dimensions: m entries of this rank's `RouterRows` (one for each of its rows if nothing is shared), E
 experts, K experts per token, S segments (the sequences over which choices are counted separately), T

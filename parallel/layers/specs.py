@@ -48,7 +48,7 @@ def block_spec(
 ) -> Any:
     """Return the spec of one chunk's decoder layers.
 
-    With `true_on_policy`, local layers compute each token as the engine does. With
+    With `true_on_policy`, mrl's own layers compute each token as the engine does. With
     `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route.
     """
     engine = implementation == "transformer_engine"

@@ -163,9 +163,10 @@ class _Builder:
         """Make a matrix of zeros, with the attributes that decide how its gradient is summed over
         ranks and counted in the gradient norm. `is_cut` says whether ranks split the matrix.
 
-        If several ranks hold the whole matrix, each gets only a part of its gradient. Megatron sums
-        these parts for dense matrices (`sequence_parallel`), and `sum_expert_gradients` sums them
-        for matrices of experts. The gradient norm counts the matrix once.
+        If several ranks hold the whole matrix, each rank computes only a part of the matrix's
+        gradient. Megatron sums these parts for dense matrices (`sequence_parallel`), and
+        `sum_expert_gradients` sums them for matrices of experts. The gradient norm counts the
+        matrix once.
         """
         made: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
         set_tensor_model_parallel_attributes(made, is_cut or is_expert, 0, 1)

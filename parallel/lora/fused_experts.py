@@ -37,7 +37,7 @@ class FusedExperts:
     """The number of Hugging Face weights of an expert that are joined in the parameter: 2 for gate
     and up projection, otherwise 1."""
     rank: int
-    """The rank of one expert's part of the fused A and B in the file."""
+    """r: the rank of each expert's part of A and B in the file (see the module docstring)."""
 
     def name(self, matrix: Matrix) -> str:
         """Return the name of A or B in the file."""

@@ -1,8 +1,8 @@
 """Read and write PEFT's folder of an adapter: adapter_config.json and adapter_model.safetensors.
 
 A written file has one matrix per expert, with the expert's index in its name
-(`...experts.7.gate_proj.lora_A.weight`), even if the experts share the matrix, because SGLang, vLLM
-and PEFT can all read that. This module reads such files, files with shared matrices under names
+(`...experts.7.gate_proj.lora_A.weight`), even if the experts share the matrix. SGLang, vLLM and
+PEFT can all read this form. This module reads such files, files with shared matrices under names
 without an index, and the form that PEFT itself writes with transformers 5 (`fused_experts.py`).
 """
 
@@ -113,8 +113,8 @@ class PeftFolder(Mapping[str, Tensor]):
         return tensor
 
     def _check_names(self) -> None:
-        """Raise InputError for a matrix that the file lacks, or that it has although the recipe does
-        not ask for it."""
+        """Raise InputError if the file lacks a matrix of the adapter, or has a matrix for which the
+        recipe does not ask."""
         used, missing = set(), []
         for name in self:
             for source in self._sources(name):

@@ -73,8 +73,8 @@ OWNED: dict[str, str] = {
         "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
         "mscale", "mscale_all_dim"), MODEL),
 }  # fmt: skip
-"""Maps a field to what sets it instead of `megatron:`: another recipe key or the model's
-config.json."""
+"""Maps a field that `megatron:` may not set to the name of what sets it instead: another recipe key
+or the model's config.json."""
 
 REFUSED: dict[str, tuple[str, ...]] = {
     "with dropout, the old log-probs, the recompute and the engine would be of different models": (

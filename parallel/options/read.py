@@ -1,8 +1,8 @@
 """Read Megatron's options in the `megatron:` section of a recipe, and check them against Megatron's
 dataclasses.
 
-Options are named after the fields of these dataclasses. If several of them have a field of that
-name, the field is set in all of them. Values are YAML: a dtype is given by its torch name
+An option has the name of a field of these dataclasses. If several dataclasses have a field of that
+name, the option sets the field in all of them. Values are YAML: a dtype is given by its torch name
 ("bfloat16"), and a member of an enum by its name ("flash").
 """
 

@@ -89,7 +89,7 @@ class Schedule(Protocol):
     """Decides what a worker does next. All methods are called in the worker's main thread."""
 
     def handle(self, message: dict[str, Any], body: bytes) -> None:
-        """Process a message from the trainer whose type is not `receive`, `work` or `stop`."""
+        """Process a trainer's message of another type than `receive`, `work` and `stop`."""
         ...
 
     def advance(self) -> bool:

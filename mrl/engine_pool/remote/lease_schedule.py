@@ -114,7 +114,8 @@ class LeaseSchedule(Schedule):
         return [group.oldest for group in self.ledger.finished.values()]
 
     def metrics(self) -> dict[str, float]:
-        """Return the ledger's metrics, and `async/engines`: how many engines were sent weights."""
+        """Return the ledger's metrics, and `async/engines`, the number of engines to which weights were
+        sent."""
         num_engines = sum(bool(versions) for versions in self._sent.values())
         return {**self.ledger.metrics(), "async/engines": float(num_engines)}
 

@@ -89,7 +89,8 @@ class RemotePool:
         """The object to which the workers connect; None on ranks other than 0."""
         self._measured: dict[str, float] = {}
         self._traffic = Traffic()
-        """What this step's weight syncs sent, from all ranks; only counted with deltas."""
+        """Counts of what the weight syncs of this step have sent, summed over all ranks. They stay 0
+        unless `rollout.weight_encoding` is `delta`."""
         self._wait_s = 0.0
         """Seconds that this rank has waited for engines in this step."""
         self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))

@@ -150,8 +150,8 @@ def _keep_a_worker(
 
 
 def _publish_host(store: dist.Store, rollout: RolloutConfig, roles: Roles, rank: int) -> None:
-    """Write this rank's host to the store, where rank 0 reads it. If the engine's ranks are not on
-    one node, also write that error, and raise it as InputError."""
+    """Write this rank's host to the store, where rank 0 reads it. If the engine's ranks are not on one
+    node, also write an error message for rank 0, and raise InputError."""
     number = int(os.environ.get("LOCAL_RANK", str(rank)))
     last = rank - number + int(os.environ.get("LOCAL_WORLD_SIZE", str(roles.world))) - 1
     entry = {"host": socket.gethostname(), "network": own_network(), "error": ""}
@@ -221,11 +221,11 @@ def _run_worker(job: Job, settings: dict[str, Any]) -> tuple[int, bool]:
 def _wait_for_silence(reader: int, pid: int, start_s: float, later_s: float) -> tuple[str, bool]:
     """Wait until a worker closes its pipe or its heartbeats stop.
 
-    Returns (why the worker counts as lost, whether it has sent a heartbeat). The first is empty if
-    the worker has closed the pipe. The first heartbeat may take `start_s` seconds, because it
-    follows the worker's imports. Each later heartbeat may take `later_s` seconds. A worker that is
-    stopped (SIGSTOP) for `later_s` seconds counts as lost, too. Time in which this process itself
-    does not run is not counted.
+    Returns (why the worker counts as lost, whether it has sent a heartbeat). The reason is empty if the
+    worker has closed the pipe. The first heartbeat may take `start_s` seconds, because it follows the
+    worker's imports. Each later heartbeat may take `later_s` seconds. A worker that is stopped
+    (SIGSTOP) for `later_s` seconds counts as lost, too. Time in which this process itself does not run
+    is not counted.
     """
     silent_s, stopped_s, has_joined = 0.0, 0.0, False
     while silent_s < (later_s if has_joined else start_s) and stopped_s < later_s:

@@ -114,7 +114,7 @@ class Worker:
     def _pulse(self) -> None:
         """Send heartbeats to the supervisor until the connection to the trainer is closed.
 
-        They use a pipe, so they continue while a large frame is being sent to the trainer.
+        The heartbeats use a pipe, so they continue while a large frame is being sent to the trainer.
         """
         with suppress(OSError):
             while not self._wire.is_closed:

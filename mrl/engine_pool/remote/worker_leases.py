@@ -159,7 +159,7 @@ class Leases:
 
     def _load_newest(self) -> None:
         """Load the newest version in `versions.waiting`. Free the buffers of all older versions,
-        among them the one that was loaded before."""
+        including the version that was loaded before."""
         versions = self._driver.versions
         while len(versions.waiting) > 1:
             versions.free(versions.waiting.pop(0))

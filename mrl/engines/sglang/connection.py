@@ -21,7 +21,7 @@ CONTROL_TIMEOUT_S = 600.0
 """Time limit in seconds of a control call for which the recipe sets no limit."""
 READY_POLL_S = 0.1
 WATCH_S = 1.0
-"""Interval between two checks of the server's processes, while it starts and while a call waits."""
+"""Seconds between two checks of the server's processes, while it starts and while a call waits."""
 REAP_S = 2.0
 """Seconds to wait for the server's exit code after a connection broke."""
 PLUGIN_FAILURES = ("Failed to load plugin", "Failed to execute general plugin", "Failed to apply")

@@ -40,7 +40,8 @@ class ServerCore:
             CallTimeouts(rollout.start_timeout_s, rollout.stall_timeout_s),
         )
         self.weights_folder = config.log_path.with_suffix(".weights")
-        """A folder for this engine alone, inside the run's folder, because /tmp may be small."""
+        """The folder into which weights are written for this engine, if they are sent in files. It is
+        inside the run's folder, because /tmp may be small."""
         serves_adapters = launch.adapters is not None
         self.memory = DeviceMemory(
             self.connection,

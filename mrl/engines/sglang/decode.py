@@ -30,7 +30,7 @@ class RouteShape:
 
     num_hidden_layers: int
     moe_layer_numbers: tuple[int, ...]
-    """Megatron's layer numbers of the MoE layers, which are 1-based."""
+    """Megatron's layer numbers of the MoE layers, counted from 1."""
     num_experts: int
     topk: int
     with_weights: bool = False
@@ -224,7 +224,7 @@ def _decode(answer: dict[str, Any], request: Request, expected: Expected) -> Com
 def _sampling_mask(
     meta: dict[str, Any], output: Sequence[int], where: str
 ) -> tuple[list[float], SamplingMask]:
-    """Return (log-prob of each output token over the truncated distribution, for each output token the
+    """Return (log-prob of each output token under the truncated distribution, for each output token the
     set of tokens that the truncation kept). `where` begins error messages."""
     sets, logprobs = (meta.get(f"output_token_sampling_{name}") for name in ("mask", "logprobs"))
     if sets is None or logprobs is None:
@@ -240,7 +240,8 @@ def _sampling_mask(
 
 
 def without_last_token(completion: Completion) -> Completion:
-    """Return the completion without its last token, that token's log-prob, and the last row of routes.
+    """Remove the last token from a completion, together with its log-prob and the last row of routes,
+    and return the result.
 
     SGLang checks for an abort before it checks for the end of the sequence. If the last token of an
     aborted completion ends the sequence, SGLang does not report this, and the sample would be continued

@@ -56,7 +56,8 @@ class DeviceMemory:
             self._awake |= set(wanted)
 
     def release(self, flush: Callable[[], None]) -> None:
-        """Release all memory that is awake, after `flush` has waited until the scheduler is idle."""
+        """Call `flush`, which waits until the scheduler is idle, and then release all memory that is
+        awake."""
         # The cache first, because it must be gone before the weights that filled it.
         tags = [tag for tag in (KV_CACHE, CUDA_GRAPH, WEIGHTS) if tag in self._awake]
         if tags:

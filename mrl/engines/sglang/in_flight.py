@@ -26,7 +26,7 @@ from mrl.engines.sglang.route_memory import RouteReader
 from mrl.errors import RunFailed, WrongWeights
 
 POLL_S = 0.2
-"""Interval between two checks of the server while a call waits for the weights."""
+"""Seconds between two checks of the server while a call waits for the weights."""
 
 
 @dataclass(eq=False)
@@ -38,8 +38,7 @@ class OpenCall:
     """Whether its requests carry a cache key (`body.version_key`), and so read from the prefix cache
     only what their own weights computed."""
     cache: str
-    """Suffix of the cache key. Calls with different suffixes do not read each other's cached prefixes.
-    """
+    """Suffix of the cache key. Calls with different suffixes do not share cached prefixes."""
     versions: list[int]
     """The weight versions in force since the call began, the oldest first."""
     in_cache: tuple[int, ...]
@@ -299,8 +298,9 @@ class InFlightRequests:
     def _context_of(
         self, opened: OpenCall, rids: Sequence[str], requests: Sequence[Request]
     ) -> SendContext:
-        """Return the state of the weights for the requests `requests` of this call, which are about to
-        be sent under SGLang's ids `rids`."""
+        """Return the number of weight updates since the call began, and the cache key and adapter with
+        which `requests` must be sent now. If they have a cache key, record their tokens, under SGLang's
+        ids `rids`, as tokens that the newest version may compute."""
         with self._changed:
             num_updates, version = len(opened.versions) - 1, opened.versions[-1]
             adapter = None if self._adapter_of is None else self._adapter_of(version)

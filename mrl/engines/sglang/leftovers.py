@@ -17,8 +17,8 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 OWN_PREFIXES = ("sglang_loads_", "sgl_shm_")
-"""The prefixes of SGLang's own files in SHARED_MEMORY. SGLang's processes may also have mapped the
-trainer's files in this folder."""
+"""The prefixes of SGLang's own files in SHARED_MEMORY (/dev/shm). SGLang's processes may also have
+mapped files there that belong to the trainer."""
 TRACKER_GRACE_S = 5.0
 KILLED_S = 60.0
 """The most seconds to wait until killed processes have ended. A device or disk that hangs can delay

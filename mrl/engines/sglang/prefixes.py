@@ -2,9 +2,9 @@
 cache.
 
 SGLang reports how many tokens of a request it read from its prefix cache. Requests carry cache keys
-that name their weight version (body.py), so another request under the same version must have computed
-these tokens: a request that begins with the same tokens and read fewer of them from the cache. If there
-is no such request, the cache returned keys and values that other weights computed.
+that name their weight version (body.py), so these tokens must have been computed by another request
+under the same version. That request begins with the same tokens, and read fewer of them from the cache.
+If there is no such request, the cache returned keys and values that other weights computed.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _Sequences:
         self._sorted: list[tuple[bytes, str]] = []
         self._tokens: dict[str, bytes] = {}
         self._num_cached: dict[str, int | None] = {}
-        """How many tokens of each request came from the cache. None until the request is answered,
-        because until then it may have computed all of its tokens."""
+        """For each request id, how many of the request's tokens came from the cache. None until the
+        request is answered, because until then it may have computed all of its tokens."""
 
     def add(self, rid: str, tokens: bytes, num_cached: int | None = None) -> None:
         if rid not in self._tokens:

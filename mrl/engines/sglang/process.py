@@ -31,7 +31,8 @@ TERM_GRACE_S, KILL_GRACE_S = 0.2, 1.0
 not help: SGLang checks for SIGTERM only every 5 s, and would then only finish open requests, of which
 there are none at stop()."""
 COMM_LEN = 15
-"""Length to which Linux cuts the name of a process; a process that has died has only this name."""
+"""Length to which Linux truncates a process name. For a process that has died, only this truncated name
+can still be read, not the command line."""
 PART_PREFIX = "sglang::"
 """The prefix of the process names of the schedulers and the detokenizer."""
 LOOK_S, MAX_LOOK_S = 0.5, 2.0
@@ -47,9 +48,9 @@ the trainer's ranks."""
 
 DEVICE_VARIABLES = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
 """More variables that the server does not get. torch_memory_saver, which puts the engine to sleep,
-raises RuntimeError under `expandable_segments:True` (torch_memory_saver/entrypoint.py,
-_sanity_checks). A single connection suits Megatron's tensor parallelism, but would serialise all
-streams of an engine."""
+raises RuntimeError under `expandable_segments:True` (torch_memory_saver/entrypoint.py, _sanity_checks).
+CUDA_DEVICE_MAX_CONNECTIONS=1 suits Megatron's tensor parallelism, but would serialise all streams of an
+engine."""
 
 
 HIGHEST_PORT = 65_535 - 10_000
@@ -58,17 +59,19 @@ not start if that port exceeds 65,535 (server_args.py, _handle_deprecated_args).
 Linux's usual free ports is too high."""
 PORT_TRIES = 64
 PORT_IN_USE = "already in use"
-"""Part of the system's message for a port that is taken, and of SGLang's under DP attention."""
+"""Part of the system's error message for a port that is taken. SGLang's own message under DP attention
+contains it, too."""
 
 
 class ServerProcess:
-    """One process `mrl.engines.sglang.child` with all its descendants, in a session of its own."""
+    """A server process (`python -m mrl.engines.sglang.child`) and all its descendants, in a POSIX
+    session of their own."""
 
     def __init__(
         self, server_args: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
     ) -> None:
-        """`server_args` are fields of SGLang's ServerArgs, without `host` and `port`. `environment` is
-        added to the environment of this process."""
+        """`server_args` are fields of SGLang's ServerArgs, without `host` and `port`. `environment` has
+        the variables that are set for the server in addition to the trainer's."""
         self.server_args = dict(server_args)
         self.environment = dict(environment)
         self.log_path = log_path
@@ -113,7 +116,8 @@ class ServerProcess:
             self._popen.stdin.close()
 
     def exit_code(self) -> int | None:
-        """Return the exit code, or minus the signal that killed the server; None while it runs."""
+        """Return the exit code, or minus the number of the signal that killed the server; None while it
+        runs."""
         popen = self._popen  # read once, because a stop() in another thread sets it to None
         return popen.poll() if popen else None
 
@@ -126,9 +130,9 @@ class ServerProcess:
         """Find the schedulers and the detokenizer by their names, and record them, because the server
         needs each.
 
-        A process that has already died is recorded too, unless SGLang has noticed its death. A child
-        that such a process forks to run another program is not recorded; it has the same name until it
-        runs that program.
+        A scheduler or detokenizer that has already died is recorded too, unless SGLang has noticed its
+        death. A child that one of these processes forks to run another program is not recorded,
+        although it has its parent's name until it runs that program.
         """
         found: list[psutil.Process] = []
         if (popen := self._popen) is not None:

@@ -18,7 +18,7 @@ PACKED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Modules of Hugging Face's models that are parts of a module of SGLang, mapped to that module."""
+"""Maps modules of Hugging Face's models to the SGLang module that contains them."""
 MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """The architectures whose quantised modules are known, by `model_type` of config.json."""
 

@@ -36,7 +36,7 @@ after the abort."""
 
 
 class SendContext(NamedTuple):
-    """The state of the weights at the moment when requests are sent."""
+    """What is known about the weights just before requests are sent."""
 
     num_updates: int = 0
     """Number of weight updates since the call of generate() began."""
@@ -58,8 +58,8 @@ class Answer(NamedTuple):
 
 
 OnSend = Callable[[Sequence[str], Sequence[Request]], SendContext]
-"""Called just before requests are sent, with SGLang's ids of the requests and the requests. Returns
-the state of the weights at that moment."""
+"""Called just before requests are sent. The arguments are SGLang's ids of the requests, and the
+requests themselves, in the same order."""
 
 
 Enqueue = Callable[[Sequence[Request], Callable[[], None]], AdmissionQueue]

@@ -84,7 +84,7 @@ class RouteReader:
         effect with the next `begin`."""
         self.begin()
         self.num_bytes = 0
-        """Bytes read since the start."""
+        """Number of bytes of routes that this reader has read so far."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -9,9 +9,10 @@ base model is frozen, and every tenant has an endpoint with an adapter of its ow
 tenants share batches. Three things keep tenants apart:
 
 - SGLang knows version 7 of tenant NAME as `NAME@7`, and its prefix cache keeps adapters apart by an id
-  that is new at each load. In addition, requests carry keys by version and call (in_flight.py), and
-  every answer is checked: WrongWeights is raised if a request read more tokens from the cache than
-  earlier requests of its tenant have computed.
+  that is new at each load. In addition, each request has a cache key that depends on its weight version
+  and, if the call is not concurrent, on the call (in_flight.py). Every answer is checked: WrongWeights
+  is raised if a request read more tokens from the cache than earlier requests of its tenant have
+  computed.
 - Each endpoint has its own versions, calls and request ids. An abort names the requests of one tenant.
 - No call of an endpoint stops the server, flushes its cache or waits for the requests of others.
 """
@@ -245,9 +246,10 @@ class SGLangServer:
         """Add an endpoint for a tenant, before or after the start. It can generate after its first
         update.
 
-        The gate's policy admits requests according to `weight` and `max_tokens_in_flight`. The latter
-        limits how many tokens, of prompts and answers, the tenant's requests in the engine may have
-        together.
+        The gate's policy decides by `weight` and `max_tokens_in_flight` when to admit requests.
+        `weight` is the size of the tenant's share of the engine, relative to the other tenants'
+        weights. `max_tokens_in_flight` limits how many tokens, of prompts and answers, the tenant's
+        requests in the engine may have together.
 
         Raises ValueError for a name that is malformed or taken, and InputError for an adapter that
         exceeds the engine's limits or that SGLang does not serve.

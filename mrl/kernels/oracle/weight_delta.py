@@ -8,8 +8,8 @@ CHUNK, LONG_GAP = 1 << 16, 255
 
 
 def weight_delta(previous: bytes, current: bytes, element_size: int) -> bytes:
-    """Return the delta that turns `previous` into `current`, in which elements have `element_size`
-    bytes."""
+    """Return the delta that turns `previous` into `current`. An element has `element_size` bytes in
+    both."""
     starts = range(0, len(current), element_size)
     pairs = [(previous[i : i + element_size], current[i : i + element_size]) for i in starts]
     changed, position_bytes, values, positions = [], [], b"", b""

@@ -152,8 +152,8 @@ class SampleBody(Branch):
         return self
 
     def sampling(self, temperature: float) -> SamplingParams:
-        """Return the sampling parameters for the engine. `temperature` is that of the session's
-        recipe, which is used if the body has no temperature."""
+        """Return the sampling parameters for the engine. `temperature`: the sampling temperature in
+        the session's recipe, for a body without a temperature."""
         return SamplingParams(
             max_new_tokens=self.max_tokens,
             min_new_tokens=self.min_tokens,

@@ -90,8 +90,8 @@ class _Life:
     waiting: list[Operation] = field(default_factory=list)
     answers: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
     keys: OrderedDict[str, tuple[str, str]] = field(default_factory=OrderedDict)
-    """The id of the operation that was posted with each key, and a digest of the operation's
-    body."""
+    """For each idempotency key, the id of the operation that was posted with this key, and a digest
+    of the operation's body."""
 
 
 class Operations:
@@ -104,8 +104,8 @@ class Operations:
     def __init__(self) -> None:
         self._lives: dict[str, _Life] = {}
         self._past: OrderedDict[str, _Life] = OrderedDict()
-        """For each tenant name, the last life that has ended, whose answers can still be read.
-        Sorted by when the lives ended, the newest last."""
+        """For each session name, the life that ended last. Its answers can still be read. The lives
+        are in the order in which they ended."""
         self._changing = threading.Lock()
 
     def post(
@@ -255,8 +255,8 @@ class Operations:
             self._forget_old(mine)
 
     def _life(self, session: str) -> _Life:
-        """Return the current life of a session. If the session has none yet, begin one. Then also
-        end earlier lives under the same session name, if the session was never open in them."""
+        """Return the current life of a session. If it has no life yet, begin one. Earlier lives of
+        sessions with the same name then end, if these sessions were never open."""
         if session not in self._lives:
             name = name_of(session)
             for key, life in list(self._lives.items()):

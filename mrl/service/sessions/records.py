@@ -22,8 +22,8 @@ kept."""
 
 @dataclass
 class _Kept:
-    """An answer that is kept. `advantages` and `old_logprobs` come from the first forward_backward
-    that trains on the answer before the weights change; they are None until then."""
+    """An answer that is kept. `advantages` and `old_logprobs` are None until a forward_backward
+    trains on the answer with the same version of the weights. The first such operation sets them."""
 
     source: str
     prompt_number: int

@@ -59,8 +59,8 @@ class SessionRun:
 
         `incarnation`: the session's id (`Tenant.incarnation`). `operations`: the operations of all
         sessions; None on all ranks except rank 0. `agree` returns the failure text of the first
-        rank that has one (`FailureConsensus.first`). Raises InputError if the recipe cannot start,
-        and RunFailed if the checkpoint cannot be read.
+        rank that has one (`FailureConsensus.first`). Raises InputError if the session cannot start
+        with this recipe, and RunFailed if the checkpoint cannot be read.
         """
         self.name, self._incarnation = (name := name_of(incarnation)), incarnation
         self.cost = TurnCost()
@@ -187,8 +187,8 @@ class SessionRun:
         self.cost.update_s = time.perf_counter() - start
 
     def _carried_out(self, name: str, body: Body) -> tuple[Any, str]:
-        """Carry out an operation. Return (result, error): the error is that of the first rank on
-        which the operation failed; empty if it succeeded on all ranks."""
+        """Carry out an operation. Return its result, and the error of the first rank on which it
+        failed. The error is empty if the operation succeeded on all ranks."""
         result, failure = None, ""
         try:
             result = self._trainer.run(body)

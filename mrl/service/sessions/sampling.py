@@ -159,7 +159,8 @@ class SessionSampler:
 
     def check_sync(self) -> None:
         """If the adapter was sent, compare the engine's log-probs of the canary prompts with the
-        trainer's. The engine's KV cache must be awake. Raises RunFailed if they differ too much."""
+        trainer's. Raises RunFailed if the log-probs differ too much. The engine's KV cache must be
+        awake."""
         if self._sends:
             self.part.check_sync()
 
@@ -214,8 +215,8 @@ class SessionSampler:
             del self._left[1:]
 
     def end_generation(self, *, was_lost: bool) -> None:
-        """Find out whether all ranks have generated everything. `was_lost`: whether any engine was
-        lost."""
+        """Determine whether all ranks have generated everything; `finish` uses the result.
+        `was_lost`: whether any engine was lost."""
         self.part.is_needed = bool(self.num_remaining)
         self._is_generated = not (was_lost and sum_over_ranks(self.part.is_needed))
 

@@ -34,8 +34,8 @@ from parallel.policy import Policy
 
 
 class SessionTrainer:
-    """Holds the version of a session's weights, and the gradients since the session's last
-    optimizer step.
+    """Holds the version number of a session's weights, and the gradients that were accumulated since
+    the session's last optimizer step.
 
     Each optimizer step and each `load` makes a new version and writes one row of metrics.jsonl. No
     version number is used twice while the session is open. The policy's state must be on the device
@@ -83,7 +83,7 @@ class SessionTrainer:
 
     def note_failure(self, name: str, body: Any) -> None:
         """Record that an operation failed. If it is a forward_backward, the next optimizer step is
-        refused, because some of the gradients for it are missing."""
+        refused, because some of that step's gradients are missing."""
         if isinstance(body, ForwardBackwardBody):
             self._failed = self._failed or name
 

@@ -20,7 +20,7 @@ TOGETHER = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-"""Groups of modules that SGLang fuses. It accepts adapters only for all modules of a group."""
+"""Groups of modules that SGLang fuses. It accepts adapters for all modules of a group or for none."""
 
 
 class AdapterManifest(Arrivals):

@@ -32,7 +32,7 @@ from mrl.system.shared_memory import SharedMemory
 from mrl.types import Handle, WeightBucket
 
 CLOSE_TIMEOUT_S = 30.0
-"""How long a failed update waits for the answer to its last bucket. Loading a bucket takes about 1
+"""Seconds that a failed update waits for the answer to its last bucket. Loading a bucket takes about 1
 s."""
 NUM_BUFFERS = 2
 """Number of buffers: the server reads one while the other is written."""

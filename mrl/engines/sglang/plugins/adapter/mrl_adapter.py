@@ -22,8 +22,8 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""Maps each module that SGLang makes by joining matrices to the modules of these matrices, in the order
-in which they are joined (srt/lora/lora.py, _normalize_weights)."""
+"""For each module into which SGLang joins several matrices: the modules to which these matrices belong,
+in the order in which they are joined (srt/lora/lora.py, _normalize_weights)."""
 EVERY_TOKEN = 1 << 30
 
 rows = {}
@@ -113,9 +113,12 @@ def held(manager, name):
 
 
 def matrices(key, weights, rows):
-    """Yield ([names], weights) for each module whose matrices SGLang has joined into the tensor `key`.
-    The names belong to the equal parts into which `weights` is divided along its first dimension: one
-    for each expert of a stacked tensor, otherwise a single one."""
+    """For each module whose matrices SGLang has joined into the tensor `key`, yield (names, the
+    module's part of `weights`).
+
+    If the part is stacked, with one matrix for each expert along the first dimension, `names` has a
+    name for each of these matrices. Otherwise `names` has one name.
+    """
     module = key.split(".")[-3]
     names = [key.replace(module, member) for member in FUSED.get(module, ())]
     parts = weights.split([rows[name] for name in names], dim=-2) if names else [weights]
@@ -128,7 +131,8 @@ def matrices(key, weights, rows):
 
 
 def in_slot(manager, adapter_id):
-    """Yield the modules whose part of the adapter's slot on the device does not contain its matrices.
+    """Yield a name, ending in `.lora_A` or `.lora_B`, for each part of the adapter's slot on the device
+    that differs from the adapter's matrix.
 
     A slot has room for the largest rank. Rows and columns beyond the adapter's own rank are ignored in
     dense layers, and must be 0 in experts. The slot must be 0 for modules that the adapter does not
@@ -158,9 +162,10 @@ def in_slot(manager, adapter_id):
 
 
 def of_linear(pool, name, module, weights, held, rank):
-    """For a dense layer, yield tuples of four: the name of the module in SGLang's memory pool, "A"
-    or "B", the part of the slot that batches read, and what it should contain (this rank's part of
-    the matrix)."""
+    """For A and for B of a dense layer, yield (module, "A" or "B", found, expected). `module` is the
+    module's name in SGLang's memory pool. `found` is the part of the slot that batches read. `expected`
+    is what this part should contain: this rank's part of the matrix, or zeros if the adapter does not
+    have the module."""
     import torch
 
     target = take("get_target_module_name")(name, pool.target_modules)
@@ -173,9 +178,14 @@ def of_linear(pool, name, module, weights, held, rank):
 
 
 def of_experts(pool, module, weights, held, adapter):
-    """For all experts of this rank, yield tuples of four: the name of the module in SGLang's memory
-    pool, "A" or "B", the contents of the slot, and what it should contain. B is multiplied by the
-    scale, as in mem_pool.py."""
+    """For A and for B of both projections of a layer's experts, yield (module, "A" or "B", found,
+    expected).
+
+    `module` is the projection's name in SGLang's memory pool. `found` has the contents of the slot for
+    all experts of this rank, and `expected` what the slot should contain. The expected B is multiplied
+    by the adapter's scale, because SGLang multiplies B by the scale when it fills the slot
+    (mem_pool.py).
+    """
     import torch
 
     cuts = {"A": module.slice_moe_lora_a_weights, "B": module.slice_moe_lora_b_weights}

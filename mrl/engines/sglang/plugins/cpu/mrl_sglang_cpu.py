@@ -163,8 +163,8 @@ def fits_kernel(query, k_cache, v_cache, encoder_lens):
     """Return whether paged_attention can replace SGLang's loop.
 
     It cannot for models with an encoder, for a cache in another dtype than the queries (or neither
-    fp32, bf16 nor fp16), and for head sizes that are not multiples of 8. SGLang's loop still
-    computes these, and prefills without a causal mask.
+    fp32, bf16 nor fp16), and for head sizes that are not multiples of 8. SGLang's loop still computes
+    these cases. It also computes every prefill that has no causal mask.
     """
     return encoder_lens is None and supports_paged_attention(query, k_cache, v_cache)
 
@@ -244,8 +244,9 @@ def without_other_ranks_experts(original, layer, x, topk_output, moe_runner_conf
     """Compute the experts of a layer with SGLang's loop: x [T, H] -> [T, H].
 
     The loop cannot handle id -1, which under expert parallelism is an expert of another rank, nor a
-    batch without tokens. In these cases, each pair of a token and a chosen expert of this rank, if
-    there is any, is passed to the loop as a token with one expert.
+    batch without tokens. In these cases, the loop gets one row, with one expert, for each pair of a
+    token and an expert of this rank that the token chose. If there is no such pair, the loop is not
+    called.
     """
     weights, ids, _ = topk_output
     rows, places = (ids >= 0).nonzero(as_tuple=True)

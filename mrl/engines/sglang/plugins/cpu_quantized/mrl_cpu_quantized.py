@@ -36,7 +36,7 @@ def register():
 
 
 MODULES = {}
-"""The modules of the model, by name, from the first update on."""
+"""The modules of the model, by name; empty before the first update."""
 
 
 def note_model(updater, *args, **options):
@@ -47,8 +47,8 @@ def note_model(updater, *args, **options):
 
 
 def dequantize(original, bucket):
-    """Return the tensors of a bucket as pairs (name, tensor), dequantised, and mark the modules that
-    contain them."""
+    """Return the tensors of a bucket as pairs (name, tensor), without the scales and with the quantised
+    tensors dequantised. Mark the modules that contain quantised tensors."""
     tensors = dict(original(bucket))
     scales = {name: tensors.pop(name + SCHEME.suffix) for name in list(tensors)
               if name + SCHEME.suffix in tensors}  # fmt: skip

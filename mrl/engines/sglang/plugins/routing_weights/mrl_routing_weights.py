@@ -11,8 +11,8 @@ import torch
 from mrl.engines.sglang.compat import hook, take
 
 chosen = []
-"""At most one entry, while a layer chooses experts: [tokens, 2K], for each token the ids of its K
-experts and then the bits of the K weights."""
+"""Has one entry while SGLang's capturer runs for a layer, and is empty otherwise. The entry is
+int32[tokens, 2K]: for each token the ids of its K experts, and then the bits of the K weights."""
 
 
 def register():
@@ -22,8 +22,8 @@ def register():
 
 
 def widen(capturer, *, num_tokens, device, **options):
-    """Give SGLang's capturer buffers with room for weights, and return the capturer; None if no ids
-    are captured."""
+    """Replace the buffers in which SGLang captures expert ids by buffers with room for weights. Return
+    the capturer, which is None if no ids are captured."""
     if capturer is None:
         return None
     if capturer.num_fused_shared_experts:
