@@ -69,7 +69,7 @@ def load_algorithm(name: str) -> Algorithm:
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Check the `algorithm` section of a recipe.
 
-    Raises InputError if the algorithm cannot be loaded, or if an option is set that it does not
-    read, is out of range, or contradicts another option.
+    Raises InputError if the algorithm cannot be loaded or does not read an option that is set, or
+    if an option is out of range or contradicts another option.
     """
     check.check_algorithm(config, traits(load_algorithm(config.name)))

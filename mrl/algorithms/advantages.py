@@ -72,8 +72,8 @@ def _each(rewards: Rewards, compute: Callable[[Tensor], Tensor]) -> list[Tensor]
 
 
 def _scored(rewards: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `compute` in f64 to the rewards of one group that are not NaN. Return f32[G], with 0
-    where the reward is NaN. Raises ValueError if a reward is infinite."""
+    """Apply `compute`, in f64, to those rewards of one group that are not NaN. Return f32[G], with
+    0 where the reward is NaN. Raises ValueError if a reward is infinite."""
     if bool(rewards.isinf().any()):
         raise ValueError(f"rewards: got {rewards.tolist()}, expected finite numbers or NaN")
     scored = ~rewards.isnan()

@@ -2,9 +2,9 @@
 multiplied by the weight of the token's sequence.
 
 The weights are already divided by the global normaliser: the number of loss tokens or samples of
-the optimizer step on all data-parallel ranks. It is counted before the step is split into
-micro-batches, so the loss does not depend on the split. `algorithm.masks` remove tokens from the
-sum, but do not change the normaliser.
+the optimizer step on all data-parallel ranks. The normaliser is counted before the step is split
+into micro-batches, so the loss does not depend on the split. `algorithm.masks` remove tokens from
+the sum, but do not change the normaliser.
 """
 
 from __future__ import annotations

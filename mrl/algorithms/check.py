@@ -34,8 +34,8 @@ _NOT_FOR_ALL = (
 
 
 def check_algorithm(config: AlgorithmConfig, traits: Traits) -> None:
-    """Raise InputError for an option that is set but not read by the algorithm, is out of range, or
-    contradicts another option."""
+    """Raise InputError if the algorithm does not read an option that is set, or if an option is out
+    of range or contradicts another option."""
     defaults = AlgorithmConfig()
     for name in _NOT_FOR_ALL:
         value = getattr(config, name)

@@ -1,4 +1,5 @@
-"""`mrl drill RECIPE` provokes faults in runs of a recipe on this machine and prints how each ended."""
+"""`mrl drill RECIPE` provokes faults in runs of a recipe on this machine, and prints what happened
+after each fault."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ def assumptions(dims: ParallelDims, work: Workload, gpu: Hardware) -> str:
 def exact_pinned() -> int | None:
     """Return the size in bytes above which torch allocates pinned buffers without rounding them up.
 
-    It is read from torch's environment variables (`pinned_max_round_threshold_mb`). If they do not
-    set it, the result is None, and torch rounds all pinned buffers up to a power of two.
+    The size is read from torch's environment variables (`pinned_max_round_threshold_mb`). If they
+    do not set it, the result is None, and torch rounds all pinned buffers up to a power of two.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if found := PINNED_LIMIT.search(os.environ.get(name, "")):

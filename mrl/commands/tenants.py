@@ -19,9 +19,8 @@ VARIABLE = "MRL_SERVICE"
 POLL_S = 1.0
 """Seconds between two queries of `status --watch`."""
 NUM_ROUNDS = 20
-"""Number of rounds (rows of the service's metrics.jsonl) from which `list` computes, for each
-tenant, the tenant's share of the trainer's time and the tenant's waiting times. The newest rounds
-are used."""
+"""`list` shows each tenant's share of the trainer's time, and each tenant's waiting times. Both are
+computed from this many of the newest rounds (rows of the service's metrics.jsonl)."""
 
 
 def add_to(commands: Any) -> None:

@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show_numbers(found: Explanation) -> None:
-    """Print the metrics of the step. Spikes, values far above those of other steps, come first.
+    """Print the metrics of the step. Spikes (values far above the metric's values in other steps)
+    come first.
 
     Metrics of single layers are printed only if they are spikes.
     """

@@ -40,7 +40,8 @@ class ChatTurns:
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` are arguments of the template, like `data.chat_template_kwargs`."""
+        """`template_kwargs` are keyword arguments for the chat template, such as a recipe's
+        `data.chat_template_kwargs`."""
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
 

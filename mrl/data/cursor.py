@@ -47,8 +47,8 @@ class PromptCursor:
 
     @property
     def epoch(self) -> int:
-        """The number of complete passes over the data set. In a mixture, each source has such a
-        number, and this is the smallest."""
+        """The number of complete passes over the data set. In a mixture, the number of complete
+        passes over the source with the fewest passes."""
         return min(dealer.epoch for dealer in self._dealers)
 
     def next(self, n: int) -> list[Prompt]:
@@ -100,8 +100,8 @@ class PromptCursor:
         }
 
     def why_other(self, state: dict[str, Any]) -> str:
-        """Return a text that says how the rows or `shuffle` differ from those of the saved `state`;
-        empty if they are the same."""
+        """Return a text that says how the rows or `shuffle` differ from the saved `state`; empty if
+        they do not differ."""
         try:
             self._places_in(state)
         except InputError as error:

@@ -180,7 +180,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _check_text(row: Any, source: str) -> None:
-    """Raise InputError if a string in `row` contains an unpaired surrogate, which is no character."""
+    """Raise InputError if a string in `row` contains an unpaired surrogate, which is not a
+    character."""
     if half := unpaired_surrogate(row):
         raise InputError(
             f"{source}: a string contains {half}, half of a surrogate pair and not a character; "

@@ -125,7 +125,7 @@ def read_sources(
 
 
 def metric_key(name: str) -> str:
-    """Return the text NAME that stands for a source in the metrics `source/NAME/...`. It is the
+    """Return the text NAME that stands for a source in the metrics `source/NAME/...`. NAME is the
     source's name, with `_` in place of characters that trackers refuse."""
     return _NOT_IN_KEYS.sub("_", name)
 

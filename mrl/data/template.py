@@ -44,7 +44,7 @@ class PromptEncoder:
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, like `data.chat_template_kwargs`."""
+    """Keyword arguments for the chat template, such as a recipe's `data.chat_template_kwargs`."""
 
     def text(self, text: str) -> list[int]:
         """Return the token ids of plain text, without adding special tokens."""

@@ -1,5 +1,8 @@
 """Write a step's token record, and the decomposition of its trainer-engine mismatch.
 
+A token record holds the values that trainer and engine computed for each token. The decomposition
+says which routes and layers cause the mismatch.
+
 The files OUTPUT_DIR/tokens/step_*.safetensors and OUTPUT_DIR/diagnosis/step_*.json are written
 before the update, so they exist even if the update fails.
 """

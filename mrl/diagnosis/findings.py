@@ -75,7 +75,7 @@ def usual_mismatch(rows: Iterable[Mapping[str, Any]], step: int) -> Usual | None
 
 
 def find(record: TokenRecord, usual: Usual | None = None) -> list[Finding]:
-    """Return all findings about a token record: at least one, of which the first is the diagnosis.
+    """Return all findings about a token record. There is at least one; the first is the diagnosis.
 
     usual: the usual mismatch of the run; None if unknown.
     """

@@ -1,4 +1,7 @@
-"""Gather the tokens of a step, up to a maximum number, from all ranks on rank 0.
+"""Gather the token record of a step from all ranks on rank 0.
+
+A token record holds what trainer and engine computed for the tokens of some or all samples of the
+step, up to a maximum number of tokens.
 
 One rank of each data-parallel replica, on the last pipeline stage, sends the log-probs. Every stage
 sends the routes of its own MoE layers, and each tensor- and context-parallel rank has some of the
@@ -40,7 +43,7 @@ class Chosen:
     ids: list[int]
     """The indices of the chosen samples within the step, ascending."""
     lengths: list[int]
-    """The number of tokens of each sample."""
+    """The number of tokens of each chosen sample."""
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -115,8 +118,8 @@ def gather_tokens(
 
     samples: all samples of the step, the same on every rank. batches: the micro-batches of this
     rank. old: the output of a pass over `batches`; if routes are recorded, the pass must have
-    observed `rows`. layer_numbers: the numbers of all L MoE layers of the model. max_tokens: the
-    largest number of tokens in the record.
+    recorded the route of every row (`rows` of `Diagnosis.observe`). layer_numbers: the numbers of
+    all L MoE layers of the model. max_tokens: the largest number of tokens in the record.
 
     Returns (chosen samples, tensors by field name) on rank 0, and None on the other ranks.
     """
@@ -194,10 +197,11 @@ def token_parts(batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen) 
 def route_parts(
     policy: Policy, batches: Sequence[MicroBatch], old: PassOutput, chosen: Chosen
 ) -> tuple[tuple[int, ...], Parts]:
-    """Return two values: the l numbers of this rank's MoE layers, and the rank's route fields.
+    """Return two values: the ascending numbers of this rank's MoE layers, and the rank's route
+    fields.
 
-    The numbers are ascending. The values of a route field for m tokens have the shape [m, l, ...],
-    with the layers in the same order.
+    The values of a route field for m tokens have the shape [m, layers of this rank, ...], with the
+    layers in ascending order.
     """
     layers, parts = tuple(sorted(policy.moe_layers)), []
     for batch, observed in zip(batches, old.observed, strict=True):
@@ -214,9 +218,9 @@ def route_parts(
 def gather(parts: tuple[Parts, tuple[int, ...], Parts], mesh: Mesh) -> list[Any] | None:
     """Gather the `parts` of all ranks on rank 0. All ranks must call this together.
 
-    parts: on each rank, its results of `token_parts` and `route_parts`: (token values, layer
-    numbers, route values). Returns the parts in the order of ranks on rank 0, and None on the other
-    ranks.
+    parts: (token values, layer numbers, route values), the results of `token_parts` and
+    `route_parts` on this rank. Returns a list with the parts of each rank, in the order of ranks,
+    on rank 0, and None on the other ranks.
     """
     tokens, layers, routes = parts
     message = (_joined(tokens), layers, _joined(routes))

@@ -106,7 +106,8 @@ class Explanation:
     """The metrics of the step that are shown; empty if the step failed before its metrics were
     written."""
     findings: list[Finding]
-    """All findings, of which the first is the diagnosis; empty without a token record."""
+    """All findings, of which the first is the diagnosis; empty if the step has no file
+    tokens/step_*.safetensors."""
     samples: list[dict[str, Any]]
     """One entry for each of the samples with the largest mismatch, worst first. An entry includes the
     sample's prompt, completion and reward if the rollouts of the step were saved."""
@@ -118,7 +119,8 @@ class Explanation:
     decomposition: dict[str, Any] | None
     """The content of diagnosis/step_*.json; None if the step was not decomposed."""
     next: str
-    """Advice on what to do about the diagnosis, or on how to make a missing token record."""
+    """Advice on what to do about the diagnosis or, if the step has no file
+    tokens/step_*.safetensors, on how to write that file."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as JSON-able values, with None in place of numbers that are not finite."""
@@ -132,7 +134,8 @@ class Explanation:
 def explain(run: RunFolder, step: int) -> Explanation:
     """Explain the mismatch and the metrics of a step, from the files of the run.
 
-    A failed step has no line in metrics.jsonl, but may have a token record.
+    A failed step has no line in metrics.jsonl, but may have a token record (the file
+    tokens/step_*.safetensors).
 
     Raises InputError if the run has neither a metrics line nor a token record of the step, or if a
     file of the step cannot be read.

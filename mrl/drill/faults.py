@@ -33,7 +33,8 @@ class Row:
     in which it recovered."""
     verdict: Verdict
     """`recovered` if the run continued, `refused` if mrl refused to start or to go on, `not
-    provoked` if the fault cannot be provoked here. It is valid only if `passed` is true."""
+    provoked` if the fault cannot be provoked here. The verdict is valid only if `passed` is
+    true."""
     exit_code: int | None = None
     """The exit code of the job that the fault ended; None if no job ended."""
     problems: tuple[str, ...] = ()

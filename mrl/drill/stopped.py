@@ -72,7 +72,7 @@ def damaged_metrics(drill: Drill) -> Row:
 
 @fault("other-recipe", "a start with another learning rate into the folder of the run")
 def other_recipe(drill: Drill) -> Row:
-    """Start the run with a learning rate that is not the run's; return the fault's `Row`.
+    """Start the run again with another learning rate; return the fault's `Row`.
 
     The learning rate must not change during a run.
 

@@ -26,9 +26,9 @@ def drill(
 ) -> Iterator[Row]:
     """Train a run without faults for `num_steps` steps, then provoke the faults `names`; yield rows.
 
-    The first row is that of the run without faults. If this row has not passed, no fault is
-    provoked. There is one more row per fault. Outside of `folder`, only temporary files are
-    written. Raises InputError if the folder is not empty.
+    The first row is for the run without faults. If that run has problems, no fault is provoked.
+    There is one more row per fault. Outside of `folder`, only temporary files are written. Raises
+    InputError if the folder is not empty.
     """
     faults = [FAULTS[name] for name in names]
     whole = Drill(recipe, ranks, folder, num_steps)
@@ -83,7 +83,8 @@ def _without_fault(whole: Drill) -> Row:
 
 
 def _tried(each: Fault, whole: Drill) -> Row:
-    """Provoke a fault, and return its `Row`. After a failed row, the next fault gets a new run."""
+    """Provoke a fault, and return its `Row`. If the row has not passed, the next fault gets a new
+    run."""
     began = time.monotonic()
     try:
         row = each.provoke(whole)

@@ -171,7 +171,8 @@ def _credited(
     num_samples: int,
     mesh: Mesh,
 ) -> Advantages:
-    """Return the micro-batches with token advantages, returns and old values. A collective.
+    """Return the micro-batches with token advantages, returns and the critic's old values. A
+    collective.
 
     values: f32[N] per micro-batch on the last pipeline stage; an empty list on the other stages,
     where the micro-batches only get the advantages of their samples.

@@ -60,7 +60,7 @@ their tokens, by sample number (the index in the step)."""
 
 
 def held_tokens(samples: Sequence[Sample], shares: Sequence[Collection[int]]) -> dict[int, Sample]:
-    """Return all samples, each under its index. A `TokenSource` for ranks that hold all tokens."""
+    """Return a dict of all samples by their index. A `TokenSource` for ranks that hold all tokens."""
     return dict(enumerate(samples))
 
 
@@ -102,9 +102,10 @@ def make_train_batches(
     stale: bool[T-1] for each sample of the step, true for route rows that are not replayed (see
     `moe.provenance`); the caller must already have removed their tokens from the loss. config,
     max_response_len: arguments of `algorithm.sequence_weights`. version: the version of the weights
-    before the update. share_prefixes: whether samples of one prompt may share the rows of their common
-    prefix; the mini-batches in which that pays then do (`parallel.prefix_packing`), and this call is a
-    collective.
+    before the update. share_prefixes: whether samples of one prompt may share the rows of their
+    common prefix, so that these rows are computed only once. They are shared in every mini-batch in
+    which this saves enough rows (`parallel.prefix_packing`). If `share_prefixes` is true, this call
+    is a collective.
 
     The micro-batches have no advantages; `mrl.learn.advantages` adds them. If the layout requires
     micro-batches of equal length, the micro-batches of all mini-batches get the same length,
@@ -162,7 +163,7 @@ def make_train_batch(
     *,
     share_prefixes: bool = False,
 ) -> TrainBatch:
-    """Pack this rank's share of one optimizer step with given advantages.
+    """Pack this rank's share of the samples of one optimizer step, with given advantages.
 
     samples: the samples of all ranks, with tokens and routes. advantages: one number per sample,
     which also serves as the sample's reward. Stale route rows are not replayed, and their tokens

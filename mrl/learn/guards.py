@@ -98,9 +98,9 @@ class UpdateGuard:
     def check(self) -> None:
         """Check what `watch` observed and set `metrics` and `ess`. A collective.
 
-        Raises, on every rank, NotFinite if a sample of any rank has a log-prob, loss or gradient that
-        is not finite, LowEss if the effective sample size is below `min_ess`, and whatever `judge`
-        raises.
+        All ranks raise the same error: NotFinite if a sample of any rank has a log-prob, loss or
+        gradient that is not finite, LowEss if the effective sample size is below `min_ess`, or the
+        error that `judge` raises.
         """
         found = [
             (what, number)

@@ -255,8 +255,9 @@ class Learner:
     def _save_tokens(
         self, step: int, data: StepData, flat: list[MicroBatch], clock: Clock, output: PassOutput
     ) -> None:
-        """Write the token record if one is due for this step: the values that trainer and engine
-        computed for the step's tokens. `output` is the output of the training pass."""
+        """Write the token record of this step, if one is due. The record has the values that
+        trainer and engine computed for the step's tokens. `output` is the output of the training
+        pass."""
         with phase("logprobs:diagnosis"), clock.part("diagnosis"):
             self.diagnosis.save_tokens(step, data.samples, flat, output)
 

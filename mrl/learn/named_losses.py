@@ -35,7 +35,10 @@ class NamedLoss:
 
 
 def importance_sampling(logprobs: Tensor, batch: MicroBatch, config: AlgorithmConfig) -> LossOutput:
-    """Sum `-r_t A_t` over the loss tokens, where `r_t = exp(logp - old)` is not clipped.
+    """Return the sum of `-r_t A_t` over the loss tokens, weighted by `batch.seq_weight`.
+
+    A_t is the advantage of token t, and `r_t = exp(logp - old)` is its importance ratio, which is
+    not clipped.
 
     Raises ValueError without `old_logprobs`.
     """

@@ -1,4 +1,8 @@
-"""Which samples this rank packs into which micro-batch, and the rows that they share."""
+"""Pack this rank's samples into micro-batches, in which samples of the same prompt may share rows.
+
+A row is what the model computes for one token. Shared rows are the rows of a common prefix, and are
+computed only once.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,10 @@ from parallel.reduce import reduce_statistics
 def shares_prefixes(
     config: TrainConfig, models: Sequence[MegatronModel], warn: Callable[[str], None]
 ) -> bool:
-    """Return whether samples may share the rows of their prefixes in passes of `models`.
+    """Return whether samples may share the rows of their common prefixes in passes of `models`.
 
-    Calls `warn(text)` if the recipe asks for it, but a model has layers that cannot do so.
+    Calls `warn(text)` if the recipe asks for shared rows, but the layers of a model do not support
+    them.
     """
     if config.share_prefixes == "off":
         return False
@@ -37,7 +42,11 @@ def shares_prefixes(
 
 
 def shared_tokens(batches: Sequence[TrainBatch], mesh: Mesh) -> dict[str, float]:
-    """Return the metric `train/shared_tokens` of the mini-batches of a step. A collective."""
+    """Return the metric `train/shared_tokens` of a step. A collective.
+
+    It is the number of rows that are not computed, because they are shared with another sample. The
+    sum is over all `batches` (the mini-batches of the step) and over all ranks.
+    """
     found = [micro.shared for batch in batches for micro in batch.micro_batches]
     count = sum(shared.total for shared in found if shared is not None)
     own: Statistics = {"train/shared_tokens": Sum(torch.tensor(count))}
@@ -48,14 +57,19 @@ class Packs(NamedTuple):
     """The micro-batches of an optimizer step on this rank."""
 
     micro_batches: list[tuple[list[int], SharedPrefixes | None]]
-    """The numbers of the samples of each micro-batch, and the rows that they share."""
+    """For each micro-batch, the numbers of its samples and the rows that these samples share. None
+    instead of the rows if the samples share none."""
     longest: int
-    """The rows of the longest micro-batch, without padding at its end. After `agreed_packs`, of all
-    ranks."""
+    """The number of rows in the longest micro-batch, without the padding at its end. `agreed_packs`
+    replaces it by the maximum over all ranks."""
 
 
 def unshared_packs(samples: Sequence[Sample], shares: list[list[list[int]]], mesh: Mesh) -> Packs:
-    """Return this rank's part of an assignment in which nothing is shared."""
+    """Return the micro-batches of this rank, whose samples share no rows.
+
+    shares: for each data-parallel rank, a list of its micro-batches, each a list of indices into
+    `samples`. `longest` of the result is the maximum over all ranks.
+    """
     multiple = mesh.dims.sequence_multiple
     longest = max(
         sum(round_up(len(samples[i].token_ids), multiple) for i in members)
@@ -72,8 +86,12 @@ def shared_packs(
     mesh: Mesh,
     micro_batch_tokens: int,
 ) -> Packs:
-    """Pack the samples that this rank trains so that they share prefixes. A collective of the pipeline
-    stages."""
+    """Pack the samples that this rank trains so that samples of the same prompt share rows.
+
+    All pipeline stages must call this together. samples: all samples of the optimizer step, with
+    the tokens of this rank's samples. routes: the samples' routes in this rank's layers, by number.
+    numbers: the numbers of the samples that this rank trains (indices into `samples`).
+    """
     families = families_of(samples, numbers, mesh.dims.sequence_multiple)
     families = with_common_rows(families, samples, routes, mesh)
     packs = pack_families(families, micro_batch_tokens)
@@ -82,8 +100,12 @@ def shared_packs(
 
 
 def agreed_packs(packs: list[Packs], mesh: Mesh) -> list[Packs]:
-    """Give all ranks equally many micro-batches, with empty ones where a rank has fewer, and the length
-    of the longest. A collective."""
+    """Return the `packs` of several optimizer steps, with the same number of micro-batches on all
+    ranks. A collective.
+
+    A rank that has fewer micro-batches than another rank gets additional empty ones. The field
+    `longest` is set to its maximum over all ranks.
+    """
     numbers = torch.tensor([(len(each.micro_batches), each.longest) for each in packs])
     numbers = numbers.to(mesh.device)
     if mesh.dims.world > 1:

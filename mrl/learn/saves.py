@@ -40,8 +40,8 @@ def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:
 
 
 class _Rows:
-    """Supplies the data that is copied into the snapshot of a step: the rows of metrics.jsonl from
-    before the step.
+    """Supplies the data that is copied into the snapshot of a step: the rows of metrics.jsonl of
+    all earlier steps.
 
     `settle` does nothing. A snapshot does not survive a power cut, so files need not be forced to
     the disk.

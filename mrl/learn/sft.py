@@ -1,6 +1,7 @@
 """Take supervised optimizer steps (SFT) before the first rollout.
 
-The model and the packing are those of the RL steps; the optimizer is a separate one.
+The SFT steps train the same policy as the RL steps, and samples are packed in the same way. Only
+the optimizer is a separate one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def run_sft(
     """Take `config.num_steps` steps of next-token loss on the completions. A collective.
 
     Afterwards the policy has a new optimizer, with the settings of `recipe.optimizer`. Raises
-    NotFinite after too many steps in a row that were not finite (`guards.max_nonfinite_steps`).
+    NotFinite if too many consecutive steps were not finite (`guards.max_nonfinite_steps`).
     """
     samples = [_sample(example) for example in examples]
     # The name in the seed is historical; another name would give other batches.

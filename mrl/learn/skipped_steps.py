@@ -72,8 +72,8 @@ class NonFiniteSteps:
 class LowEssSteps:
     """Takes the policy's optimizer steps, and skips those whose effective sample size is too low.
 
-    The limit is `guards.min_ess`. Skipped steps leave the trainer's weights unchanged, so the
-    weights that sample the next rollouts catch up with the trainer's.
+    The limit is `guards.min_ess`. While steps are skipped, the trainer's weights do not change, so
+    the weights that sample later rollouts become less stale.
     """
 
     config: GuardConfig

@@ -66,8 +66,9 @@ def make_step_data(
     searched for. replays_routes: whether the routes are replayed; if so, tokens predicted from
     stale rows are masked.
 
-    Raises InputError if a sample lacks the turn rewards that the recipe credits, and ValueError if
-    no weight version covers a loss token of a sample with routes.
+    Raises InputError if a sample lacks turn rewards although `algorithm.turn_rewards` is set.
+    Raises ValueError if it is unknown which weight version sampled a loss token of a sample with
+    routes.
     """
     rewards = [shaped_rewards(group, config, max_response_len) for group in groups]
     trained = [_mask_useless(group, config) for group in groups]
@@ -148,7 +149,7 @@ def _mask_useless(group: SampleGroup, config: AlgorithmConfig) -> SampleGroup:
 def _with_turn_rewards(
     group: SampleGroup, algorithm: Algorithm, config: AlgorithmConfig
 ) -> SampleGroup:
-    """Return the group with its turn rewards as the algorithm transforms them.
+    """Return the group, with its turn rewards transformed by the algorithm.
 
     If the algorithm has no `turn_rewards`, the group is returned unchanged. Raises InputError for a
     sample that has a reward and no turn rewards, as in the saved rollouts of a run without an

@@ -32,9 +32,9 @@ def policy_metrics(
     """Return the losses, `routing/*`, `mismatch/*`, `grad_norm` and `lr` of step `step`.
 
     batches: the micro-batches of the step, beginning with the first one that `before` covers.
-    before: the output of a pass with the weights before the update: a separate pass over all of
-    `batches`, or the training pass over the first of them. None if there was no such pass, because
-    no token is in the loss.
+    before: the output of a pass with the weights from before the update. The pass is a separate
+    pass over all of `batches`, or the training pass over the first of them. None if there was no
+    pass, because no token is in the loss.
     steps: the policy's optimizer steps; if only the critic was trained or all steps were skipped,
     this is empty, the losses are NaN, and `grad_norm` and `lr` are 0.
     """

@@ -40,9 +40,9 @@ class Updated(NamedTuple):
     metrics: dict[str, float]
     """The metrics `guard/*`, the number of empty mini-batches, and the numbers of skipped steps."""
     first_pass: PassOutput | None
-    """The output of one training pass of the policy, which used the weights from before the update:
-    the pass of the first step that was not skipped or, if all steps were skipped, the first pass.
-    None without a pass."""
+    """The output of a training pass of the policy that used the weights from before the update.
+    This pass is the one of the first step that was not skipped or, if all steps were skipped, the
+    first pass. None if there was no pass."""
     first_micro_batch: int
     """The index, in the rollout, of the first micro-batch of `first_pass`; 0 without a pass."""
 
@@ -98,10 +98,12 @@ class Updates:
 
     @property
     def pass_is_old(self) -> bool:
-        """Whether the log-probs of the policy's training pass serve as the old log-probs, so that
-        no separate pass is needed for these (see `update_can_serve`). False for the first update
-        after a start: the guard of that update needs a separate pass to compare with
-        (`guards.ratio_tolerance`)."""
+        """Whether the log-probs of the policy's training pass serve as the old log-probs. If so, no
+        separate pass computes the old log-probs (see `update_can_serve`).
+
+        False for the first update after a start, because the guard of that update compares the
+        training pass with a separate pass (`guards.ratio_tolerance`).
+        """
         return self._has_updated and update_can_serve(self.recipe)
 
     def take(
@@ -119,8 +121,8 @@ class Updates:
         observer of the policy's passes. A mini-batch without a loss token on any rank is left out,
         because Adam's momentum alone would change the weights.
 
-        Raises NotFinite after too many steps in a row that were not finite, and RunFailed after too
-        many steps in a row whose effective sample size was below `guards.min_ess`.
+        Raises NotFinite if too many consecutive steps were not finite, and RunFailed if too many
+        consecutive steps had an effective sample size below `guards.min_ess`.
         """
         trains_policy = self.trains_policy(step)
         starts = accumulate((len(batch.micro_batches) for batch in batches), initial=0)

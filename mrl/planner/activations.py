@@ -1,4 +1,5 @@
-"""Device memory of a micro-batch: activations kept for the backward pass, and the output head.
+"""Device memory that a micro-batch needs: activations kept for the backward pass, and the logits,
+hidden states and gradients of the output head.
 
 Dimensions: N packed tokens of a micro-batch, n = N / (tp x cp) rows of one rank, H hidden, V
 vocabulary, K experts per token, F columns of an expert, b bytes of a weight or activation.
@@ -13,7 +14,7 @@ from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
 NATIVE = {2: 1.9, 4: 1.3}
-"""Activation bytes of mrl's native layers relative to those of fused layers. The keys are the
+"""Ratio of the activation bytes of mrl's native layers to those of fused layers. The keys are the
 numbers of bytes of a weight (2 for bf16, 4 for fp32). tests/planner/test_estimates.py measures the
 ratios on a CPU."""
 HEAD_SLICE = 8192
@@ -22,7 +23,7 @@ weight is in half precision."""
 
 
 def layer_parts(shape: ModelShape, number: int) -> dict[str, tuple[int, int]]:
-    """Return the size of the activations that layer `number` keeps per row, by module.
+    """Return a dict with the size of the activations that layer `number` keeps per row.
 
     The keys are modules as in Megatron's `recompute_modules`; selective recompute never covers the
     activations under keys that begin with `kept`. The values are (number of elements in the dtype
@@ -51,9 +52,9 @@ def layer_activation_bytes(
 
     Selective recompute covers `modules`; their activations are not counted. The count follows
     Korthikanti et al. (arXiv 2205.05198, section 4), for flash attention, no dropout, SwiGLU and
-    MoE. It includes the inputs and outputs of both norms; queries, keys and values; queries and
-    keys again after RoPE and, if the model has query and key norms, again after those norms; the
-    attention's output; the input and 3 F columns for every row that an expert receives; and the
+    MoE. The count includes the inputs and outputs of both norms; queries, keys and values; queries
+    and keys again after RoPE and, if the model has query and key norms, again after those norms;
+    the attention's output; the input and 3 F columns for every row that an expert receives; and the
     router's logits and probabilities in fp32. Routing is assumed to be balanced.
 
     Fused GPU layers need this much. mrl's native layers also keep copies for unfused norms and dense
@@ -67,7 +68,8 @@ def layer_activation_bytes(
 
 
 def in_flight(stage: int, dims: ParallelDims, num_micro_batches: int) -> int:
-    """Return the number of forward passes whose activations a pipeline rank keeps at its peak.
+    """Return the largest number of forward passes whose activations a pipeline rank keeps at the
+    same time.
 
     A pass takes one micro-batch through one chunk of layers. With the schedule 1F1B (arXiv
     2104.04473, section 2.2) the number is pp - stage. With the interleaved schedule (section 2.3,

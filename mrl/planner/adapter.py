@@ -1,4 +1,5 @@
-"""Count the parameters of a LoRA adapter by layer, from the trainer's rules for adapter matrices."""
+"""Count the parameters of a LoRA adapter in each layer. The trainer's rules for adapter matrices
+determine which matrices exist."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ class Volume:
     """Number of consecutive ranks from the group's first rank to its last. If it exceeds the number of
     GPUs of a node, the traffic leaves the node."""
     forward: float
-    """Bytes of the forward pass, summed over the micro-batches of the step."""
+    """Bytes that are sent in the forward pass, summed over the micro-batches of the step."""
     backward: float = 0.0
-    """Bytes of the backward pass, not counting recomputed forward passes."""
+    """Bytes that are sent in the backward pass, without those of recomputed forward passes."""
     recomputed: float = 0.0
     """The part of `forward` that full recompute sends again."""
     update: float = 0.0

@@ -31,7 +31,7 @@ class StepCost:
     bubble: float
     """Idle time of the pipeline relative to its busy time."""
     decode_batch: int
-    """Sequences that one engine decodes at the same time."""
+    """Number of sequences that one engine decodes at the same time."""
 
     @property
     def total(self) -> float:
@@ -108,9 +108,9 @@ def token_seconds(shape: ModelShape, work: Workload, gpu: Hardware, batch: int) 
 def link_seconds(found: list[Volume], gpu: Hardware, part: str) -> float:
     """Estimate the seconds to send all traffic in `found`, one volume after the other.
 
-    `part` selects the bytes of each volume: `forward` (those of the forward pass), `step` (those of
-    a whole optimizer step) or `step+recompute` (those of a step that also recomputes forward
-    passes).
+    `part` selects the bytes of each volume: `forward` (the bytes of the forward pass), `step` (the
+    bytes of a whole optimizer step) or `step+recompute` (the bytes of an optimizer step that also
+    recomputes forward passes).
     """
     seconds = 0.0
     for volume in found:
@@ -161,7 +161,7 @@ def update_seconds(
 ) -> float:
     """Estimate the seconds of one update by Adam, which is bound by HBM bandwidth.
 
-    `held` has all pipeline stages; the one that moves the most bytes determines the time.
+    `held` has all pipeline stages; the stage that moves the most bytes determines the time.
 
     Adam reads and writes its state, reads gradients and writes weights. For the offloaded share of the
     state, gradients are copied to the host, Adam reads and writes main parameters and moments there,
@@ -216,9 +216,10 @@ def _copy_seconds(
 ) -> dict[str, float]:
     """Estimate the seconds to copy the weights from the trainers to the engines of a disaggregated run.
 
-    A trainer rank sends the whole model to the worker of each engine that it serves, over one link.
-    Each bucket is copied to the worker's host memory before the next one is sent. With deltas it sends
-    what changed. Each rank of the engine then reads the whole model from there.
+    A trainer rank sends the weights over one link to the worker of each engine that it serves. The
+    rank sends the whole model or, with deltas, only the elements that changed. Each bucket is
+    copied to the worker's host memory before the next bucket is sent. Then each rank of the engine
+    reads the whole model from the worker's host memory.
     """
     whole, buckets = work.encoded_bytes(shape), num_buckets(shape, work)
     to_host = whole / (gpu.host * EFFICIENCY.host)

@@ -1,7 +1,10 @@
 """What `rollout.weight_encoding: delta` saves and costs: bytes on the links, seconds, host memory.
 
-Legend: W bytes of the exported weights, in elements of s bytes; q, the share of elements that changed;
-D bytes of a delta.
+With this setting, most weight syncs send a delta: only the elements of the weights that changed
+since the version before.
+
+Legend: W, the bytes of the exported weights; s, the bytes of an element; q, the share of elements
+that changed; D, the bytes of a delta.
 """
 
 from __future__ import annotations
@@ -16,16 +19,20 @@ from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
 CHANGED = {2: 0.01, 4: 1.0}
-"""Assumed share of the elements that a step changes, by the bytes of an exported element. Measured at a
-learning rate of 1e-6: 0.0033 in bfloat16 and 0.9997 in float32 (`python -m studies.weight_delta`)."""
+"""Assumed share of the elements that a step changes. The keys are the bytes of an exported element.
+Shares measured at a learning rate of 1e-6 are 0.0033 in bfloat16 and 0.9997 in float32 (`python -m
+studies.weight_delta`)."""
 
 
 def delta_bytes(num_bytes: int, element_size: int, changed: float) -> float:
     """Return D, the expected bytes of a delta, if elements change independently of each other.
 
-    D = W / s (q (s + 1 / (1 - r)) + 8 / CHUNK) with r = (1 - q)^255: each changed element has a value,
-    a byte for the gap before it, and one more for every 255 elements of that gap. If more than an
-    eighth of the elements change, a bit for each element takes the place of the gaps.
+    `num_bytes` is W, `element_size` is s, and `changed` is q.
+
+    D = W / s (q (s + 1 / (1 - r)) + 8 / CHUNK) with r = (1 - q)^255. For each changed element, a
+    delta has the value, and the number of unchanged elements before it (the gap): one byte, and
+    another byte for every 255 elements of the gap. If more than an eighth of the elements change,
+    one bit per element replaces the gaps.
     """
     num = num_bytes / element_size
     if changed > 1 / 8:
@@ -38,31 +45,40 @@ def delta_bytes(num_bytes: int, element_size: int, changed: float) -> float:
 
 @dataclass(frozen=True)
 class DeltaCost:
-    """The costs of sending one version of the weights from a trainer rank to the workers that it
-    serves."""
+    """The costs of sending one version of the weights from a trainer rank to its workers.
+
+    A worker leads an engine and receives the weights for it.
+    """
 
     full_bytes: int
-    """W, to one worker."""
+    """Bytes that are sent to one worker if the version is sent whole."""
     delta_bytes: float
-    """D, to one worker; W if a delta would be larger."""
+    """Bytes that are sent to one worker if a delta is sent. If a delta would be larger than the
+    version, this is the size of the version."""
     full_s: float
-    """Seconds to send the whole version."""
+    """Seconds to send the whole version to all workers of the trainer rank."""
     delta_s: float
-    """Seconds to compare it with the version before, to send what changed, and to apply and to prove
-    it in the worker."""
+    """Seconds to send a delta to all workers of the trainer rank. They include the comparison with
+    the previous version, and the time in which a worker applies the delta and checks the digest of
+    the result."""
     link: float
     """Bytes per second of the link between trainer and worker, at the assumed efficiency."""
     break_even: float
-    """A delta is faster if the link carries fewer bytes per second than this; 0 if it never is."""
+    """Bytes per second. A delta is faster than the whole version if the link is slower than this. 0
+    if a delta is never faster."""
 
 
 def delta_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> DeltaCost:
-    """Estimate the costs for a disaggregated run.
+    """Estimate the costs of sending a version of the weights in a disaggregated run.
 
-    A rank sends one after the other to ceil(engines / trainer ranks) workers. Whole: W over the link to
-    each, and W to host memory. Delta: W from host memory to the GPU and 2 W of HBM for the comparison,
-    and D over the link to each. In the worker's host memory W is read for the digests, and another 2 W
-    are moved to copy the base if it has a buffer of its own (`async.max_staleness` above 0).
+    A trainer rank sends to ceil(engines / trainer ranks) workers, one after the other.
+
+    - A whole version moves W bytes over the link to each worker, and W bytes from a GPU to the
+      worker's host memory.
+    - A delta moves D bytes over the link to each worker. To compare the versions, the trainer rank
+      moves W bytes from host memory to the GPU, and 2 W bytes in the GPU's memory. The worker reads
+      W bytes of host memory to compute digests. If it keeps several versions (`async.max_staleness`
+      above 0), it first copies the previous version, which moves another 2 W bytes.
     """
     whole, served = work.encoded_bytes(shape), -(-work.num_engines(dims) // dims.world)
     is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node
@@ -85,8 +101,11 @@ def delta_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardw
 
 
 def copy_seconds(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> float:
-    """Return the seconds to send a version to workers, as a mean over the versions that are sent whole
-    and those that are sent as deltas (`Workload.full_sync_every`)."""
+    """Return the mean seconds to send a version of the weights to all workers of a trainer rank.
+
+    The mean is over all versions, of which every `Workload.full_sync_every`-th is sent whole and
+    the others are sent as deltas.
+    """
     cost = delta_cost(shape, dims, work, gpu)
     if work.full_sync_every == 1:
         return cost.full_s
@@ -96,7 +115,11 @@ def copy_seconds(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Har
 
 
 def last_version_row(shape: ModelShape, work: Workload) -> Row:
-    """Return the host memory of a trainer rank that sends deltas."""
+    """Return the host-memory row for a trainer rank's copy of the last exported version.
+
+    The rank makes a delta by comparing the next version with this copy. The row has 0 bytes without
+    deltas.
+    """
     whole = work.encoded_bytes(shape) if work.full_sync_every > 1 else 0
     return Row(
         "last exported version, for deltas",
@@ -107,7 +130,11 @@ def last_version_row(shape: ModelShape, work: Workload) -> Row:
 
 
 def comparison_row(work: Workload) -> Row:
-    """Return the GPU memory that a trainer rank needs to make a delta."""
+    """Return the GPU-memory row for the temporary tensors that a trainer rank needs to make a
+    delta.
+
+    The row has 0 bytes without deltas.
+    """
     return Row(
         "comparison for deltas",
         PIECE_BYTES * TORCH_PIECE if work.full_sync_every > 1 else 0,

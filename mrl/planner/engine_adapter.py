@@ -56,13 +56,14 @@ def _attention(shape: ModelShape, work: Workload, names: set[str]) -> int:
 
 
 def _mlp(shape: ModelShape, work: Workload, number: int) -> int:
-    """Return how many elements of a slot a dense MLP or shared expert needs, per unit of rank."""
+    """Return how many elements of a slot a dense MLP or shared expert needs, per unit of the
+    adapter's rank."""
     columns = shape.shared_ffn if number in shape.moe_layers else shape.dense_ffn
     return 3 * shape.hidden + 3 * (columns // work.engine_tp)
 
 
 def _experts(shape: ModelShape, work: Workload, *, is_shared: bool) -> int:
-    """Return how many elements of a slot a layer's experts need, per unit of rank.
+    """Return how many elements of a slot a layer's experts need, per unit of the adapter's rank.
 
     `is_shared`: whether the experts share their outer matrices: A of gate and up, and B of down.
     """

@@ -29,7 +29,8 @@ class Part:
     """The time of one part of a step, attributed to one role."""
 
     role: str
-    """`trainer`, `rollout`, `sync` or `load`."""
+    """Who or what needs the time: `trainer`, `rollout` (the engines), `sync` (the trainer's part of
+    a weight sync) or `load` (the engine's part of a weight sync)."""
     name: str
     seconds: float
     formula: str

@@ -14,7 +14,7 @@ class Hardware:
 
     name: str
     memory_bytes: int
-    """Bytes of GPU memory that a process can use. They are slightly fewer than `name` says."""
+    """Bytes of GPU memory that a process can use, slightly fewer than the memory size in `name`."""
     flops: float
     """Peak FLOPs per second of dense bfloat16 matrix products."""
     hbm: float
@@ -37,7 +37,8 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet's speeds that real code reaches, and fixed costs of a weight sync.
+    """How large a share of each speed in the data sheet real code reaches, and fixed costs of a
+    weight sync.
 
     All of them are assumptions, to be replaced by measurements.
     """

@@ -37,8 +37,8 @@ class MeasuredRun:
     """The mean times. None if the run could not measure them; `missing` says why."""
     missing: str
     spread: float
-    """Length of the longest response of a step divided by the mean length, averaged over steps. It
-    is an upper bound of `spread` in `mrl.planner.placement.expected_step_s`."""
+    """Length of the longest response of a step divided by the mean length, averaged over steps. The
+    value is an upper bound of `spread` in `mrl.planner.placement.expected_step_s`."""
 
     def describe(self) -> str:
         """Return a description of the run for a row of a table."""

@@ -18,7 +18,8 @@ from mrl.planner.workload import Workload, quantized_bytes
 from parallel.dims import ParallelDims
 
 UNEVEN = 0.5
-"""How many more expert rows the busiest rank may get than with balanced routing: 0.5 means 50% more."""
+"""Surplus of expert rows that the busiest rank may get, relative to balanced routing: 0.5 means 50%
+more rows than with balanced routing."""
 COUNTED = "counted in tests/planner/test_bytes.py"
 
 

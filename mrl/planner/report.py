@@ -1,4 +1,5 @@
-"""Lay out the plan as tables, for the terminal (`mrl check --plan`) and docs/scaling.md."""
+"""Show memory, traffic and time of a layout (the plan) as tables, for the terminal (`mrl check
+--plan`) and for docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
 
 
 def model_table(shape: ModelShape, work: Workload) -> Table:
-    """Return the table of the parameters."""
+    """Return the table of the model's parameter counts, and of its FLOPs per token."""
     rows = [(name, count(num)) for name, num in shape.count().items() if num]
     rows.append(("all parameters", count(shape.num_parameters)))
     if shape.adapter:
@@ -176,8 +177,11 @@ def sync_table(shape: ModelShape, dims: ParallelDims, work: Workload) -> Table:
 
 
 def delta_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Table:
-    """Return the table that compares deltas of the weights with whole versions, for a disaggregated
-    run."""
+    """Return a table with the bytes and seconds of one weight sync of a disaggregated run, in two
+    columns: if all weights are sent, and if a delta is sent.
+
+    The table of a colocated run has no rows.
+    """
     rows: list[tuple[str, ...]] = []
     if work.rollout_ranks:
         cost = delta_cost(shape, dims, work, gpu)

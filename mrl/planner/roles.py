@@ -42,7 +42,7 @@ from parallel.dims import ParallelDims
 SUPERVISOR_BYTES = 2 << 30
 """Bytes of libraries and Python objects in the process that a launcher starts on a rollout rank."""
 HELD_TOKEN_BYTES = 32
-"""Bytes that a process holds per token of a sample, in addition to its routes."""
+"""Bytes that a process holds per token of a sample, in addition to the token's routes."""
 
 
 @dataclass(frozen=True)

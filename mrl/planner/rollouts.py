@@ -38,11 +38,12 @@ class RolloutBytes:
     rank: float
     """Bytes that each rank receives on one pipeline stage: the stage whose ranks receive the most."""
     first: float
-    """Bytes that rank 0 receives in addition to `rank`."""
+    """Bytes that rank 0 receives in addition to the bytes in `rank`."""
 
 
 def rollout_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[RolloutBytes]:
-    """Return a step's rollout traffic between processes in bytes, one entry per kind of traffic.
+    """Return the bytes of a step's rollout traffic between processes, one entry per kind of
+    traffic.
 
     The kinds depend on the layout. With a single rank there is one kind: the routes that the engine
     passes to this rank through shared memory (0 bytes without r3 replay).

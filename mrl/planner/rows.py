@@ -45,7 +45,7 @@ class Phase:
         return total(self.device)
 
     def device_row(self, name: str) -> int:
-        """Return the total device bytes of the rows with that name."""
+        """Return the total device bytes of all rows that have the name `name`."""
         return sum(row.num_bytes for row in self.device if row.name == name)
 
 

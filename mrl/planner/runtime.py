@@ -40,8 +40,8 @@ CUBLAS_BYTES = 32 << 20
 CUBLAS_STREAMS = 2
 """Number of streams with a cuBLAS workspace: the default one, and one for communication or offload."""
 GROUPED_GEMM_STREAMS = 4
-"""Streams of TransformerEngine's grouped matrix products, each with a cuBLAS workspace
-(`get_num_cublas_streams`)."""
+"""Number of streams of TransformerEngine's grouped matrix products (`get_num_cublas_streams`). Each
+of these streams has a cuBLAS workspace."""
 FRAGMENTATION = 0.05
 """Bytes that fragmentation adds, as a share of the bytes that torch's caching allocator manages."""
 
@@ -59,7 +59,8 @@ class Communicator:
     span: int
     """Number of consecutive ranks from the group's first rank to its last."""
     kind: Kind = "collective"
-    """`peers` for all-to-all or send and receive, which need buffers for every peer."""
+    """`peers` for all-to-all or send and receive, which need buffers for every peer; `collective`
+    for other collectives."""
 
     def num_bytes(self, gpus_per_node: int) -> int:
         """Return the bytes of the communicator's buffers on one GPU."""
@@ -79,7 +80,7 @@ class Communicator:
 
 
 def communicators(shape: ModelShape, dims: ParallelDims, work: Workload) -> list[Communicator]:
-    """Return the communicators of a trainer rank on the first or last stage, under Megatron's names.
+    """Return the communicators of a trainer rank on the first or last stage, with Megatron's names.
 
     A group of a single rank is listed only if Megatron calls collectives on it. The groups of
     expert-data parallelism are used only if experts are trained.

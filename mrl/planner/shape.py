@@ -36,11 +36,11 @@ class Part:
     """The parameters of one kind in one layer, in the embedding or in the output layer."""
 
     name: str
-    """`embedding`, `output`, `attention`, `router`, `experts`, `shared`, `dense`, `norms`, or
-    `adapter`."""
+    """The kind of the parameters: `embedding`, `output`, `attention`, `router`, `experts`,
+    `shared`, `dense`, `norms`, or `adapter`."""
     sharing: Sharing
     tensors: Tensors
-    """Megatron's parameters, before any sharding."""
+    """Number and sizes of Megatron's parameters before any sharding (see `Tensors`)."""
     num_active: int
     """Number of elements that are used for one token."""
 
@@ -72,12 +72,13 @@ class AdaptedLayer:
     parts: tuple[Part, ...]
     """The matrices A and B of each adapted module."""
     gathered: int
-    """Elements per token of the products `A x` that tensor-parallel ranks gather. They are kept for the
-    backward pass."""
+    """Number of elements per token of those products `A x` that tensor-parallel ranks gather. These
+    products are kept for the backward pass."""
     kept: int
-    """Elements per row of all other products `A x`. They are kept for the backward pass."""
+    """Number of elements per row of all other products `A x`. These products are kept for the
+    backward pass as well."""
     outputs: int
-    """Elements per row of the largest update `B A x` of a linear layer."""
+    """Number of elements per row of the largest update `B A x` of a linear layer."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class ModelShape:
     """A decoder-only transformer with SwiGLU and RMSNorm, in which each layer is dense or MoE."""
 
     sizes: ModelSizes
-    """The sizes that a parallel layout must divide."""
+    """The sizes of the model that must be divisible by the sizes of a parallel layout."""
     num_layers: int
     hidden: int
     vocab: int
@@ -118,7 +119,7 @@ class ModelShape:
     topk: int
     moe_ffn: int
     shared_ffn: int
-    """Columns of all shared experts together; 0 if there are none."""
+    """Number of columns of all shared experts together; 0 if there are none."""
     tied: bool
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -133,18 +134,21 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Elements of a token's queries (and, under latent attention, of its keys) over all heads."""
+        """Number of elements of a token's queries, over all heads.
+
+        Under latent attention, a token's keys have the same number of elements.
+        """
         per_head = self.mla.nope_dim + self.mla.rope_dim if self.mla else self.head_dim
         return self.heads * per_head
 
     @property
     def value_width(self) -> int:
-        """Elements of a token's attention output over all heads."""
+        """Number of elements of a token's attention output, over all heads."""
         return self.heads * (self.mla.value_dim if self.mla else self.head_dim)
 
     @property
     def kv_width(self) -> int:
-        """Elements of a token's keys and values during training.
+        """Number of elements of a token's keys and values during training.
 
         Latent attention is counted in its expanded form here (compare `kv_cache_width`).
         """
@@ -154,7 +158,7 @@ class ModelShape:
 
     @property
     def kv_cache_width(self) -> int:
-        """Elements that an engine caches per token and layer, before sharding over heads.
+        """Number of elements that an engine caches per token and layer, before sharding over heads.
 
         Latent attention caches its compressed vectors, which are not sharded.
         """

@@ -11,7 +11,7 @@ from parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage. Its parameter counts are those of one rank of the stage."""
+    """A pipeline stage. The parameter counts are for one rank of the stage."""
 
     index: int
     layers: tuple[int, ...]

@@ -69,7 +69,8 @@ def read_state(megatron: Mapping[str, Any], weight_bytes: int) -> StateOptions:
 
 
 def dtype_bytes(name: Any) -> int:
-    """Return the bytes of a dtype: a torch.dtype, or a name such as `bf16` or `torch.bfloat16`."""
+    """Return the bytes of an element of a dtype. `name` is a torch.dtype, or a name such as `bf16`
+    or `torch.bfloat16`."""
     return DTYPE_BYTES[str(name).rpartition(".")[2]]
 
 

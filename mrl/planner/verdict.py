@@ -20,12 +20,12 @@ from parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a plan."""
+    """Whether a planned layout runs and fits into memory."""
 
     runs: bool
     text: str
-    """The result in one line. If the layout does not run, the line says what is missing and what to
-    change."""
+    """The verdict in one line. If the layout does not run or fit, the line says what is missing and
+    what to change."""
 
 
 def worst(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> Phase:
@@ -148,7 +148,7 @@ def _advice(
 def _changes(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
 ) -> list[tuple[str, ParallelDims, Workload]]:
-    """Return plans that may need less memory, each with one setting other than in the given plan.
+    """Return plans that may need less memory. Each differs from the given plan in one setting.
 
     Each plan is (the setting in words, the layout, the workload). Layouts that the model or the number
     of ranks does not allow are left out.

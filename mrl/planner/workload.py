@@ -20,13 +20,15 @@ class Workload:
 
     prompts: int
     samples: int
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     prompt_len: int
-    """Tokens of every prompt; an assumption, because prompts differ in length."""
+    """Number of tokens of every prompt. This is an assumption, because prompts differ in length."""
     response_len: int
-    """Tokens of every response: the recipe's limit, so the plan is for the longest responses."""
+    """Number of tokens of every response. It is the recipe's limit, so the plan is for the longest
+    responses."""
     optimizer_steps: int = 1
-    """Optimizer steps per step of the run, each on an equal share of the sequences."""
+    """Number of optimizer steps per step of the run. Each of them trains on an equal share of the
+    sequences."""
     micro_batch_tokens: int = 4096
     recompute: bool = False
     """Whether the backward pass recomputes every layer from its input."""
@@ -55,7 +57,7 @@ class Workload:
     """Whether the policy's log-probs are computed in a separate pass before the update. If not, the
     update's own forward pass gives the old log-probs."""
     engine_tp: int = 1
-    """Ranks of one engine."""
+    """Number of ranks of one engine."""
     engine_ep: int = 1
     """Expert-parallel size inside an engine. The columns of each expert are split over the
     engine_tp / engine_ep ranks that hold it."""
@@ -104,7 +106,7 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one step, summed over all ranks."""
+        """Number of tokens of one step, summed over all ranks."""
         return self.num_sequences * self.sequence_len
 
     @property

@@ -25,7 +25,7 @@ def read_reference(
     """Return the frozen reference model of the KL penalty; None if `algorithm.kl_coef` is 0.
 
     Without `algorithm.reference_path`, the reference is `model`, from which the policy starts.
-    `deep` is passed to `check_weights`.
+    `deep`: check that all weights are finite, not only a sample of them.
     """
     path = algorithm.reference_path
     if not algorithm.kl_coef:
@@ -56,7 +56,8 @@ def read_critic(
     """Return the model from which the critic starts; None if `needed` is false.
 
     `needed` says whether the algorithm has a critic. Without `critic.path`, the critic starts from
-    `model`, the policy's model. `deep` is passed to `check_weights`.
+    `model`, the policy's model. `deep`: check that all weights are finite, not only a sample of
+    them.
     """
     config, name = recipe.critic, recipe.algorithm.name
     if not needed:

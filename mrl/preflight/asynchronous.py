@@ -42,8 +42,12 @@ def check_asynchronous(recipe: Recipe) -> None:
 
 
 def _check_encoding(recipe: Recipe) -> None:
-    """Raise InputError for an encoding of the weights that has no use with the recipe's placement, and
-    for keys without effect."""
+    """Raise InputError for `rollout.weight_encoding: delta` in a colocated run, which sends no
+    weights.
+
+    InputError is also raised if `rollout.full_sync_every` is set although every version of the
+    weights is sent whole.
+    """
     rollout = recipe.rollout
     if rollout.weight_encoding == "delta" and rollout.placement == "colocated":
         raise InputError(

@@ -1,7 +1,9 @@
-"""Find the ranks and nodes of an engine, and check that SGLang can divide the model among them.
+"""Find the ranks and nodes of an engine, and check that SGLang can divide the model among the
+ranks.
 
-An engine has R ranks (SGLang's tp_size), expert-parallel size E, and D replicas of the attention. It
-splits each replica of the attention over R / D ranks, and the columns of each expert over R / E ranks.
+An engine has R ranks (SGLang's tp_size), expert-parallel size E, and D replicas of the attention.
+The engine splits each replica of the attention over R / D ranks, and the columns of each expert
+over R / E ranks.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ def engine_layout(rollout: RolloutConfig, world: int, local: int | None = None) 
 
     `local` defaults to torchrun's LOCAL_WORLD_SIZE or, outside torchrun, to `world`. The number of
     ranks of an engine is `rollout.tensor_parallel_size`. Raises InputError if `world` is not
-    divisible by that number, if engines do not line up with nodes (the number of ranks of an engine
-    must divide `local` or be a multiple of `local`), or if LOCAL_WORLD_SIZE is not a positive
-    number.
+    divisible by that number, or if LOCAL_WORLD_SIZE is not a positive number. InputError is also
+    raised if engines do not line up with nodes: the number of ranks of an engine must divide
+    `local` or be a multiple of `local`.
     """
     local = local or node_ranks(world)
     ranks = rollout.tensor_parallel_size
@@ -86,14 +88,15 @@ def node_ranks(world: int) -> int:
 
 
 def check_engine_sizes(rollout: RolloutConfig, sizes: ModelSizes) -> None:
-    """Raise InputError for the first size of the model that SGLang cannot split evenly over its ranks.
+    """Raise InputError for the first size of the model that cannot be split evenly over an engine's
+    ranks.
 
-    InputError is also raised if the expert-parallel size or the number of attention replicas does
-    not divide the engine's ranks, or if a model without experts is given expert parallelism. The
-    rules are taken from SGLang 0.5.20: arg_groups/parallel_hook.py (tp_size is divided by dp_size),
-    models/qwen3_moe.py (heads are split, key/value heads are split or replicated), and
-    layers/moe/fused_moe_triton/layer.py (the number of experts is divided by ep_size, their columns
-    by tp_size / ep_size).
+    InputError is also raised if the number of the engine's ranks is not divisible by the
+    expert-parallel size or by the number of attention replicas, or if a model without experts is
+    given expert parallelism. The rules are taken from SGLang 0.5.20: arg_groups/parallel_hook.py
+    (tp_size is divided by dp_size), models/qwen3_moe.py (heads are split, key/value heads are split
+    or replicated), and layers/moe/fused_moe_triton/layer.py (the number of experts is divided by
+    ep_size, their columns by tp_size / ep_size).
     """
     ranks, experts = rollout.tensor_parallel_size, rollout.expert_parallel_size
     replicas = rollout.data_parallel_attention_size

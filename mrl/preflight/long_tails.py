@@ -11,7 +11,8 @@ from mrl.errors import InputError
 def check_importance(algorithm: AlgorithmConfig) -> None:
     """Raise InputError if the range of importance weights is empty.
 
-    InputError is also raised if a range or level is set although `algorithm.importance` is `none`.
+    InputError is also raised if the range or the level (token or sequence) of the weights is set
+    although `algorithm.importance` is `none`.
     """
     defaults = AlgorithmConfig()
     for name in ("importance_low", "importance_high", "importance_level"):

@@ -20,7 +20,8 @@ from parallel.implementation import (
 )
 
 ON_CPUS = ("qwen3_moe",)
-"""The architectures for which each layer was compared with SGLang's layer on CPUs."""
+"""Names of architectures (`model_type`) for which a comparison on CPUs was made between each layer
+and SGLang's layer of the same kind."""
 
 
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

@@ -1,4 +1,8 @@
-"""Describe whether `train.share_prefixes` pays for a recipe."""
+"""Describe how much computation `train.share_prefixes` can save for a recipe.
+
+With this setting, the samples of a prompt share the rows of the prompt: the model computes these
+rows only once.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,11 @@ from parallel.prefix_packing import MIN_GAIN, expected_gain
 
 
 def describe_prefixes(recipe: Recipe, prompts: Sequence[Prompt], elsewhere: bool) -> str:
-    """Return what the plan says of shared prefixes, for answers of the greatest length.
+    """Return a phrase that says where prefixes are shared, and how many times fewer rows are then
+    computed. All answers are assumed to have the greatest length that the recipe allows.
 
-    prompts: the prompts of the run, whose mean length counts. `elsewhere`: the run is for GPUs that
-    this machine does not have.
+    prompts: the prompts of the run; only their mean length is used. elsewhere: whether the run is
+    for GPUs that this machine does not have.
     """
     asked = "local" if recipe.lora is not None else recipe.model.transformer_impl
     if not elsewhere and choose_implementation(asked)[0] == "transformer_engine":

@@ -1,4 +1,4 @@
-"""Find rows that lack a column that their reward needs."""
+"""Check that each row of the data has the columns that its reward needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_reward_columns(
       row has, and the number of such rows;
     - if a needed column is NaN or infinite in a row;
     - if a needed column of one of mrl's own rewards is null in all rows;
-    - if a column has the name of another argument with which the reward function is called.
+    - if a column has the same name as another argument of the reward function's calls.
 
     If a needed column is null in some rows (or, for a user's reward, in some or all rows),
     `warn(text)` is called, and the text names the first such row. One of mrl's own rewards then

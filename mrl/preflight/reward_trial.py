@@ -1,9 +1,9 @@
 """Call the user's reward functions on a few real rows before an engine is started.
 
-As in training, a function runs in a worker process that can be killed. It scores fixed completions:
-the row's answer, a wrong answer, and an empty string. mrl's own rewards are not called. Reward
-servers are not called, because a call may cost money or load the server. Reward models are not
-called, because other checks cover them.
+As in training, a function runs in a worker process that can be killed. The function scores fixed
+completions: the row's answer, a wrong answer, and an empty string. mrl's own rewards are not
+called. Reward servers are not called, because a call may cost money or load the server. Reward
+models are not called, because other checks cover them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _try_row(
 
 
 def _what_it_did(reply: Mapping[str, Any]) -> str:
-    """Return a phrase that says how a reward function failed, without the name of an mrl exception.
+    """Return a phrase that says how a reward function failed. The names of mrl's own exceptions are
+    left out of the phrase.
 
     `reply` is the worker's answer with the keys `error` and `kind` (`mrl.rewards.worker`).
     """
@@ -126,10 +127,7 @@ def _texts(prompt: Prompt) -> list[str]:
 
 
 def _request(prompt: Prompt, texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
-    """Return the request with which a training step would score these completions.
-
-    `texts` are completions of `prompt`.
-    """
+    """Return the request with which a training step would score `texts`, completions of `prompt`."""
     columns: dict[str, Any] = {key: [value] * len(texts) for key, value in prompt.columns.items()}
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ids = [[*tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]

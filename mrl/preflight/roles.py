@@ -119,8 +119,8 @@ def trainer_dims(recipe: Recipe, roles: Roles) -> ParallelDims:
 def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: int) -> None:
     """Raise InputError if the engine that rollout rank `rank` leads would not fit on one node.
 
-    `last` is the last rank of the node of `rank`. Nothing is checked if `rank` does not lead an
-    engine.
+    `last` is the last rank on the same node as `rank`. Nothing is checked if `rank` does not lead
+    an engine.
     """
     ranks = rollout.tensor_parallel_size
     is_leader = (rank - roles.num_trainers) % ranks == 0
@@ -135,8 +135,8 @@ def check_engine_on_node(roles: Roles, rollout: RolloutConfig, rank: int, last: 
 def as_colocated(recipe: Recipe) -> Recipe:
     """Return the recipe with colocated placement, for commands that start no rollout ranks.
 
-    Keys that only apply to a disaggregated run are set to their defaults: `rollout.num_ranks`, those of
-    the encoding of weights, and those of `async`.
+    Keys that only apply to a disaggregated run are set to their defaults: all keys of `async`, and
+    the keys `num_ranks`, `weight_encoding` and `full_sync_every` of `rollout`.
     """
     names = ("placement", "num_ranks", "weight_encoding", "full_sync_every")
     fields = type(recipe.rollout).model_fields

@@ -79,7 +79,8 @@ def check_cache(
 
 
 def check_recipe_sampling(recipe: Recipe, vocab_size: int) -> None:
-    """Raise InputError for invalid sampling parameters or an invalid sampling mask in training.
+    """Raise InputError if the settings for the rollouts of training are invalid: the sampling
+    parameters or the sampling mask.
 
     `mrl.preflight.data.eval_sets_of` checks the sampling parameters of the eval sets.
     """

@@ -24,9 +24,10 @@ class CpuThreads:
 def choose_threads(recipe: Recipe, width: int, world: int) -> CpuThreads:
     """Choose the number of threads for a model with the hidden size `width` on `world` ranks.
 
-    It is `train.cpu_threads` if that is a number, otherwise OMP_NUM_THREADS if the user has set it, and
-    otherwise the number of cores per rank of this machine, or 1 for a small `width`. Colocated engines
-    take turns with the trainer and get the same number.
+    If the recipe gives a number as `train.cpu_threads`, the result is this number. Otherwise it is
+    OMP_NUM_THREADS, if the user has set it. If neither is given, the result is the number of this
+    machine's cores per rank, or 1 for a small `width`. Colocated engines take turns with the
+    trainer and get the same number.
     """
     if recipe.train.cpu_threads != "auto":
         return CpuThreads(recipe.train.cpu_threads, "train.cpu_threads")

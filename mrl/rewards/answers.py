@@ -51,8 +51,8 @@ def final_answer(completion: str) -> str:
     r"""Return only the final answer of a completion.
 
     It is the first of these that exists: the content of the last `\boxed{...}`, the content of the
-    last `<answer>` tags, the text after the last `####` (GSM8K), or the last non-empty line, from
-    which a lead such as `The answer is` is removed.
+    last `<answer>` tags, the text after the last `####` (GSM8K), or the last non-empty line. A lead
+    such as `The answer is` is removed from that line.
     """
     text = without_thinking(completion)
     marked = boxed(text)

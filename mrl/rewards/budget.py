@@ -12,7 +12,7 @@ from mrl.errors import RunFailed
 
 
 class Budget:
-    """A limit on the wall-clock time per step that calls of rewards and environments take.
+    """A limit on the wall-clock time that calls of rewards and environments may take in a step.
     Thread-safe.
 
     The time of calls that run concurrently is counted only once.
@@ -33,8 +33,8 @@ class Budget:
     def spending(self, timeout_s: float) -> Iterator[float]:
         """Count the time of the `with` block. Yields the seconds that a call in the block may take.
 
-        The call may take `timeout_s` seconds, or the seconds that are left of the step's limit if
-        they are fewer. Raises RunFailed if no time is left.
+        The call may take `timeout_s` seconds, or fewer if less time is left of the step's limit.
+        Raises RunFailed if no time is left.
         """
         with self._counting:
             now = time.monotonic()

@@ -1,7 +1,7 @@
 r"""A reward of 1 if the final answer equals the row's answer mathematically, else 0.
 
 The package math-verify parses LaTeX and plain expressions with sympy and compares them:
-`\frac{1}{2}`, `0.5` and `1/2` are equal, and so are `50\%` and `50`. It looks first for
+`\frac{1}{2}`, `0.5` and `1/2` are equal, and so are `50\%` and `50`. The package looks first for
 `\boxed{...}`, then for `The answer is ...`, then for the last mathematical expression. It cannot
 judge answers in words: it parses a word as a product of symbols, so words with the same letters are
 equal.

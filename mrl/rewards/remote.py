@@ -1,10 +1,10 @@
 """The client of a reward server (`reward: http://HOST:PORT/PATH`); it runs in a reward worker.
 
 The client POSTs `{"prompts": [...], "completions": [...], "columns": {NAME: [...]}}`, with lists of
-equal length, to a server such as `mrl reward serve`. It expects status 200 with `{"rewards":
-[number or null, ...]}`. The client sends two headers: `X-Timeout-S`, the seconds until it stops
-waiting, and `Authorization: Bearer TOKEN` if MRL_REWARD_TOKEN is set. An answer with any other
-status is a failure, and its key `error` gives the reason. Failures are handled as follows:
+equal length, to a server such as `mrl reward serve`. The client expects status 200 with
+`{"rewards": [number or null, ...]}`. The client sends two headers: `X-Timeout-S`, the seconds until
+it stops waiting, and `Authorization: Bearer TOKEN` if MRL_REWARD_TOKEN is set. An answer with any
+other status is a failure, and its key `error` gives the reason. Failures are handled as follows:
 
   - After 429, 502, 503, 504, or a refused or lost connection, the request is sent again, with growing
     pauses, until nine tenths of the call's time limit have passed. Scoring must have no side effects.

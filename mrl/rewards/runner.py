@@ -52,8 +52,8 @@ class RewardReport:
     """Number of samples that are masked because every reward function returned None."""
     first_error: str = ""
     num_repeated: int = 0
-    """Number of calls with all samples of a group that failed, so that the samples were then scored
-    one by one."""
+    """Number of groups for which a call with all samples failed, after which the group's samples
+    were scored one by one. Calls of different reward functions count separately."""
     rows: tuple[str, ...] = ()
     """The prompts whose samples failed, each as `file:line`, without duplicates."""
 
@@ -75,14 +75,14 @@ class RewardRunner(Closing):
     ) -> None:
         """Start the workers.
 
-        A call may take `timeout_s` seconds, or the seconds that are left of `budget` in the step if
-        they are fewer. The workers run as `user`, or as this process's user if `user` is None.
+        A call may take `timeout_s` seconds, or fewer if less time is left of the step's `budget`.
+        The workers run as `user`, or as this process's user if `user` is None.
         """
         self._timeout_s, self._budget = timeout_s, budget or Budget()
         self._terms = terms_of(rewards)
         self._workers = [reward_worker(term.path, timeout_s, user) for term in self._terms]
         self.report = RewardReport()
-        """The failures since the last `begin_step`: those of the current step."""
+        """The failures of the current step. `begin_step` clears the report."""
         try:
             for worker in self._workers:
                 worker.start()

@@ -60,7 +60,7 @@ class Trial:
 
     findings: list[Finding] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Seconds of the first call for each row, if that call succeeded."""
+    """For each row whose first call succeeded, the seconds that this call took."""
     values: list[float] = field(default_factory=list)
     num_rows: int = 0
     """Number of rows that were tried. After too many hangs, the remaining rows are not tried."""
@@ -212,7 +212,8 @@ def _report_change(
 
 
 def _compare_gold(trial: Trial, case: Case, values: list[float | None]) -> None:
-    """Compare the gold answer's scores with those of the wrong completions, and count the result.
+    """Compare the scores of the gold answer's spellings with the scores of the wrong completions,
+    and update the counts of `trial`.
 
     A finding is added if no spelling of the gold answer scores above every wrong completion.
     Nothing is compared if the case has no gold answer.

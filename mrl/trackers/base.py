@@ -30,13 +30,13 @@ KIND = Kind(
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker gets to know about a run."""
+    """What a tracker is told about a run."""
 
     folder: Path
     """The run folder. A tracker that writes files makes its own folder or file in it."""
     config: LoggingConfig
     recipe: Mapping[str, Any]
-    """The resolved recipe, as nested dicts."""
+    """The run's recipe with overrides and default values, as nested dicts."""
 
     @property
     def name(self) -> str:

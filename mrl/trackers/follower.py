@@ -48,7 +48,8 @@ class Follower:
         self.name = name
         self.progress = Progress()
         self.failure: str | None = None
-        """The tracker's last error; None if the tracker has received all steps since then."""
+        """The tracker's last error; None without an error, and after the tracker has received all
+        steps."""
         self._make, self._run, self._folder = make, run, folder
         self._save, self._warn = save, warn
         self._wake = threading.Condition()
@@ -84,7 +85,7 @@ class Follower:
     def join(self, deadline: float) -> bool:
         """Wait until the thread has ended, and return whether it has.
 
-        deadline: the value of time.monotonic() at which the wait ends in any case.
+        deadline: the value of time.monotonic() at which the wait ends at the latest.
         """
         if self._thread.ident is None:
             return True

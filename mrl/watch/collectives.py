@@ -44,9 +44,9 @@ def noting_collectives() -> Iterator[None]:
     """Record the collectives of this process in its heartbeat page during the block.
 
     A collective is recorded as over when `wait` has returned and the collective is done. On GPUs,
-    torch's `wait` only makes the stream wait. So the collective may not be done when `wait`
-    returns; then it is recorded as queued. Calls of `wait` in a thread that has begun no
-    collective, such as a thread that sends weights, are ignored.
+    torch's `wait` only makes the stream wait. So it can happen that the collective is not done when
+    `wait` returns; then the collective is recorded as queued. Calls of `wait` in a thread that has
+    begun no collective, such as a thread that sends weights, are ignored.
     """
     process_group, work = TORCH.take("ProcessGroup"), TORCH.take("Work")
     groups: dict[Any, bytes] = {}

@@ -32,7 +32,7 @@ MAX_BYTES = 4 << 20
 MAX_UNAUTHENTICATED = 16
 """The largest number of open connections that have not sent the token."""
 MAX_STACKS = 1 << 18
-"""The largest number of characters of a rank's stacks that are sent."""
+"""The largest number of characters that a node sends of the stack traces of one rank."""
 
 
 class Connection:

@@ -1,8 +1,8 @@
 """Starts the monitor of a node, and starts it again if it is lost.
 
 The rank that starts the monitor also watches it. A monitor that is killed, or is stopped for more
-than `STOPPED_S` seconds, is replaced. The durations of phases that the old monitor had measured are
-lost.
+than `STOPPED_S` seconds, is replaced. The new monitor does not know the phase durations that the
+old one had measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROGRAM = (
 LOOK_S = 1.0
 STOPPED_S = 20.0
 """The seconds for which the monitor may be stopped (by SIGSTOP) before it is replaced. The other
-nodes wait longer than this for its messages."""
+nodes wait longer than this for the monitor's messages."""
 MAX_STARTS = 4
 ENDS_S, LEFT_S = 5.0, 1.0
 """The seconds that `close` waits for the monitor to end. After a failure it waits ENDS_S, and

@@ -52,7 +52,8 @@ class EngineRanks:
         self._store, self._ranks, self._wait_s = dist.PrefixStore(PREFIX, store), ranks, wait_s
 
     def gather(self) -> list[tuple[_Node, dict[str, Any]]]:
-        """Return (node, facts) for each rank: facts are what the node's monitor must know about it.
+        """Return (identity of the rank's node, what the node's monitor must know about the rank)
+        for each rank that leads engines.
 
         Raises RankLost if a rank does not register in time, or if the launcher's store is gone.
         """

@@ -2,10 +2,10 @@
 
 The rank at fault is a stopped rank or, if no rank is stopped, the rank that is furthest behind: all
 ranks go through the same phases in the same order, and ranks that are ahead wait for the others. If
-several ranks are in the same phase, the rank at fault is one that does not wait in a collective. On
-GPUs a collective may only be queued, which means that the call has returned although the collective
-is not done. Then it is unknown which rank waits for which, and the verdict names all ranks of the
-phase that do not wait in a call.
+several ranks are in the same phase, the rank at fault is one that is not waiting inside the call of
+a collective. On GPUs such a call can return while the collective is still queued. Then it is
+unknown which rank waits for which. In that case the verdict names all ranks in the phase, except
+those that are waiting inside the call of a collective.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ class Watch:
     def _blamed_first(self, number: int) -> tuple[bool, int, float]:
         """Return a key that sorts ranks in the same phase by how likely they are at fault.
 
-        Ranks that wait in a collective come last, because they wait for a rank that is not in it.
+        Ranks that wait inside the call of a collective come last, because they wait for a rank that
+        has not called this collective.
         """
         rank = self._ranks[number]
         return self._waits(number), rank.seen.pulse.beats, -rank.age_s

@@ -20,7 +20,8 @@ HALF_PRECISION_GAP = 0.01
 """The approximate mean of `|old - rollout|`, the absolute difference of the log-probs, between two
 correct implementations that compute in bfloat16."""
 MIN_TOKENS = 30
-"""Detectors that judge a distribution report nothing for fewer tokens than this."""
+"""Detectors that judge the distribution of a value over tokens return no finding if there are fewer
+tokens than this."""
 MAX_LISTED = 10
 """The largest number of tokens or samples that a finding lists, and that `worst_tokens` and
 `worst_samples` return by default."""

@@ -78,8 +78,8 @@ def detect(tokens: LossTokens) -> Finding | None:
 def _fits(record: TokenRecord, shift: int) -> list[Fit]:
     """Return one `Fit` per layer, over the rows t for which row t - shift is in the same sample.
 
-    Row t must have a captured route and row t - shift a route of the trainer's. The list is empty
-    if fewer than MIN_TOKENS rows can be compared.
+    Row t must have a captured route, and row t - shift must have a route of the trainer. The list
+    is empty if fewer than MIN_TOKENS rows can be compared.
     """
     captured, native = record.expert_ids, record.native_ids
     assert captured is not None

@@ -1,12 +1,12 @@
 """Detect that the engine's weights of one expert differ from the trainer's.
 
-Here `d` is the trainer's log-prob of a token minus the engine's. The tokens of such an expert have
-a larger `|d|` than comparable tokens. Tokens are comparable if they have about the same log-prob,
-because `|d|` is smaller for likely tokens. Among comparable tokens, `|d|` is replaced by its rank,
-so that a few extreme tokens cannot decide the result, and the ranks are converted to normal scores.
-Experts that are often chosen together with the faulty expert also get high scores. Therefore the
-scores are regressed on the most suspect experts jointly, and an expert is reported only if it is
-far ahead of the next expert.
+Here `d` is the trainer's log-prob of a token minus the engine's. Tokens that go through an expert
+with different weights have a larger `|d|` than comparable tokens. Tokens are comparable if they
+have about the same log-prob, because `|d|` is smaller for likely tokens. Among comparable tokens,
+`|d|` is replaced by its rank, so that a few extreme tokens cannot decide the result, and the ranks
+are converted to normal scores. Experts that are often chosen together with the faulty expert also
+get high scores. Therefore the scores are regressed on the most suspect experts jointly, and an
+expert is reported only if it is far ahead of the next expert.
 
 Dimensions: M loss tokens, L MoE layers, K experts per token, E experts of a layer, C candidates.
 """
@@ -34,8 +34,8 @@ NUM_STRATA = 10
 """The largest number of groups into which tokens are divided by log-prob. Tokens of a group are
 comparable. A group has at least 50 tokens, unless there are fewer than 50 tokens in total."""
 NUM_CANDIDATES = 32
-"""The largest number C of experts whose effects on the tokens' `|d|` are estimated together, in one
-regression. They are the experts with the largest `expert_z`."""
+"""The largest number C of candidates. Candidates are the experts with the largest `expert_z`; their
+effects on the tokens' `|d|` are estimated together, in one regression."""
 MIN_T = 6.0
 """An expert counts as faulty only if its t value is at least this. The threshold is high because the
 tokens of a sample are not independent, and because one of L * E experts may have a large t value by

@@ -1,4 +1,4 @@
-"""Detect tokens that were sampled by older weights, using the weight versions from the engine."""
+"""Detect tokens that older weights sampled. The engine reports the weight version of each token."""
 
 from __future__ import annotations
 
