@@ -72,7 +72,7 @@ class Scheme:
 
     def largest_error(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Return f32[N, K]: the largest possible rounding error of each element of `weight` [N, K]."""
-        steps = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
+        steps = torch.ones(weight.shape, dtype=torch.float32, device=weight.device).to(self.dtype)
         by_scale = self.dequantize(steps, scales, torch.float32).mul_(self.absolute_error)
         # The division by the scale and the product with it round too.
         return torch.maximum(weight.float().abs() * self.relative_error, by_scale) * (1 + 2.0**-14)
@@ -127,15 +127,21 @@ def is_quantized(name: str, num_dims: int) -> bool:
     return num_dims == 2 and leaf == "weight" and module in MODULES and "layers" in path
 
 
-def fp8_config(quantization: str) -> dict[str, Any]:
+def fp8_config(quantization: str, unquantized: Iterable[str] = ()) -> dict[str, Any]:
     """Return the `quantization_config` in the config.json of a model whose weights are stored in fp8
-    blocks, as in DeepSeek-V3's checkpoints. `quantization` is `fp8_block` or `fp8_block_ue8m0`."""
+    blocks, as in DeepSeek-V3's checkpoints.
+
+    quantization: `fp8_block` or `fp8_block_ue8m0`. unquantized: the names of linear layers that
+    readers of the folder must leave unquantised.
+    """
     config = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
+    if names := sorted(unquantized):
+        config["modules_to_not_convert"] = names
     return config | ({"scale_fmt": "ue8m0"} if quantization == "fp8_block_ue8m0" else {})
 
 
@@ -172,6 +178,7 @@ def with_rounding_noise(scheme: Scheme, name: str, weight: Tensor) -> Tensor:
     if not is_quantized(name, weight.dim()):
         return weight
     _, scales = scheme.quantize(weight)
-    noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
+    generator = torch.Generator(weight.device).manual_seed(crc32(name.encode()))
+    noise = torch.rand(weight.shape, generator=generator, device=weight.device)
     largest = scheme.largest_error(weight, scales)
-    return (weight.float() + (2 * noise - 1).to(weight.device) * largest).to(weight.dtype)
+    return (weight.float() + (2 * noise - 1) * largest).to(weight.dtype)

@@ -45,6 +45,8 @@ class HfTensors:
         if stored_quantization(model.config, str(model.path)) is not None:
             for name in [name for name in self._where if name.endswith(SCALES)]:
                 self._scales[name.removesuffix(SCALES)] = self._where.pop(name)
+            for name in self._scales:
+                self._check_scales(name)
 
     def __enter__(self) -> HfTensors:
         return self
@@ -87,15 +89,25 @@ class HfTensors:
         tensor = self._where[name].get_tensor(name)
         if name not in self._scales:
             return tensor
-        scales = self._scales[name].get_tensor(name + SCALES)
-        expected = tuple(-(-size // BLOCK) for size in tensor.shape)
-        if tensor.dtype != torch.float8_e4m3fn or tuple(scales.shape) != expected:
+        return dequantize_fp8_blocks(tensor, self._scales_of(name), torch.float32)
+
+    def _scales_of(self, name: str) -> Tensor:
+        return self._scales[name].get_tensor(name + SCALES).float()
+
+    def _check_scales(self, name: str) -> None:
+        """Raise InputError unless the quantised weight `name` has a positive scale for each block."""
+        where = f"model.path: {self.path}: {name}"
+        if name not in self._where:
+            raise InputError(f"{where}: there are scales, but no such weight; download it again")
+        dtype, scales = self._where[name].get_slice(name).get_dtype(), self._scales_of(name)
+        expected = tuple(-(-size // BLOCK) for size in self.shape(name))
+        if dtype != "F8_E4M3" or tuple(scales.shape) != expected:
             raise InputError(
-                f"model.path: {self.path}: {name} is {tensor.dtype} with scales "
-                f"{shape_in_words(tuple(scales.shape))}, expected float8_e4m3fn with scales "
-                f"{shape_in_words(expected)}, one for each {BLOCK} x {BLOCK} block"
+                f"{where} is {dtype} with scales {shape_in_words(tuple(scales.shape))}, expected "
+                f"F8_E4M3 with scales {shape_in_words(expected)}, one for each {BLOCK} x {BLOCK} block"
             )
-        return dequantize_fp8_blocks(tensor, scales.float(), torch.float32)
+        if not bool((scales.isfinite() & (scales > 0)).all()):
+            raise InputError(f"{where}: expected finite, positive scales; download it again")
 
 
 def shape_in_words(shape: tuple[int, ...]) -> str:

@@ -38,6 +38,11 @@ micro-batch with shared rows: attention needs a mask and copies of the keys, and
 of a row are copied for all tokens that share the row. docs/prefixes.md has measurements."""
 
 
+MAX_TOKENS_PER_ROW = 4
+"""A micro-batch has at most this many times `train.micro_batch_tokens` tokens. Its rows are fewer, but
+keys, values and the routers' statistics take memory for each token."""
+
+
 def expected_gain(prompt_len: float, response_len: float, num_samples: int) -> float:
     """Return the gain of sharing the prompt's rows: the number of rows that the samples of a prompt
     take without sharing, divided by the number with sharing.
@@ -198,7 +203,8 @@ def with_common_rows(
 
 
 def pack_families(families: Sequence[Family], token_budget: int) -> list[FamilyPack]:
-    """Pack families into micro-batches of at most `token_budget` rows.
+    """Pack families into micro-batches of at most `token_budget` rows and MAX_TOKENS_PER_ROW times as
+    many tokens.
 
     The families are packed first-fit from the largest to the smallest. A family that is larger than
     the budget is cut first. A single sample that is larger than the budget gets a micro-batch of
@@ -209,32 +215,40 @@ def pack_families(families: Sequence[Family], token_budget: int) -> list[FamilyP
     ]
     pieces.sort(key=lambda pair: (-pair[1], pair[0].members))
     packs: list[list[Family]] = []
-    room: list[int] = []
+    room: list[tuple[int, int]] = []  # rows and tokens
+    whole = token_budget, MAX_TOKENS_PER_ROW * token_budget
     for piece, num_rows in pieces:
-        fitting = next((b for b, free in enumerate(room) if free >= num_rows), None)
+        num_tokens = sum(piece.lengths)
+        fitting = next(
+            (b for b, (r, t) in enumerate(room) if r >= num_rows and t >= num_tokens), None
+        )
         if fitting is None:
-            packs.append([piece])
-            room.append(token_budget - num_rows)
-        else:
-            packs[fitting].append(piece)
-            room[fitting] -= num_rows
+            fitting = len(packs)
+            packs.append([])
+            room.append(whole)
+        packs[fitting].append(piece)
+        rows, tokens = room[fitting]
+        room[fitting] = rows - num_rows, tokens - num_tokens
     return [FamilyPack(pieces) for pieces in packs]
 
 
 def _fill(family: Family, token_budget: int) -> list[Family]:
-    """Cut a family into pieces of at most `token_budget` rows. Each piece gets every sample that
+    """Cut a family into pieces with the limits of `pack_families`. Each piece gets every sample that
     still fits before the next piece is begun. A sample that is larger is a piece of its own."""
-    if family.num_rows <= token_budget:
+    max_tokens = MAX_TOKENS_PER_ROW * token_budget
+    if family.num_rows <= token_budget and sum(family.lengths) <= max_tokens:
         return [family]
     pieces: list[list[int]] = []
     left = list(range(len(family.members)))
     while left:
         chosen, num_rows = [left[0]], family.lengths[left[0]]
+        num_tokens = num_rows
         for place in left[1:]:
-            more = family.own_rows(place, chosen)
-            if num_rows + more <= token_budget:
+            more, length = family.own_rows(place, chosen), family.lengths[place]
+            if num_rows + more <= token_budget and num_tokens + length <= max_tokens:
                 chosen.append(place)
                 num_rows += more
+                num_tokens += length
         pieces.append(chosen)
         left = [place for place in left if place not in chosen]
     return [family.part(places) for places in pieces]

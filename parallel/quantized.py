@@ -36,8 +36,9 @@ def fake_quantized(
     `max_bytes`, `memory` and `dtype` are those of `parallel.export.export_buckets`: values are cast to
     the dtype of the export before they are quantised. Each rank needs memory for a copy of its shards.
     """
-    originals = _replace(weights, fake_quantize, max_bytes, memory, dtype)
+    originals: list[tuple[Tensor, Tensor]] = []
     try:
+        _replace(weights, fake_quantize, max_bytes, memory, dtype, originals)
         yield
     finally:
         with torch.no_grad():
@@ -52,10 +53,11 @@ def _replace(
     max_bytes: int,
     memory: SharedMemory,
     dtype: torch.dtype | None,
-) -> list[tuple[Tensor, Tensor]]:
-    """Replace the weights, and return pairs (parameter, copy of its original values)."""
+    originals: list[tuple[Tensor, Tensor]],
+) -> None:
+    """Replace the weights, and append pairs (parameter, copy of its original values) to
+    `originals`."""
     by_name = {entry.hf_names()[0]: entry for entry in weights.entries if not entry.rule.is_buffer}
-    originals: list[tuple[Tensor, Tensor]] = []
     for bucket in export_buckets(weights, 0, max_bytes, memory, dtype):
         tensors = dict(bucket.tensors)
         for name in tensors.keys() & by_name.keys():
@@ -69,4 +71,3 @@ def _replace(
             full = join(parts, entry.rule.split, weights.num_groups)
             originals.append((entry.parameter.data, entry.parameter.detach().clone()))
             entry.parameter.copy_(take_shard(full, entry.rule.split, rank, size))
-    return originals

@@ -135,6 +135,10 @@ def upcycle(source: Path, target: Path, how: Upcycling, max_bytes: int = 2 << 30
     architecture.transformer_config(config)  # refuses what mrl does not train
     check_weights(dense, deep=True)
     moe = HfModel(target, config, architecture)
+    if dense.config.get("quantization_config"):
+        raise InputError(
+            f"{dense.path}: its weights are stored in fp8; give its folder in bfloat16"
+        )
     with HfTensors(dense) as tensors, new_folder(target) as partial:
         _check_exact(tensors, how.granularity)
         write_safetensors(partial, upcycled_tensors(tensors, dense, moe, how), max_bytes)

@@ -7,7 +7,7 @@ the same rollouts are compared natively and along the engine's routes. A finishe
 FOLDER/FORMAT/results.jsonl; a study that was interrupted continues where it was.
 
 docs/quantization.md gets the table. The last line counts what must hold: every run ended, and replay
-lowers k3 and the extreme tokens of the same rollouts in every format.
+lowers k3 of the same rollouts in every format.
 """
 
 from __future__ import annotations

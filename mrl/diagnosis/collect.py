@@ -158,8 +158,8 @@ class Diagnosis:
         the policy's weights are quantised as in the engines. Return None if the engines do not
         quantise."""
         rollout = self.recipe.rollout
-        if rollout.quantization == "none":
-            return None
+        if rollout.quantization == "none" or self.recipe.lora is not None:
+            return None  # the engine's weights are quantised with the adapter added to them
         dtype = choose_dtype(rollout.engine_dtype(self.recipe.model))
         quantize = partial(fake_quantize, SCHEMES[rollout.quantization])
         return partial(self.policy.fake_quantized, quantize, dtype)

@@ -65,10 +65,10 @@ class Packs(NamedTuple):
 
 
 def unshared_packs(samples: Sequence[Sample], shares: list[list[list[int]]], mesh: Mesh) -> Packs:
-    """Return the micro-batches of this rank, whose samples share no rows.
+    """Return this rank's micro-batches, in which every sample has its own rows.
 
-    shares: for each data-parallel rank, a list of its micro-batches, each a list of indices into
-    `samples`. `longest` of the result is the maximum over all ranks.
+    `shares` has the micro-batches of each data-parallel rank. A micro-batch is a list of indices into
+    `samples`. In the result, `longest` is the maximum over all ranks.
     """
     multiple = mesh.dims.sequence_multiple
     longest = max(

@@ -1,4 +1,6 @@
-"""Predict the time of a step in each placement, and which role waits, from the times of its parts.
+"""Predict, for each placement, how long a step takes and which role waits for the other.
+
+The predictions are computed from the times of the parts of a step.
 
 Legend: g = `generate_s`; t = `train_s`; c = `sync_s`; l = `load_s`; r = `spread`; n = `max_staleness`.
 All times are means over steps. If steps differ in length, a real run is slower than predicted, because

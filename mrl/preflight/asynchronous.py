@@ -55,6 +55,11 @@ def _check_encoding(recipe: Recipe) -> None:
             "the trainer's memory, so nothing travels, and it drops its own weights when it sleeps, so "
             "a delta has no base; leave it at full, or set rollout.placement=disaggregated"
         )
+    if rollout.weight_encoding == "delta" and recipe.lora and recipe.lora.rollout == "adapter":
+        raise InputError(
+            "rollout.weight_encoding is delta, but lora.rollout is adapter: all of an adapter changes "
+            "in a step, so a delta saves nothing; leave it at full, or set lora.rollout=merged"
+        )
     default = type(rollout).model_fields["full_sync_every"].default
     if rollout.weight_encoding == "full" and rollout.full_sync_every != default:
         raise InputError(

@@ -26,9 +26,11 @@ def describe_prefixes(recipe: Recipe, prompts: Sequence[Prompt], elsewhere: bool
         return "nowhere: TransformerEngine's attention takes whole sequences"
     mean = sum(len(prompt.token_ids) for prompt in prompts) / max(len(prompts), 1)
     answer, num_samples = recipe.rollout.max_response_len, recipe.rollout.samples_per_prompt
-    gain = expected_gain(mean, answer, num_samples)
+    together = 1 + max(0, int((recipe.train.micro_batch_tokens - mean - answer) // answer))
+    gain = expected_gain(mean, answer, min(num_samples, together))
     only = ", only with mrl's own layers" if elsewhere and asked != "local" else ""
     return (
         f"where a step computes at least {MIN_GAIN:g}x fewer rows{only}; {gain:.2f}x fewer with "
-        f"{num_samples} answers of {answer} tokens to prompts of {mean:.0f} on average"
+        f"{num_samples} answers of {answer} tokens to prompts of {mean:.0f} on average, of which "
+        f"{min(num_samples, together)} fit into train.micro_batch_tokens"
     )

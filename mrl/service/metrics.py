@@ -94,8 +94,8 @@ class OverRounds(NamedTuple):
 def over_rounds(
     rows: Iterable[Mapping[str, Any]], tenants: Mapping[str, int]
 ) -> dict[str, OverRounds]:
-    """Return the totals and means of each of these tenants over the rounds in `rows`. Shares are
-    relative to the sum over these tenants.
+    """Return, for each tenant in `tenants`, the totals and means of its metrics over the rounds in
+    `rows`. A tenant's share is its part of the sum over the tenants in `tenants`.
 
     `tenants`: for each tenant name, the number that distinguishes the tenant from others with the
     same name (`Tenant.sequence`). A value of a row is left out if the row's `service/NAME/sequence`

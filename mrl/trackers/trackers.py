@@ -98,7 +98,8 @@ class Trackers:
             )
 
     def _save(self, name: str, progress: Progress) -> None:
-        """Save the progress of a tracker. This is called in the thread of the tracker's follower."""
+        """Save how many steps a tracker has received. This is called in the thread that sends it the
+        metrics."""
         with self._lock:
             self._state[name] = asdict(progress)
             write_whole(self._file, json.dumps(self._state, indent=1) + "\n")

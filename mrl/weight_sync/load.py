@@ -85,7 +85,8 @@ class CanaryMaker:
         if not self._sequences:
             return Canaries([], [])
         logprobs = policy.sequence_logprobs(self._sequences)
-        if self._scheme is not None and self._effect is None:
+        is_finite = all(bool(own[1:].isfinite().all()) for own in logprobs)  # else the sync raises
+        if self._scheme is not None and self._effect is None and is_finite:
             with policy.fake_quantized(partial(with_rounding_noise, self._scheme), self._dtype):
                 noisy = policy.sequence_logprobs(self._sequences)
             self._effect = _mean_difference(noisy, logprobs)

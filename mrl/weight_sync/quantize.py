@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mrl.errors import NotFinite
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.quantization import SCHEMES, Scheme, quantized_tensors
 from mrl.system.shared_memory import SharedMemory
@@ -41,24 +42,41 @@ def quantized_buckets(
         yield from buckets
         return
     scheme = SCHEMES[quantization]
-    for number, bucket in enumerate(buckets):
-        if bucket.digest is not None and add_digests(digests_of(bucket.tensors)) != bucket.digest:
-            raise RuntimeError(
-                f"weight sync to version {bucket.version}: the gathered weights have other digests "
-                f"than the ranks' shards: they were corrupted in between; {ADVICE}"
-            )
-        tensors = quantized_tensors(bucket.tensors, scheme)
-        flat, path, views = _packed(list(tensors), memory, number % NUM_BUFFERS)
-        held = list(_held(dict(bucket.tensors), views, scheme))
-        digest = add_digests(digests_of(held))
-        yield dataclasses.replace(
-            bucket,
-            tensors=list(views.items()),
-            flat=flat,
-            shared_path=path,
-            digest=digest,
-            sent_digest=add_digests(digests_of(views.items())),
+    try:
+        for number, bucket in enumerate(buckets):
+            yield _quantized(bucket, scheme, memory, number % NUM_BUFFERS)
+    finally:
+        for _ in buckets:  # other ranks wait for this rank's part of the export
+            pass
+
+
+def _quantized(
+    bucket: WeightBucket, scheme: Scheme, memory: SharedMemory, number: int
+) -> WeightBucket:
+    """Return a bucket with quantised matrices, in the buffer `number`."""
+    if bucket.digest is not None and add_digests(digests_of(bucket.tensors)) != bucket.digest:
+        raise RuntimeError(
+            f"weight sync to version {bucket.version}: the gathered weights have other digests "
+            f"than the ranks' shards: they were corrupted in between; {ADVICE}"
         )
+    for name, weight in bucket.tensors:
+        if not bool(weight.isfinite().all()):
+            raise NotFinite(
+                f"weight sync to version {bucket.version}: {name} has NaN or infinity and cannot be "
+                "quantised; look at the model with mrl check --deep, or continue from an earlier "
+                "checkpoint"
+            )
+    tensors = quantized_tensors(bucket.tensors, scheme)
+    flat, path, views = _packed(list(tensors), memory, number)
+    held = list(_held(dict(bucket.tensors), views, scheme))
+    return dataclasses.replace(
+        bucket,
+        tensors=list(views.items()),
+        flat=flat,
+        shared_path=path,
+        digest=add_digests(digests_of(held)),
+        sent_digest=add_digests(digests_of(views.items())),
+    )
 
 
 def _packed(
@@ -69,7 +87,8 @@ def _packed(
     # A view of bytes must start at a multiple of its element size, so large elements come first.
     tensors = sorted(tensors, key=lambda item: -item[1].element_size())
     size = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-    device, path = tensors[0][1].device, None
+    path = None
+    device = tensors[0][1].device if tensors else torch.device("cpu")
     if device.type == "cpu":
         buffer = memory.take(size, number)
         flat, path = buffer.tensor[:size], buffer.path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def export_checkpoint(
                 tensors = quantized_tensors(tensors, SCHEMES[quantization])
             where = write_safetensors(partial, tensors, max_bytes)
             num_files, num_tensors = len(set(where.values())), len(where)
-            _write_config(partial, model.config, content["dtype"], quantization)
+            _write_config(partial, model.config, content["dtype"], quantization, where)
             copy_files(model.path, partial)
         name = Path(os.path.abspath(target)).name
         card = model_card(name, model.path.resolve().name, content, notes, merged=merged)
@@ -188,15 +188,28 @@ def _place(name: str, rules: list[tuple[re.Pattern[str], Rule]]) -> tuple[int, i
     raise ValueError(f"no rule for the weight {name}")
 
 
-def _write_config(folder: Path, config: dict[str, Any], dtype: str, quantization: str) -> None:
+def _write_config(
+    folder: Path, config: dict[str, Any], dtype: str, quantization: str, names: Collection[str]
+) -> None:
     """Write config.json with the dtype (`dtype` in transformers 5, `torch_dtype` in transformers 4)
     and, for weights in fp8 blocks, DeepSeek-V3's `quantization_config`."""
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     if quantization != "none":
-        config["quantization_config"] = fp8_config(quantization)
+        config["quantization_config"] = fp8_config(quantization, _unquantized(names))
     assert isinstance(getattr(torch, dtype), torch.dtype)
     named = {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps({**config, **named}, indent=2) + "\n")
+
+
+def _unquantized(names: Collection[str]) -> list[str]:
+    """Return the modules of the weights `names` that have no scales, without norms and embeddings."""
+    modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    return [
+        module
+        for module in modules
+        if f"{module}.weight_scale_inv" not in names
+        and not module.endswith(("norm", "embed_tokens"))
+    ]
 
 
 def model_card(

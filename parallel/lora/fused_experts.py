@@ -40,7 +40,7 @@ class FusedExperts:
     """r: the rank of each expert's part of A and B in the file (see the module docstring)."""
 
     def name(self, matrix: Matrix) -> str:
-        """Return the name of A or B in the file."""
+        """Return the name that the tensor A or B has in the adapter's file."""
         return f"{self.prefix}.lora_{matrix}.weight"
 
     def part(self, whole: Tensor, matrix: Matrix, expert: int, number: int, rank: int) -> Tensor:

@@ -125,6 +125,7 @@ def with_stale_scale(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
         {"weight_sync": "disk"},
         {"batch_invariant": True},
         {"server_args": {"load_format": "auto"}},
+        {"server_args": {"json_model_override_args": "[]"}},
     ],
 )
 def test_keys_that_do_not_go_together(toy_folder: Path, tmp_path: Path, changes: dict):

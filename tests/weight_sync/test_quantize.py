@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import mrl.weight_sync.quantize as module
+from mrl.errors import NotFinite
 from mrl.kernels.digest import add_digests, digests_of
-from mrl.quantization import SCHEMES, fake_quantize, is_quantized
+from mrl.quantization import SCHEMES, fake_quantize, is_quantized, with_rounding_noise
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
 from mrl.weight_sync.quantize import quantized_buckets
@@ -120,8 +121,32 @@ def test_what_rounding_does_not_explain_is_refused(fault: str, monkeypatch: pyte
 def test_weights_that_are_not_finite_are_refused(bad: float):
     given = weights()
     given[EXPERT][1, 2] = bad
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises(NotFinite, match="gate_proj"):
         encode(buckets(given))
+
+
+def test_an_export_is_drained_after_an_error():
+    given = weights()
+    given[EXPERT][1, 2] = torch.nan
+    taken = []
+
+    def export():
+        for bucket in buckets(given, 4):
+            taken.append(bucket)
+            yield bucket
+
+    with pytest.raises(NotFinite):
+        list(quantized_buckets(export(), "fp8_block", SharedMemory()))
+    assert len(taken) == 4
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_noise_changes_weights_that_are_exact_in_the_format(name: str):
+    exact = fake_quantize(SCHEMES[name], EXPERT, weights()[EXPERT].float())
+    noisy = with_rounding_noise(SCHEMES[name], EXPERT, exact)
+    assert 1e-3 < float((noisy - exact).norm() / exact.norm()) < 0.1
+    assert torch.equal(noisy, with_rounding_noise(SCHEMES[name], EXPERT, exact))
+    assert with_rounding_noise(SCHEMES[name], ROUTER, exact) is exact
 
 
 def test_what_is_sent_has_digests_too():

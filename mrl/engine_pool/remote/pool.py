@@ -158,7 +158,8 @@ class RemotePool:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Add the duration of a block to the time that this rank has waited for engines."""
+        """Add the time that the `with` statement takes to the time for which this rank waited for
+        engines."""
         begin = time.perf_counter()
         yield
         self._wait_s += time.perf_counter() - begin

@@ -81,7 +81,7 @@ def read_launch(
         adapters = AdapterLimits.around([config.adapter])
     if adapters is not None:
         refuse_layout(rollout, adapters, num_nodes)
-    check_quantization(hf_config, rollout, rollout.weight_sync)
+    check_quantization(hf_config, rollout, rollout.weight_sync, on_gpu=on_gpu)
     weights = rollout.return_routing_weights
     if weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)

@@ -33,7 +33,7 @@ def check_limits(
         raise InputError(f"model.path: {file} cannot be read: {error}") from None
     refuse_unknown(str(getattr(hf_config, "model_type", "")))
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
-    check_quantization(hf_config, config, config.weight_sync)
+    check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
 

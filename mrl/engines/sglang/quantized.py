@@ -46,8 +46,6 @@ def quantization_settings(quantization: str, server_args: Mapping[str, Any]) -> 
     """
     if quantization == "none":
         return {}
-    if quantization == "int8":
-        return {"quantization": "w8a8_int8", "load_format": "dummy"}
     given = json.loads(server_args.get("json_model_override_args") or "{}")
     overrides = json.dumps({**given, "quantization_config": fp8_config(quantization)})
     return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
@@ -63,7 +61,9 @@ def dequantized_settings(config: Any, server_args: Mapping[str, Any]) -> dict[st
     return {"load_format": "dummy", "json_model_override_args": overrides}
 
 
-def check_quantization(config: Any, rollout: SharedRolloutConfig, weight_sync: str) -> None:
+def check_quantization(
+    config: Any, rollout: SharedRolloutConfig, weight_sync: str, *, on_gpu: bool
+) -> None:
     """Raise InputError if an engine with `rollout.quantization` cannot run the model or be updated.
 
     `config` is the content of config.json. `weight_sync` is `rollout.weight_sync`.
@@ -73,10 +73,15 @@ def check_quantization(config: Any, rollout: SharedRolloutConfig, weight_sync: s
     if stored and rollout.quantization not in ("fp8_block", "fp8_block_ue8m0"):
         raise InputError(
             f"{key}: the weights of model.path are stored in fp8, and the engine would start with "
-            "such weights; set rollout.quantization=fp8_block"
+            "such weights; set rollout.quantization=fp8_block, or give the weights in bfloat16"
         )
     if rollout.quantization == "none":
         return
+    if rollout.quantization == "int8" and on_gpu:
+        raise InputError(
+            f"{key} on a GPU: SGLang's int8 layers cannot be loaded again after their start; set "
+            "rollout.quantization=fp8_block"
+        )
     if config.model_type not in MODEL_TYPES:
         raise InputError(
             f"{key} with model {config.model_type!r}: which of its layers SGLang quantises is known "
@@ -91,6 +96,12 @@ def check_quantization(config: Any, rollout: SharedRolloutConfig, weight_sync: s
         raise InputError(
             f"{key} with rollout.batch_invariant or rollout.true_on_policy: their layers are not "
             "quantised; turn one of the keys off"
+        )
+    given = json.loads(rollout.server_args.get("json_model_override_args") or "{}")
+    if not isinstance(given, dict) or "quantization_config" in given:
+        raise InputError(
+            f"{key} with rollout.server_args.json_model_override_args {given!r}: expected a JSON "
+            "object without quantization_config, which mrl sets; leave it out"
         )
     if "load_format" in rollout.server_args:
         raise InputError(

@@ -10,8 +10,8 @@ To add a transport, write a file here. For engines on separate ranks, the file d
 `sends_deltas = True` supports `rollout.weight_encoding: delta` (`mrl.weight_sync.delta`); its `Sender`
 then gets a fourth argument, the largest number of versions in a row that may be sent as deltas.
 
-A `TensorPush` brings the buckets to SGLang, from the trainer's devices or from a worker, and the engine
-opens handles to them. A transport that does this in another way defines
+By default, a `TensorPush` passes the buckets to SGLang, and the engine opens handles to their memory. A
+transport that passes the buckets to SGLang in another way also defines
 
     Push            a `mrl.engines.sglang.weights.base.MakePush`
     opens_handles   False if the engine opens no handles to the buckets

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mrl.cli import main
 from mrl.errors import InputError
 from mrl.quantization import SCHEMES, fake_quantize, fp8_config, is_quantized, quantized_tensors
 from parallel.hf_config import HfModel
@@ -70,13 +71,27 @@ def test_other_formats_are_refused(changes: dict[str, object], tmp_path: Path) -
         HfModel.read(folder)
 
 
-def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (torch.ones(3, 3), "one for each 128 x 128 block"),
+        (torch.full((1, 1), torch.nan), "finite, positive scales"),
+        (-torch.ones(1, 1), "finite, positive scales"),
+    ],
+)
+def test_wrong_scales_are_refused(scales: Tensor, message: str, tmp_path: Path) -> None:
     folder = in_fp8(write_tiny("qwen3_moe", tmp_path))
     tensors = tensors_of(folder)
     name = next(name for name in tensors if name.endswith("_scale_inv"))
-    save_file({**tensors, name: torch.ones(3, 3)}, folder / "model.safetensors")
-    with (
-        HfTensors(HfModel.read(folder)) as read,
-        pytest.raises(InputError, match="one for each 128 x 128 block"),
-    ):
-        read[name.removesuffix("_scale_inv")]
+    save_file({**tensors, name: scales}, folder / "model.safetensors")
+    with pytest.raises(InputError, match=message):
+        HfTensors(HfModel.read(folder))
+
+
+def test_a_dense_model_in_fp8_is_not_upcycled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, target = in_fp8(write_tiny("llama", tmp_path / "dense")), tmp_path / "moe"
+    with pytest.raises(SystemExit):
+        main(["upcycle", str(folder), str(target), "--experts", "4", "--top-k", "2"])
+    assert "stored in fp8" in capsys.readouterr().err

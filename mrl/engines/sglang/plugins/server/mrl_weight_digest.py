@@ -123,6 +123,8 @@ def parts_of(module, name, parameter):
         return [(name, parameter, rank, [])]
     # There are fewer key and value heads than ranks, so each head is on several ranks.
     queries = module.num_heads * module.head_size
+    if len(parameter) < len(module.weight):  # scales of blocks of rows
+        queries = queries * len(parameter) // len(module.weight)
     return [
         (name + "#q", parameter[:queries], rank, []),
         (name + "#kv", parameter[queries:], kv_rank // replicas, []),
