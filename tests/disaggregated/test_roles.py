@@ -69,6 +69,10 @@ def test_a_layout_that_does_not_fit_names_the_ranks_that_train() -> None:
             ["rollout.weight_encoding=delta"],
             "weight_encoding is delta, but rollout.placement is colocated: the engine reads",
         ),
+        (
+            [*APART, "rollout.weight_encoding=delta", "lora.rank=2"],
+            "weight_encoding is delta, but lora.rollout is adapter",
+        ),
         ([*APART, "rollout.full_sync_every=5"], "full_sync_every is 5, but .*weight_encoding is full"),
         ([*APART, "profile.steps=[3]"], "profile.engine is on"),
         ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it only applies to engines"),

@@ -177,6 +177,14 @@ def test_families_are_packed_whole_and_within_the_budget() -> None:
     ]  # longer than the budget
 
 
+def test_a_micro_batch_has_a_limit_of_tokens_too() -> None:
+    """64 short answers to a long prompt are few rows, but every token has keys and values."""
+    samples = make_groups((2048,), (32,) * 64)
+    packs = pack_families(families_of(samples, range(64), 1), 4608)
+    assert sorted(i for pack in packs for i in pack.members) == list(range(64))
+    assert [len(pack.members) for pack in packs] == [8] * 8  # 4 x 4608 tokens hold 8.8 of 2,080
+
+
 def dims(world: int = 1, **sizes: int) -> ParallelDims:
     return ParallelDims(
         world=world, **{**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), **sizes}
