@@ -122,8 +122,14 @@ def test_groups_and_refusals():
     assert weight_digest(rows, 4) == [weight_digest(row)[0] for row in rows]
     with pytest.raises(ValueError, match="got 3, expected a divisor of 40 elements"):
         weight_digest(rows, 3)
-    with pytest.raises(ValueError, match=r"got torch\.int8, expected float32, bfloat16 or float16"):
-        weight_digest(rows.to(torch.int8))
+    with pytest.raises(ValueError, match=r"got torch\.int16, expected one of float32, bfloat16"):
+        weight_digest(rows.to(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_have_the_digest_of_their_values(dtype: torch.dtype):
+    rows = (20 * torch.randn(4, 10)).to(dtype)
+    assert weight_digest(rows, 4) == weight_digest(rows.float(), 4)
 
 
 @pytest.mark.parametrize(
