@@ -30,7 +30,7 @@ KIND = Kind(
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told about a run."""
+    """What a tracker needs to know about a run."""
 
     folder: Path
     """The run folder. A tracker that writes files makes its own folder or file in it."""

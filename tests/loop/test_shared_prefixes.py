@@ -81,7 +81,7 @@ def test_layers_that_share_nothing_are_named_once() -> None:
         ("auto", [local], True),
         ("auto", [local, engine], False),
     ):
-        config = TrainConfig(share_prefixes=kind)  # type: ignore[arg-type]
+        config = TrainConfig.model_validate({"share_prefixes": kind})
         assert shares_prefixes(config, models, warned.append) == expected  # type: ignore[arg-type]
     (text,) = warned
     assert "TransformerEngine" in text

@@ -18,6 +18,13 @@ from tests.release import release
 QUANTIZE = partial(fake_quantize, SCHEMES["fp8_block"])
 
 
+def fails_in_the_last_layer(name: str, weight: Tensor) -> Tensor:
+    """Some weights have been replaced by then."""
+    if "layers.3.mlp" in name:
+        raise KeyError(name)
+    return QUANTIZE(name, weight)
+
+
 def inside_and_after(model_path: Path, sizes: dict[str, int]) -> tuple[dict[str, Tensor], ...]:
     policy = build(model_path, join_mesh(model_path, sizes))
     before = exported(policy)
@@ -26,6 +33,9 @@ def inside_and_after(model_path: Path, sizes: dict[str, int]) -> tuple[dict[str,
     with pytest.raises(KeyError):  # noqa: SIM117
         with policy.fake_quantized(QUANTIZE, None):
             raise KeyError("of the caller")
+    with pytest.raises(KeyError):  # noqa: SIM117
+        with policy.fake_quantized(fails_in_the_last_layer, None):
+            pass
     return before, inside, exported(policy)
 
 

@@ -254,3 +254,28 @@ def test_the_whole_answer_is_one_copy_from_the_device(plugin, monkeypatch):
     plugin.digests(cut(whole_model(), 0, 2, ep=2, attention_dp=1))
     # Where a test before this one has turned parallel.cpu_mode on, torch calls the method once more.
     assert len({id(copied) for copied in copies}) == 1
+
+
+def test_scales_of_blocks_of_rows_are_cut_as_the_rows_are(plugin):
+    """Two key and value heads on four ranks: each rank has 256 rows of queries, 128 of keys and 128 of
+    values, with a scale for each 128 rows."""
+    scales = {part: torch.rand(rows, 3) for part, rows in (("q", 8), ("k", 2), ("v", 2))}
+    parts: list[tuple[str, int]] = []
+    seen = set()
+    for rank in range(4):
+        head = rank // 2
+        own = [
+            scales["q"][2 * rank : 2 * rank + 2],
+            scales["k"][head, None],
+            scales["v"][head, None],
+        ]
+        module = module_of(
+            weight=torch.zeros(512, 8), weight_scale_inv=torch.cat(own), tp_rank=rank, kv_tp_rank=rank,
+            num_kv_head_replicas=2, num_heads=2, head_size=128,
+        )  # fmt: skip
+        found = plugin.parts_of(module, "qkv_proj.weight_scale_inv", module.weight_scale_inv)
+        for name, values, piece, _ in found:
+            if (name, piece) not in seen:  # pieces of replicas count once
+                seen.add((name, piece))
+                parts += digests_of([("scales", values)])
+    assert add_digests(parts) == add_digests(digests_of(("scales", s) for s in scales.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from rollout_helpers import make_buckets, make_engine, make_prompts
 from torch import Tensor
 
 import mrl.quantization as module
+from mrl.config import RolloutConfig
 from mrl.engines.sglang.digests import ACTION, check_quantized, quantized_modules
 from mrl.engines.sglang.engine import Engine
-from mrl.engines.sglang.quantized import engine_modules
+from mrl.engines.sglang.quantized import check_quantization, engine_modules
 from mrl.errors import InputError
 from mrl.quantization import SCHEMES, fake_quantize
 from mrl.system.shared_memory import SharedMemory
@@ -117,6 +119,14 @@ def with_stale_scale(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
             name = next(name for name, _ in bucket.tensors if name.endswith(SCHEME.suffix))
             dict(bucket.tensors)[name][0, 0] *= 1.25
         yield bucket
+
+
+def test_int8_is_refused_on_gpus():
+    config = SimpleNamespace(model_type="qwen3_moe")
+    rollout = RolloutConfig(quantization="int8", max_response_len=1)
+    check_quantization(config, rollout, "tensor", on_gpu=False)
+    with pytest.raises(InputError, match="int8 on a GPU"):
+        check_quantization(config, rollout, "tensor", on_gpu=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor
 from mrl.cli import main
 from mrl.errors import InputError
 from mrl.quantization import SCHEMES, fake_quantize, fp8_config, is_quantized, quantized_tensors
+from parallel.checkpoint.hf_export import _unquantized
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_finite_tensors, check_names
 from tests.parallel.models import write_tiny
@@ -69,6 +70,12 @@ def test_other_formats_are_refused(changes: dict[str, object], tmp_path: Path) -
     folder = in_fp8(write_tiny("qwen3_moe", tmp_path), **changes)
     with pytest.raises(InputError, match=r"expected none, or 'fp8' with \[128, 128\]"):
         HfModel.read(folder)
+
+
+def test_readers_are_told_which_layers_are_not_quantised(tmp_path: Path) -> None:
+    names = dict(quantized_tensors(tensors_of(write_tiny("qwen2_moe", tmp_path)).items(), UE8M0))
+    left = {name.rpartition(".")[2] for name in _unquantized(names)}
+    assert left == {"lm_head", "gate", "shared_expert_gate"}
 
 
 @pytest.mark.parametrize(

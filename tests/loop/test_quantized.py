@@ -1,0 +1,29 @@
+"""A real run whose engine has quantised weights: canaries pass, and the gap is explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mrl.weight_sync.load import TOLERANCE_FLOAT32
+from tests.loop.conftest import Toy
+
+
+def test_replay_and_the_engines_weights_explain_the_gap(toy: Toy, tmp_path: Path) -> None:
+    """Without a limit that is derived from the format, the canaries would end the run."""
+    keys = ("rollout.quantization=fp8_block", "diagnosis.decompose_every=1", "train.num_steps=1")
+    done = toy.run(tmp_path / "run", *keys)
+    assert done.returncode == 0, done.stderr
+    (row,) = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert row["rollout/canary_abs_mean"] > 10 * TOLERANCE_FLOAT32
+    gaps = [row[f"decompose/{level}/logprob_abs_mean"] for level in ("none", "ids", "quantized")]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[2] < 0.8 * gaps[1]
+    assert gaps[2] > 1e-3, "the engine quantises the inputs of its layers too"
+    merged = toy.run(tmp_path / "lora", *keys, "lora.rank=2", "lora.rollout=merged")
+    assert merged.returncode == 0, merged.stderr
+    text = (tmp_path / "lora/metrics.jsonl").read_text()
+    assert "decompose/ids/k3" in text
+    assert "decompose/quantized" not in text
