@@ -7,8 +7,8 @@ Gradient norm and weights (or adapter) have to agree to 1e-6, relative, in float
 5e-6. Writes benchmarks/results/shared_layouts.json.
 
 Each layout that is done is a line of runs/shared_layouts.jsonl: the same command continues a
-measurement that was interrupted, and `--fresh` starts from the beginning. `--only TP2xPP2` measures only
-the layouts of that name and writes nothing.
+measurement that was interrupted, and `--fresh` starts from the beginning. `--only TP2xPP2` measures
+only the layouts of that name and writes nothing.
 """
 
 from __future__ import annotations
