@@ -192,10 +192,10 @@ def context_slice(
 
 
 MIN_QUERIES, MAX_BLOCKS = 256, 4
-"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks. If there are
-several blocks, each has at least MIN_QUERIES rows. For such a block, attention computes the scores
-of all pairs of a query and a key, even those that the causal mask then removes. Several small
-blocks waste fewer scores than one large block, but each block needs its own copy of its keys."""
+"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks. If there are several
+blocks, each has at least MIN_QUERIES rows. For each of these blocks, attention computes the scores of
+all pairs of a query and a key, even those that the causal mask then removes. Several small blocks waste
+fewer scores than one large block, but each block needs its own copy of its keys."""
 
 
 def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:

@@ -123,8 +123,8 @@ class ParallelDims:
     def equal_micro_batches(self) -> bool:
         """Whether all micro-batches are padded to the same length.
 
-        Megatron's allgather dispatcher requires that. Between pipeline stages, varying lengths cost one
-        more message, which waits for the device (`P2PCommunicator._communicate_shapes`).
+        Megatron's allgather dispatcher requires equal lengths. Between pipeline stages, varying lengths
+        cost one more message, which waits for the device (`P2PCommunicator._communicate_shapes`).
         """
         return self.dispatcher == "allgather" or self.pp > 1
 

@@ -43,8 +43,9 @@ class HeadInput:
     """The input of a head for one micro-batch."""
 
     states: Tensor
-    """The model's output [1, n, width] for this rank's tokens: logits, values, or
-    hidden states if there is a `projection` (under sequence parallelism only this rank's rows)."""
+    """The model's output [1, n, width] for this rank's tokens. It consists of logits, of a critic's
+    values, or, if there is a `projection`, of hidden states. Under sequence parallelism, hidden states
+    are given only for this tensor-parallel rank's part of the tokens."""
     batch: MicroBatch
     on_cpu: MicroBatch
     """`batch` on the CPU, where reading it does not wait for a GPU."""
@@ -249,8 +250,8 @@ class PipelineRunner:
 
     @contextmanager
     def replaying_gates(self, gates: bool) -> Iterator[None]:
-        """Let the forward passes inside the block replay expert ids, and also gate weights if `gates`
-        is true."""
+        """Context manager. Forward passes in its `with` statement replay expert ids, and also gate
+        weights if `gates` is true."""
         before, self._gates = self._gates, gates
         try:
             yield
@@ -284,9 +285,11 @@ class PipelineRunner:
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
     def _row_places(self, context: ContextSlice) -> tuple[slice | Tensor, Tensor | None]:
-        """Return (slice or indices i64[m] of the packed tokens whose rows this rank's routers
-        process, `RouterRows.source`: the row of each of these tokens, or None if no rows are
-        shared)."""
+        """Return (`places`, `source`) for the m packed tokens whose rows this rank's routers process.
+
+        `places` selects these tokens from all packed tokens: a slice, or indices i64[m]. `source` is
+        `RouterRows.source`: the row of each of these tokens, or None if no rows are shared.
+        """
         own = row_slice(context.num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
         if context.index is None:
             return own, None

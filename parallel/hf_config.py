@@ -34,9 +34,8 @@ LARGEST_COUNTS = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-"""Maps some keys to their largest allowed values; for all other keys it is LARGEST_COUNT. The
-values are lower here, because mrl makes lists with as many entries as the values of these keys
-say."""
+"""The largest allowed values of some keys of config.json. They are lower than LARGEST_COUNT, the limit
+of all other keys, because mrl makes lists with one entry for each layer or expert."""
 TWO_NAMES = (
     (("num_experts",), ("num_local_experts",)),
     (("rope_theta",), ("rope_parameters", "rope_theta")),

@@ -20,15 +20,15 @@ MAX_NAMED = 8
 
 
 class BackwardWatch:
-    """Finds the micro-batches whose backward pass overflowed, from the gradient at the input of
-    each chunk's first layer.
+    """Finds the micro-batches whose backward pass overflowed, from the gradient at the input of each
+    chunk's first layer.
 
     A NaN or an infinity in the backward pass of a layer spreads with the gradient to all earlier
     layers, so it appears in the gradient at the first layer's input. An overflow in the gradient of
     a weight alone does not appear there.
 
-    Micro-batches are identified by counting, because Megatron runs, and recomputes, the
-    micro-batches of a chunk in order.
+    The hooks find the index of a micro-batch by counting the forward passes with gradient. Megatron
+    runs these passes, which may be recomputes, in the order of the micro-batches.
     """
 
     def __init__(self, chunks: Iterable[Any]) -> None:

@@ -59,7 +59,7 @@ class _Owner:
     keeps_frozen: bool
     place: Place = "device"
     away: list[tuple[UntypedStorage, int, Tensor | None]] = field(default_factory=list)
-    """Emptied storages: (storage, number of bytes, host copy or None if it was freed)."""
+    """Emptied storages: (storage, number of bytes, host copy); no copy (None) if it was freed."""
     copies: dict[int, tuple[UntypedStorage, Tensor]] = field(default_factory=dict)
     """Maps the id (`_cdata`) of a frozen storage to (storage, its host copy). A copy is kept while
     the storage is on the device too."""
@@ -249,8 +249,8 @@ class Ledger:
         """Return, by kind, the storages that hold bytes now. A storage that several kinds have is
         listed under the first of them.
 
-        `with_away`: include kinds that are not on the device. They may have storages that were
-        never emptied, such as Adam's step counts.
+        `with_away`: include the kinds that were moved away. These kinds may still have storages with
+        bytes, such as Adam's step counts.
         """
         taken = {s._cdata for owner in self._owners.values() for s, _, _ in owner.away}
         found: dict[str, list[UntypedStorage]] = {}

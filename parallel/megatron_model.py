@@ -253,10 +253,10 @@ class MegatronModel:
     ) -> StepOutput:
         """Compute the gradients of the global batch, call `before_update`, take one optimizer step.
 
-        `observer` gets the forward pass's output before `before_update` is called. Each of the two
-        may raise, on all ranks or on none. Raises NotFinite on all ranks if a gradient of any rank
-        is not finite, and RuntimeError without an optimizer. After any of these errors, weights,
-        buffers, optimizer state and learning-rate schedule are as before the call, bit for bit.
+        `observer` gets the forward pass's output before `before_update` is called. Either may raise,
+        but then on all ranks. Raises NotFinite on all ranks if a gradient of any rank is not finite,
+        and RuntimeError without an optimizer. After any of these errors, weights, buffers, optimizer
+        state and learning-rate schedule are as before the call, bit for bit.
         """
         output = self.compute_gradients(batch, loss, replay, before_update, observer)
         grad_norm, lr = self.apply_gradients()

@@ -162,11 +162,11 @@ def _state(adam: Any, inner: Tensor) -> dict[str, Tensor]:
 
 
 def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]:
-    """Return a function that makes the two copies of a main parameter, `main` and `inner`, equal
-    after a load. A load changes only one of them.
+    """Return a function that makes two copies of one main parameter equal after a load.
 
-    With `is_weight` the load changes `main`, which is the weight itself; otherwise it changes
-    `inner`.
+    `main` is the copy that Megatron holds, and `inner` the copy that an Adam updates. A load changes
+    only one of them, and the returned function copies it to the other. If `is_weight`, `main` is the
+    model's fp32 weight, which the load changes. Otherwise the load changes `inner`.
     """
 
     def copy() -> None:

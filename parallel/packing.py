@@ -48,8 +48,8 @@ class WeightedSample:
     reward: float = 0.0
     """The shaped reward; 0 if the sample has no reward."""
     credits_turns: bool = False
-    """Whether each turn's reward goes to the last loss token of the turn, instead of one reward to the
-    whole sample. It is the same for all samples."""
+    """Whether the reward of each turn goes to the last loss token of the turn. Otherwise the whole
+    sample has one reward. The value is the same for all samples."""
 
 
 def assign_micro_batches(

@@ -179,11 +179,12 @@ class Policy(MegatronModel):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Replace the policy with the frozen reference inside the block.
+        """Context manager. In its `with` statement the model computes with the weights of the frozen
+        reference.
 
-        Afterwards the policy's weights are restored bit for bit. If a pass inside the block replays
-        routes, it uses the replayed experts with the reference's own gate weights. With an adapter,
-        the reference is the model with the adapter turned off.
+        Afterwards the policy's weights are restored bit for bit. If a pass of the reference replays
+        routes, it uses the replayed experts with the reference's own gate weights. With an adapter, the
+        reference is the model with the adapter turned off.
 
         Raises RuntimeError if the policy was made without a reference.
         """
@@ -200,8 +201,9 @@ class Policy(MegatronModel):
     def fake_quantized(
         self, fake_quantize: FakeQuantize, dtype: torch.dtype | None
     ) -> Iterator[None]:
-        """Replace the weights inside the block with those that an engine with quantised weights holds
-        (see `parallel.quantized.fake_quantized`). `dtype` is the dtype of the export. A collective."""
+        """Context manager. In its `with` statement the weights have the values that an engine with
+        quantised weights holds (see `parallel.quantized.fake_quantized`). `dtype` is the dtype of the
+        export. A collective."""
         self.require_parameters()
         self.gather_parameters()
         memory = self._export_memory

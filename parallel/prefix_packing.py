@@ -233,8 +233,9 @@ def pack_families(families: Sequence[Family], token_budget: int) -> list[FamilyP
 
 
 def _fill(family: Family, token_budget: int) -> list[Family]:
-    """Cut a family into pieces with the limits of `pack_families`. Each piece gets every sample that
-    still fits before the next piece is begun. A sample that is larger is a piece of its own."""
+    """Cut a family into pieces that keep the limits of `pack_families`. The pieces are filled one after
+    the other, each with every remaining sample that still fits. A sample that exceeds a limit alone is
+    a piece of its own."""
     max_tokens = MAX_TOKENS_PER_ROW * token_budget
     if family.num_rows <= token_budget and sum(family.lengths) <= max_tokens:
         return [family]

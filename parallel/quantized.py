@@ -30,8 +30,8 @@ def fake_quantized(
     memory: SharedMemory,
     dtype: torch.dtype | None,
 ) -> Iterator[None]:
-    """Replace the weights inside the block with the results of `fake_quantize`, and restore them
-    bit for bit after the block. A collective.
+    """Context manager. Replaces the weights with the results of `fake_quantize`, and restores the
+    weights bit for bit when the `with` statement ends. A collective.
 
     `max_bytes`, `memory` and `dtype` are those of `parallel.export.export_buckets`: values are cast to
     the dtype of the export before they are quantised. Each rank needs memory for a copy of its shards.

@@ -73,8 +73,8 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Replace the current weights with the reference weights inside the block. At its end the
-        replaced weights are restored, even after an error."""
+        """Context manager. Replaces the current weights with the reference weights, and restores the
+        replaced weights when the `with` statement ends, even after an error."""
         with torch.no_grad():
             present = self._tensors()
             if self._stash is None or not self._stash.fits(present):

@@ -1,5 +1,5 @@
-"""Read and write optimizer state that TransformerEngine's FusedAdam keeps in less than fp32
-precision (`use_precision_aware_optimizer`).
+"""Read and write optimizer state that TransformerEngine's FusedAdam keeps in less than fp32 precision
+(`use_precision_aware_optimizer`).
 
 FusedAdam keeps main parameters as fp32, as fp16 with a scale, or as the 16 bits that the bf16
 weights lack, and moments as fp32, bf16, fp16 with a scale or fp8 with a scale. Checkpoints hold
@@ -7,9 +7,9 @@ fp32 values, so that any run can load them: this module reads the state as fp32 
 writes it back. bf16 moments and 16-bit remainders survive this bit for bit. Values with a scale get
 a new scale, which is computed from the largest value.
 
-TransformerEngine runs only on GPUs, and this module has not run there. The tests use a stand-in
-with the same interface (`get_unscaled_state`, `set_scaled_state`, `initialize_state` of
-transformer_engine/pytorch/optimizers/fused_adam.py), and the bits of the remainders follow its
+TransformerEngine runs only on GPUs, and this module has not run there. The tests use a stand-in with
+FusedAdam's interface (`get_unscaled_state`, `set_scaled_state`, `initialize_state` of
+transformer_engine/pytorch/optimizers/fused_adam.py). The bits of the remainders follow FusedAdam's
 kernel (`AdamFunctorMasterParamRemainder` in transformer_engine/common/multi_tensor/adam.cu).
 """
 

@@ -45,8 +45,8 @@ def version_rows(
     version means for mrl.
 
     `installed` returns a package's version, or None if it is not installed. `python` is Python's
-    version. `failure` returns the error from importing a module, as one line, or None if the module
-    can be imported. All three default to this environment.
+    version. `failure` returns the error from importing a module, as one line, or None if the module can
+    be imported. By default, all three arguments describe this environment.
     """
     find = installed or installed_version
     here = python or platform.python_version()

@@ -115,10 +115,10 @@ def fake_quantize_fp8_groups(x: Tensor, group: int = BLOCK) -> Tensor:
 
     and the result is rounded to the dtype of `x`. This is SGLang's `per_token_group_quant_fp8`, the
     dynamic quantisation of activations for weights in blocks, as its Triton kernel
-    (`_per_token_group_quant_8bit`) computes it. Its CUDA kernel (`per_token_group_quant.cuh`)
-    computes the scale as amax * (1 / 448) and the factor as 448 / amax, so that its scales may
-    differ in the last bit. With the scales of the CUDA kernel, quantising the dequantised values
-    again would not give the same bits. With the formula above it does, in fp32.
+    (`_per_token_group_quant_8bit`) computes it. Its CUDA kernel (`per_token_group_quant.cuh`) computes
+    the scale as amax * (1 / 448) and the factor as 448 / amax, so that its scales may differ in the
+    last bit. With the formula above, quantising the dequantised fp32 values again gives the same bits.
+    With the CUDA kernel's scales it would not.
 
     Args:
         x: [..., K] in fp32, bf16 or fp16.

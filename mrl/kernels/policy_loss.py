@@ -162,10 +162,12 @@ def _check_shared(
     seq_logratio: Tensor | None,
     seq_importance: Tensor | None,
 ) -> None:
-    """Check that `seq_logratio` and `seq_importance` are given where they are needed.
+    """Raise ValueError if `seq_logratio` or `seq_importance` does not fit the options. Both may be None
+    with any options.
 
-    Raises ValueError if `seq_logratio` is given but `ratio` is not `sequence`, if `seq_importance` is
-    given but the level of `importance` is not `sequence`, or if both are needed but only one is given.
+    Raises if `seq_logratio` is given but `ratio` is not `sequence`, or if `seq_importance` is given but
+    the level of `importance` is not `sequence`. If `ratio` and the level are both `sequence`, raises if
+    only one of the two tensors is given.
     """
     if seq_logratio is None and seq_importance is None:
         return

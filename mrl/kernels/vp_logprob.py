@@ -94,8 +94,8 @@ def tile_size(num_columns: int, num_ranks: int) -> int:
     """Return the number of columns of a tile, a divisor of V_loc = `num_columns`.
 
     With V = V_loc * `num_ranks`, it is the smallest integer among V / 32, V / 16, ..., V that divides
-    V_loc and is a multiple of TILE_UNIT. If there is none, it is the smallest one that divides V_loc.
-    If there is none either, it is the smallest integer among V_loc / 32, V_loc / 16, ..., V_loc.
+    V_loc and is a multiple of TILE_UNIT, or else the smallest that divides V_loc. If none of them
+    divides V_loc, it is the smallest integer among V_loc / 32, V_loc / 16, ..., V_loc.
     """
     size = num_columns * num_ranks
     for unit in (TILE_UNIT, 1):

@@ -4,7 +4,7 @@ A delta holds the elements whose bits changed, and their positions. It is lossle
 the dtype, because elements are compared, sent and written as bits. csrc/weight_delta.h has the format
 of the positions.
 
-Legend: N elements of s bytes each, in K chunks of CHUNK elements, n of which changed. The bytes of a
+Dimensions: N elements of s bytes each, K chunks of CHUNK elements, n changed elements. The bytes of a
 delta, one part after the other:
 
     changed         u32[K], how many elements of each chunk changed

@@ -38,8 +38,8 @@ class Rule:
 
     @property
     def shard_dim(self) -> int:
-        """The dimension of the rule's HF tensors along which they are split over tensor-parallel
-        ranks, if the parameter is split."""
+        """The dimension along which the rule's HF tensors are split over tensor-parallel ranks. It has
+        no meaning for a parameter that is not split."""
         return 1 if self.split == "columns" else 0
 
 

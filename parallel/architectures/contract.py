@@ -23,8 +23,8 @@ ALIKE = {
 }
 """Maps keys of `transformer_config` to the fields of `sizes` that must have the same value."""
 PARTS = {"gated": 2, "qkv": 3}
-"""Maps the kind of a parameter's split to the number of HF tensors that form the parameter. For all
-other kinds it is 1."""
+"""Maps the kind of a parameter's split to the number of HF tensors that form the parameter. A parameter
+of any other kind consists of one HF tensor."""
 
 
 def check_object(spec: str, found: Any) -> Architecture:

@@ -21,8 +21,8 @@ from parallel.architectures.common import ATTENTION, HF_ATTENTION
 from parallel.dims import ModelSizes
 
 LATENT_NORM_EPS = 1e-6
-"""The epsilon that transformers uses for the latents' norms, regardless of rms_norm_eps. Megatron
-has one epsilon for all norms."""
+"""The epsilon that transformers uses for the latents' norms, regardless of rms_norm_eps. Megatron has
+one epsilon for all norms, so a model with another rms_norm_eps is refused."""
 SCORED_EXPERTS = 2
 """A group's score is the sum of its SCORED_EXPERTS highest expert scores (arXiv 2412.19437 section
 2.1.2)."""

@@ -202,7 +202,8 @@ def _write_config(
 
 
 def _unquantized(names: Collection[str]) -> list[str]:
-    """Return the modules of the weights `names` that have no scales, without norms and embeddings."""
+    """Return the names of the modules that are stored without scales, except norms and embeddings.
+    `names` are the names of all weights in the folder."""
     modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     return [
         module

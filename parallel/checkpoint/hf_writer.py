@@ -80,7 +80,8 @@ def _temporary(number: int) -> str:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden folder to write into, which becomes `target` at the end of the block.
+    """Context manager. Yields a hidden folder to write into, and renames it to `target` when the `with`
+    statement ends.
 
     Raises InputError if `target` is not empty or cannot be made, or if another process is writing it,
     and DiskFailed if writing fails. If writing fails, the hidden folder is removed.

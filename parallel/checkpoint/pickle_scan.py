@@ -34,8 +34,8 @@ ARCHIVE_START = b"PK\x03\x04"
 ENTRIES = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
-"""Matches the names of the files in a torch.save archive, without the folder that holds all of
-them. Only data.pkl is a pickle."""
+"""Matches the path of each file in a torch.save archive, relative to the archive's one top folder. Only
+data.pkl is a pickle."""
 IMPORTS_BY_NAME = ("GLOBAL", "INST")
 IMPORTS_UNSEEN = ("EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID")
 NEUTRAL = ("PROTO", "FRAME")

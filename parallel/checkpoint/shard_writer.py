@@ -5,10 +5,10 @@ is Megatron's (AsyncRequest, AsyncCallsQueue). Megatron's `dist_checkpointing.lo
 result. Megatron's own writer is not used, because it passes its results through a manager process
 that outlives a killed trainer.
 
-Every rank decides by itself what it writes, without asking other ranks. This is possible because
-names and rectangles refer to the whole model. Each rank then reports to rank 0 what it has written.
-Rank 0 makes `.metadata` from the reports, and checks that they fit together. If the save is
-asynchronous, rank 0 also does this in the background.
+Every rank decides by itself what it writes, without asking other ranks. This is possible because names
+and rectangles refer to the whole model. Each rank then reports to rank 0 what it has written. Rank 0
+makes `.metadata` from the reports, and checks that they fit together. In an asynchronous save, this is
+done in the background as well.
 """
 
 from __future__ import annotations

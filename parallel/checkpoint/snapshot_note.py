@@ -1,8 +1,8 @@
-"""Read and write RUN/checkpoints/snapshot.json, a note that names the newest snapshot of a run and
-the folders of its files.
+"""Read and write RUN/checkpoints/snapshot.json, a note that names the newest snapshot of a run and the
+folders of its files.
 
-A snapshot is valid only with this note. Snapshot files that no note names are left over from a run
-that was deleted, or that continued without them. This module does not import torch.
+A snapshot is valid only with this note. If no note names some snapshot files, their run was deleted or
+has continued without them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def note_to_resume(checkpoints: Path, num_steps: int) -> Note | None:
 
 
 def step_to_resume(checkpoints: Path, root: Path, num_steps: int) -> int | None:
-    """Return the step of the snapshot that the next start will load; None if it will load no
-    snapshot.
+    """Return the step of the snapshot that the next start will load; None if it will load no snapshot.
 
-    `root` is this node's folder. Files on other nodes cannot be seen here, so only the files of a
-    run on one node are checked.
+    `root` is this node's snapshot folder. If the run has a single node, None is also returned if a file
+    of the snapshot is missing or has the wrong size. If the run has several nodes, no file is checked,
+    because the files of other nodes cannot be seen here.
     """
     note = note_to_resume(checkpoints, num_steps)
     if note is None:

@@ -69,7 +69,7 @@ class Layout:
 class _LayOut(torch.autograd.Function):
     """Copies tokens to their padded positions.
 
-    No output that is used depends on the padding, so each token gets the gradient of one position.
+    A padding position repeats a token, but its output is never used, so it adds no gradient.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens: Tensor, context: ContextSlice, device: torch.device
 ) -> PackedSequences:
-    """Make the parameters of one micro-batch, on `device`, from `cu_seqlens` i32[B+1] on the CPU."""
+    """Return a micro-batch's `PackedSequences`, on `device`; `cu_seqlens` i32[B+1] is on the CPU."""
     by_size: dict[tuple[int, bool, int], list[Block]] = {}
     for b in context.blocks:
         kind = (b.num_tokens - 1).bit_length(), b.offset > 0, b.offset // b.num_tokens
@@ -279,10 +279,10 @@ class PackedAttention(torch.nn.Module):
 
 
 def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether `scaled_dot_product_attention` may get fewer key heads than query heads.
+    """Return whether `scaled_dot_product_attention` should get fewer key heads than query heads.
 
-    On GPUs only FlashAttention and the math kernel support that (documentation of torch 2.13).
-    FlashAttention supports neither a mask nor fp32, and the math kernel holds all scores [b, h, s, k].
+    On GPUs only FlashAttention and the math kernel support that (documentation of torch 2.13). The math
+    kernel holds all scores [b, h, s, k], so FlashAttention must apply: no mask, not fp32.
     """
     return not query.is_cuda or (mask is None and query.dtype != torch.float32)
 

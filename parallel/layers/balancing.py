@@ -96,9 +96,9 @@ def balance_loss_sum(scores: Tensor, rows: RouterRows, counts: Tensor) -> Tensor
 class _Router:
     module: Any
     rows: deque[RouterRows]
-    """Rows of the micro-batches whose forward pass with gradients has not run yet. With recompute
-    that pass is the second forward pass; the order of the micro-batches is the same in both
-    passes."""
+    """Rows of the micro-batches whose forward pass with gradients has not run yet. With recompute, each
+    micro-batch has two forward passes, and only the second has gradients. Both passes process the
+    micro-batches in the same order."""
     global_counts: Tensor | None = None
 
 

@@ -37,8 +37,9 @@ from parallel.megatron_names import MEGATRON
 
 SHARED_WITH_MESSAGES = MEGATRON.has("SharedExpertMLP.wait_current_stream")
 """Whether Megatron computes the two halves of the shared experts (first and second projection) in
-`token_dispatch` and `token_combine`, as in 0.19. In 0.16 it computes them in `dispatch_postprocess`
-and `combine_postprocess`; this module replaces these two methods, so it must compute them itself."""
+`token_dispatch` and `token_combine`, as in 0.19. In 0.16 Megatron computes them in
+`dispatch_postprocess` and `combine_postprocess`. This module replaces these two methods, so under 0.16
+the replacements compute the shared experts."""
 
 
 class OrderedAllToAll(MoEAlltoAllTokenDispatcher):

@@ -71,7 +71,8 @@ class Projection:
     weight: Tensor
     """[V_loc, h]: the layer's own weight, or the embedding's weight if the two are tied."""
     overlaps: bool
-    """Whether hooks reduce gradients during the backward pass. These hooks need to see a gradient."""
+    """Whether hooks of Megatron's DDP reduce gradients during the backward pass. If so, the backward
+    pass must return a gradient for the weight, because the hooks do not accept None."""
 
     @staticmethod
     def of(model: GPTModel, overlaps: bool) -> Projection | None:
@@ -113,10 +114,11 @@ class MainGradient:
     buffer of Megatron's DDP.
 
     This follows the protocol of Megatron's fused accumulation (tensor_parallel/layers.py,
-    `LinearWithGradAccumulationAndAsyncCommunication.backward`): `grad_added_to_main_grad` tells
-    DDP's hook not to add the weight's `.grad` again. If reductions overlap, the hook still needs some
-    `.grad`: an uninitialized tensor or, with a tied embedding (`zero_out_wgrad`), a tensor of zeros.
-    The embedding adds its own gradient to these zeros, and the hook adds the result to the buffer.
+    `LinearWithGradAccumulationAndAsyncCommunication.backward`): `grad_added_to_main_grad` tells DDP's
+    hook not to add the weight's `.grad` again. If the hooks reduce gradients during the backward pass,
+    the weight's hook still needs some `.grad`: an uninitialized tensor or, with a tied embedding
+    (`zero_out_wgrad`), a tensor of zeros. The embedding adds its own gradient to these zeros, and the
+    hook adds the result to the buffer.
     """
 
     def __init__(self, weight: Any, *, fused: bool, overlaps: bool) -> None:

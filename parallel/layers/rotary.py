@@ -28,10 +28,10 @@ class Rotation:
 
     @classmethod
     def at(cls, angles: Tensor, positions: Tensor, scale: float = 1.0) -> Rotation:
-        """Return the rotation of tokens at `positions` i64[n], which must all be below S.
+        """Return the rotation of tokens at `positions` i64[n].
 
-        `angles` f32[S, 1, 1, 2 r] are Megatron's rotary angles; their second half repeats the
-        first. `scale` multiplies cosines and sines (YaRN, arXiv 2309.00071).
+        `angles` f32[S, 1, 1, 2 r] are Megatron's rotary angles of the positions 0 to S-1; their second
+        half repeats the first. `scale` multiplies cosines and sines (YaRN, arXiv 2309.00071).
         """
         half = angles.shape[-1] // 2
         own = angles[:, 0, :, :half].index_select(0, positions).float()

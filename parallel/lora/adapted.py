@@ -60,7 +60,8 @@ class Adaptation:
         return AdapterMap(self._model, self._mesh, chunks, self.setup)
 
     def off(self) -> AbstractContextManager[None]:
-        """Turn the updates off inside the block, so that the model computes the same as its base."""
+        """Return a context manager. In its `with` statement the updates are turned off, so the model
+        computes the same as its base."""
         return self._switch.off()
 
     def sum_expert_gradients(self, adapter: WeightMap) -> None:

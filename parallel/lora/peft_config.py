@@ -25,10 +25,10 @@ NEUTRAL = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
     }
 )
-"""Keys of adapter_config.json that may have a value; all other keys must be false, 0 or empty. Some
-of these keys are checked separately; the rest do not change the formula `W x + (alpha / rank) B (A
-x)`. For example, the tensors already show which modules are adapted, `fan_in_fan_out` has no
-meaning for linear layers, and mrl uses no dropout."""
+"""Keys of adapter_config.json that may have any value here; all other keys must be false, 0 or empty.
+Some of these keys are checked separately. The others do not change the formula `W x + (alpha / rank) B
+(A x)`: for example, `target_modules` only repeats which modules the tensors belong to, `fan_in_fan_out`
+has no meaning for linear layers, and mrl uses no dropout."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights unchanged."""
 
