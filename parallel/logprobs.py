@@ -105,9 +105,10 @@ def _in_packed_order(
 ) -> tuple[Tensor, Tensor]:
     """Turn values f32[n] of this rank's rows into values f32[N] of all packed tokens.
 
-    The value of row t becomes the value of token t + 1, which row t predicts. `predicts`, bool[N], is
-    true for the rows t whose values are kept: a shared row may predict a loss token of one sequence
-    and a token without loss of another.
+    The value of row t becomes the value of token t + 1, which row t predicts. If sequences share row t,
+    it may predict a loss token of one sequence and a token without loss of another. So `predicts`,
+    bool[N], says for each packed token whether the value of its row is kept; otherwise 0 takes its
+    place.
     """
     if context.index is not None:
         both = context.gather(torch.stack([logprobs, entropy], dim=1))

@@ -134,11 +134,11 @@ def _adams(optimizer: Any) -> list[Any]:
 
 
 def _stepped_by(optimizer: Any) -> dict[int, tuple[Tensor, Any]]:
-    """Return a dict with an entry for each tensor that Megatron gave to the optimizer. The key is
-    the tensor's id. The value is a pair: the tensor that is updated in its place, and the Adam that
-    updates it.
+    """Return a dict with an entry for each tensor that Megatron gave to the optimizer. The key is the
+    tensor's id. The value is a pair (tensor, Adam): the tensor that an Adam updates, and this Adam.
 
-    The two tensors differ only in a HybridDeviceOptimizer, which may update a copy.
+    A HybridDeviceOptimizer may let an Adam update a copy of the tensor that Megatron gave. All other
+    optimizers update the given tensor itself.
     """
     outer = getattr(optimizer, "inner_param_to_orig_param", {})
     return {

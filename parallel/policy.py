@@ -65,10 +65,11 @@ class Policy(MegatronModel):
 
         `optimizer` is None for evaluation; the policy then has no gradients or optimizer state.
         `reference` is the frozen reference; None if there is no reference. `megatron` is the recipe's
-        section of that name. `lora` describes the adapter that is trained. The reference is then
-        the model without the adapter, which needs no copy, and `reference` must be `model` or None.
-        `base` is a base that the policy shares with other policies; building the policy also mounts
-        it on this base. `name` must differ from the names of the other policies on the base.
+        section of that name. If `lora` is given, only the adapter that it describes is trained. The
+        reference is then the model without the adapter, which needs no copy, and `reference` must be
+        `model` or None. `base` is a base that the policy shares with other policies; building the
+        policy also mounts it on this base. `name` must differ from the names of the other policies on
+        the base.
 
         Raises InputError if the policy cannot share that base; the other policies are then
         unchanged.

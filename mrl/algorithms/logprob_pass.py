@@ -10,9 +10,9 @@ from mrl.config import Recipe
 def update_can_serve(recipe: Recipe) -> bool:
     """Return whether the log-probs of the policy's training pass can serve as the old log-probs.
 
-    They can if a rollout has a single optimizer step, because the training pass then uses the
-    weights from before the update. They cannot if `guards.min_ess` is set: without a separate pass,
-    a skipped step would have no mismatch metrics.
+    They can if a rollout has a single optimizer step, because the training pass then uses the weights
+    from before the update. They cannot if `guards.min_ess` is set: this guard may skip a step, and a
+    skipped step has mismatch metrics only if there is a separate pass.
     """
     train = recipe.train
     takes_one = train.num_steps_per_rollout * train.num_epochs_per_rollout == 1

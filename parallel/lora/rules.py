@@ -85,7 +85,8 @@ def adapter_pair(rule: Rule, hf: str, adapter: Adapter) -> Iterator[Rule]:
 
 
 def read_adapter(config: LoraConfig, model: HfModel) -> Adapter:
-    """Return the adapter that the recipe asks for, with the modules that the model has.
+    """Return the adapter that the recipe asks for. The target `attention` stands for all attention
+    modules of the model.
 
     Raises InputError for a module that the model lacks or that cannot have an adapter, for
     `lora.experts` in a model without experts, and if nothing would be trained.
