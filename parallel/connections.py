@@ -21,7 +21,8 @@ from mrl.config import ParallelConfig
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10
-"""The first major compute capability whose streams keep the order with several queues."""
+"""The first major compute capability on which several queues, too, guarantee the order that Megatron
+relies on (see the module docstring)."""
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
 QUERY_S = 30.0
 DRIVER = Path("/dev/nvidiactl")

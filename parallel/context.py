@@ -75,7 +75,7 @@ class ContextSlice:
 
     @property
     def packed(self) -> Tensor:
-        """i64[n] on the CPU: the values of `index`, even if `index` itself is None."""
+        """i64[n] on the CPU: the values of `index`, or 0 to n - 1 if `index` is None."""
         parts = [block.packed for block in self.blocks]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 

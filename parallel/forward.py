@@ -34,8 +34,8 @@ from parallel.packing import num_rows, to_device
 from parallel.pass_output import Observe, ObservedRoutes, PassOutput
 
 LossFunction = Callable[[Tensor, MicroBatch], LossOutput]
-"""Takes the head's output f32[N] (with gradient) and the micro-batch. Returns the loss, a sum that
-is not normalised later, and statistics."""
+"""Takes the head's output f32[N] (with gradient) and the micro-batch. Returns the loss and its
+statistics. The loss is a sum, and is not normalised later."""
 
 
 @dataclass(frozen=True)

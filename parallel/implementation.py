@@ -19,8 +19,8 @@ Implementation = Literal["local", "transformer_engine"]
 OLDEST_TRANSFORMER_ENGINE = (2, 6)
 """The oldest version of TransformerEngine whose layers mrl can build."""
 OLDEST_BATCH_INVARIANT = (2, 10)
-"""The oldest TransformerEngine for Megatron's batch-invariant mode. If the mode is on,
-`TEDotProductAttention.forward` asserts this version, because the mode sets `num_splits`."""
+"""The oldest TransformerEngine for Megatron's batch-invariant mode. In this mode
+`TEDotProductAttention.forward` sets `num_splits`, and asserts that the version is at least this one."""
 OLDEST_FUSED_PERMUTE = (2, 1)
 """The oldest TransformerEngine with which Megatron accepts `moe_permute_fusion`
 (`TransformerConfig.__post_init__`)."""

@@ -39,7 +39,7 @@ class Mesh:
     """
 
     dims: ParallelDims
-    """The size of each dimension of the grid."""
+    """The sizes of the dimensions of both grids."""
     rank: int
     """This rank's number in the job, from 0 to `dims.world` - 1."""
     device: torch.device

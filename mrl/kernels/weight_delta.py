@@ -28,8 +28,8 @@ LONG_GAP = 255
 TORCH_PIECE = 64 * CHUNK
 """Number of elements that `encode_in_torch` compares at a time."""
 PIECE_BYTES = 64
-"""The memory that `encode_in_torch` needs, in bytes per element that it compares at a time, if most
-elements changed."""
+"""The memory that `encode_in_torch` needs if most elements changed, in bytes for each of the
+TORCH_PIECE elements."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Maps the size of an element in bytes to the integer dtype in which elements are compared."""
 

@@ -31,7 +31,7 @@ class FusedExperts:
     layer."""
 
     prefix: str
-    """PEFT's name of the two matrices, without `.lora_A.weight`."""
+    """PEFT's name of A and B, without the endings `.lora_A.weight` and `.lora_B.weight`."""
     num_experts: int
     num_parts: int
     """The number of Hugging Face weights of an expert that are joined in the parameter: 2 for gate
