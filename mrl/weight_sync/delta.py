@@ -2,9 +2,10 @@
 bits have changed since the previous version.
 
 The trainer keeps the bytes of the version that it exported last, and compares the next version with
-them. A worker that holds the same version copies it and writes the changed elements into it. Before an
-engine loads the result, the worker checks the bytes of each delta by a checksum, and each resulting
-bucket by digests that the trainer computed. If a check fails, the trainer sends the whole bucket.
+them. A worker that holds the previous version makes a copy of it, and writes the changed elements
+into the copy. Before an engine loads the result, the worker checks the bytes of each delta by a
+checksum, and each resulting bucket by digests that the trainer computed. If a check fails, the
+trainer sends the whole bucket.
 
 The format of the bytes is in `mrl.kernels.weight_delta`.
 """
