@@ -97,8 +97,9 @@ class LastVersion:
         self._base, self.version, self._next, self._number = self.version, None, version, 0
 
     def replace(self, bucket: WeightBucket, traffic: Traffic, *, wants_delta: bool) -> Delta | None:
-        """Overwrite the next held bucket with `bucket`. If `wants_delta`, return the delta that turns
-        the held bucket into `bucket`. Return None if there is none or it would be too large (`WORTH`).
+        """Overwrite the next held bucket with `bucket`. If `wants_delta`, return the delta that
+        turns the held bucket into `bucket`. Return None without `wants_delta`, if there is no such
+        delta, or if the delta would be too large (`WORTH`).
 
         There is no delta for a bucket without digests, because a worker could not check the result.
         """

@@ -80,9 +80,9 @@ def pending_tokens(scheduler):
 
 
 def add_pending(request, old_version, num_tokens):
-    """Record that `old_version` sampled the tokens up to `num_tokens` tokens beyond the request's
-    current output. The record is a new entry of SGLang's list `weight_version_events`. It replaces
-    an entry that ends at the current output."""
+    """Record that `old_version` sampled the request's output so far, and also the next `num_tokens`
+    tokens. The record is a new entry of SGLang's list `weight_version_events`. It replaces an entry
+    that ends at the current output."""
     events = request.weight_version_events
     num_before = len(request.output_ids)
     if events and events[-1].num_output_tokens == num_before and num_before:
