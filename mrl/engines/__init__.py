@@ -42,8 +42,9 @@ def engine_names() -> list[str]:
 def load_engine(name: str) -> Callable[..., RolloutEngine]:
     """Import the module of an engine, and return its class `Engine` or its function `build_engine`.
 
-    Both take an `EngineConfig`. Raises InputError for an unknown name, or a module that has neither.
-    mrl/system/plugins.py describes how a name is looked up.
+    The class or function takes an `EngineConfig`. Raises InputError for an unknown name, or for a
+    module with neither an `Engine` nor a `build_engine`. mrl/system/plugins.py describes how a name
+    is looked up.
     """
     engine: Any = resolve(_KIND, name)
     if not callable(engine):

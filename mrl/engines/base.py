@@ -68,7 +68,7 @@ class RequestFailed(RunFailed):
 
 
 class EndsEngine(RequestFailed):
-    """Two engines died with this request in flight; in the second one, only its call was running."""
+    """Two engines died with this request in flight. In the second one, no other call was running."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Size and timings of a weight update. The time not listed here was spent on gathering weights."""
+    """Size and timings of a weight update. The update's other seconds went into gathering weights."""
 
     num_bytes: int
     push_s: float
@@ -197,13 +197,13 @@ class EngineServer(Protocol):
         excludes these tokens from the loss. To keep them, abort() the requests, update, and send prompt
         and partial answer as new requests (mrl.collect.single_turn does so for partial rollouts).
 
-        The prefix cache stores prefixes under keys, which name the weight version. After the update, a
-        request that was retracted or had not begun gets the key of the new version, so it reads nothing
-        that older weights computed (plugins/server/mrl_weight_versions.py). A running request keeps the
-        old key, which no later request uses. On a server with one policy, calls that have
-        `stale_prefixes` or are not `concurrent` use no key: `RoutingTrace.row_versions` has the version
-        that computed each row of their routes, or UNKNOWN_VERSION. If a call that is not `concurrent`
-        ends during the pause, a server with one policy resumes.
+        The prefix cache stores prefixes under keys, which name the weight version. After the
+        update, a request that was retracted or had not begun gets the key of the new version, so it
+        reads nothing that older weights computed (plugins/server/mrl_weight_versions.py). A running
+        request keeps the old key, which no later request uses. On a server with one policy, calls
+        that have `stale_prefixes` or are not `concurrent` use no key, and may read what older
+        weights computed (see `RoutingTrace.row_versions`). If a call that is not `concurrent` ends
+        during the pause, a server with one policy resumes.
         """
         ...
 

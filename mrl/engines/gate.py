@@ -252,9 +252,9 @@ class Gate:
         return max_tokens if self._policy is None else self._policy.tokens_each(name, max_tokens)
 
     def _may_admit(self, in_flight: int) -> bool:
-        """Return whether any request may be sent now. If a queue must run alone, it is chosen to do so
-        once the engine has no requests, and nothing is sent before that. `in_flight` is the sum of
-        `_Tenant.in_flight`, which is 0 if the engine has no requests."""
+        """Return whether any request may be sent now. If a queue must run alone, nothing is sent
+        until the engine has no requests; from then on only this queue is admitted. `in_flight` is
+        the sum of `_Tenant.in_flight`, which is 0 if the engine has no requests."""
         if self._alone is not None:
             return True
         queues = [queue for tenant in self._tenants.values() for queue in tenant.queues]

@@ -15,25 +15,28 @@ from collections.abc import Callable
 class GateTimes:
     """The sums of one gate. The gate calls these methods under its lock.
 
-    A sum whose name ends in `_s` is an integral over time: a request that was in the engine for 3
-    seconds adds 3 to `sent_s`. Sums of several gates, or of several periods, can be added.
+    `seconds` is the time itself, and `busy_s` the time during which the engine had a request. Every
+    other sum whose name ends in `_s` is the integral over time of the number that its line names: a
+    request that was in the engine for 3 seconds adds 3 to `sent_s`. Sums of several gates, or of
+    several periods, can be added.
 
     seconds    the time itself
+    busy_s     the time during which the engine had a request
     room_s     the number of requests that the engine can run at once
     sent_s     the number of requests in the engine, running or queued there
-    running_s  the number of requests in the engine, capped at the number that it can run at once
-    cache_s    the number of tokens that its KV cache can hold
-    held_s     tokens of prompts and answers, as if each answer grew evenly; added when a request ends
-    counted_s  tokens that requests in the engine are expected to hold when they end (for admission)
-    busy_s     the time in which the engine has any request
+    running_s  the number of requests in the engine, but at most the number that it can run at once
+    cache_s    the number of tokens that the engine's KV cache can hold
+    held_s     the number of tokens, prompt and answer, that requests in the engine have so far. A
+               request's part is added when it ends, as if its answer had grown evenly.
+    counted_s  the number of tokens that requests in the engine are expected to have when they end
     mix_s      the number of tenants that have requests in the engine
 
-    and for each tenant:
+    And for each tenant, where NAME is its name:
 
-    NAME/sent_s     the number of its requests in the engine
-    NAME/waited_s   the number of its requests that wait at the gate
+    NAME/sent_s     the number of the tenant's requests in the engine
+    NAME/waited_s   the number of the tenant's requests that wait at the gate
     NAME/requests   a count, not an integral: requests that were sent or withdrawn
-    NAME/tokens     a count, not an integral: tokens that were generated for it
+    NAME/tokens     a count, not an integral: tokens that were generated for the tenant
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -92,7 +92,8 @@ class Ledger:
         return max(0, min(most, self.capacity(version)) - len(self.waiting))
 
     def capacity(self, version: int) -> int:
-        """Return how many more groups may be started whose oldest token is of version `version`."""
+        """Return how many more groups may be started if the oldest token of each is of version
+        `version`."""
         in_flight = [*self.leases.values(), *self.finished.values()]
         return self.bound.room(self.step, [each.oldest for each in in_flight], version)
 

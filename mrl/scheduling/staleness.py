@@ -63,8 +63,7 @@ class Bound:
         """Return whether a leased group may become too old if `step` does not wait for it.
 
         `leased` has the version of the oldest token of each leased group. Finished groups need not
-        be counted. The step takes the groups that are due first, so a finished group that it leaves
-        in the queue is due no earlier than any group that it takes.
+        be counted, because each step takes the finished groups that are due first.
         """
         dues = sorted(self.due(each) for each in leased)
         return any(

@@ -198,8 +198,9 @@ def phase(name: str) -> Iterator[None]:
     """Mark the phase of this rank during the `with` block or, as a decorator, during each call.
 
     Every rank must go through the same phases in the same order, even if it has nothing to do. If
-    phases are nested, the page shows the inner phase. It shows the outer phase instead if both names
-    are equal except for the outer suffix: during `save` inside `save:snapshot`, `save:snapshot`.
+    phases are nested, the page shows the inner phase. The exception is an inner phase whose name is
+    the outer name without the suffix: during `save` inside `save:snapshot`, the page still shows
+    `save:snapshot`.
     """
     before = ""
     for page in _pages:

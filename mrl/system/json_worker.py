@@ -131,7 +131,8 @@ class JsonWorker:
                 raise WorkerLost(f"worker process (exit code {self._end()})") from None
 
     def close(self) -> None:
-        """Kill the worker and its child processes permanently. May be called more than once."""
+        """Kill the worker and its child processes; the worker is not started again. May be called
+        more than once."""
         self._closed = True
         self._kill()  # this ends a call that waits in another thread
         with self._lock:
@@ -185,10 +186,9 @@ class JsonWorker:
             raise WorkerNotStarted(f"could not be started again: {error}") from None
 
     def _kill(self) -> None:
-        """Kill the worker's process group, if the worker has not been reaped.
+        """Kill the worker's process group, unless the worker has been reaped already.
 
-        The process must not be reaped before this call, because the system could then reuse its PID
-        for another process.
+        After a worker has been reaped, the system may have reused its PID for another process.
         """
         process = self._process
         if process is not None and process.returncode is None:

@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, and attaches a text to them that says what used the memory."""
+"""Recognises out-of-memory errors, and attaches to each a text that says what used the memory."""
 
 from __future__ import annotations
 

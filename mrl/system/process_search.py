@@ -1,7 +1,8 @@
 """Finds processes by an environment variable that they inherited, and kills them.
 
-Without root, this is the only way to find descendants of a worker that left its session (`setsid`)
-or whose parent has exited. A process that has cleared its environment is not found.
+Without root, this is the only way to find those descendants of a worker that have left the worker's
+session (`setsid`) or whose parent has exited. A process that has cleared its environment is not
+found.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 bits have changed since the previous version.
 
 The trainer keeps the bytes of the version that it exported last, and compares the next version with
-them. A worker that holds the same version copies it and writes the changed elements into it. Before an
-engine loads the result, the worker checks the bytes of each delta by a checksum, and each resulting
-bucket by digests that the trainer computed. If a check fails, the trainer sends the whole bucket.
+them. A worker that holds the previous version makes a copy of it, and writes the changed elements
+into the copy. Before an engine loads the result, the worker checks the bytes of each delta by a
+checksum, and each resulting bucket by digests that the trainer computed. If a check fails, the
+trainer sends the whole bucket.
 
 The format of the bytes is in `mrl.kernels.weight_delta`.
 """
@@ -96,8 +97,9 @@ class LastVersion:
         self._base, self.version, self._next, self._number = self.version, None, version, 0
 
     def replace(self, bucket: WeightBucket, traffic: Traffic, *, wants_delta: bool) -> Delta | None:
-        """Overwrite the next held bucket with `bucket`. If `wants_delta`, return the delta that turns
-        the held bucket into `bucket`. Return None if there is none or it would be too large (`WORTH`).
+        """Overwrite the next held bucket with `bucket`. If `wants_delta`, return the delta that
+        turns the held bucket into `bucket`. Return None without `wants_delta`, if there is no such
+        delta, or if the delta would be too large (`WORTH`).
 
         There is no delta for a bucket without digests, because a worker could not check the result.
         """

@@ -34,8 +34,8 @@ from mrl.weight_sync.staging import Staging, header_of
 
 Job = Callable[["_Sending", PairGroup], None]
 GRACE_S = 2.0
-"""Extra seconds to wait beyond a transfer's own time limit. If the transfer reaches its limit, it
-then fails first, with its own error message."""
+"""Seconds that are added to a transfer's own time limit before the worker counts as failed. They
+give a transfer that has reached its limit time to report its own error."""
 BEAT_S = 1.0
 
 

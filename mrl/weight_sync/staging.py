@@ -74,10 +74,11 @@ class Staging:
     def patch(self, header: Mapping[str, Any], payload: Tensor) -> str:
         """Make the next bucket by applying a delta to the bucket of the same number in the base.
 
-        `header` is the bucket's description from `header_of`, and also has `Delta.header` under the key
-        `delta`. `payload` u8[num_bytes] has the bytes of the delta. Return an empty string if the
-        resulting bucket has the digests that `header` gives. Otherwise return the reason why it was not
-        made; the caller must then receive the whole bucket, into the memory that `room` returns.
+        `header` is the bucket's description from `header_of`, and also has `Delta.header` under the
+        key `delta`. `payload` u8[num_bytes] has the bytes of the delta. Return an empty string if
+        the resulting bucket has the digests that `header` gives. Otherwise return the reason for
+        the failure. The caller must then receive the whole bucket, into the memory that `room`
+        returns.
         """
         base, number, size = self._base, len(self._headers) + 1, int(header["num_bytes"])
         if base is None or number > len(base.headers):

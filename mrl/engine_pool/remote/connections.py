@@ -52,8 +52,8 @@ class AuthenticatedListener:
         self._strangers: list[Wire] = []
         """Connections whose first message has not arrived yet, the oldest first."""
         self._waiting: list[Wire] = []
-        """Connections of rollout ranks without a worker. They stay open until this process ends, so
-        that these ranks notice when it ends."""
+        """Connections of rollout ranks without a worker. This process never closes them, so a rank
+        learns from the end of its connection that this process has ended."""
         self._is_closed = False
         host, port = self._listener.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)

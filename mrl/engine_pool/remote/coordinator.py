@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class Status(NamedTuple):
-    """What the trainer can do now without waiting. `Coordinator.poll` returns it for its arguments
-    `work_ids` and `version`."""
+    """What the trainer can do now without waiting, as returned by `Coordinator.poll(work_ids,
+    version)`. The fields refer to these two arguments."""
 
     can_send: bool
     """Whether a worker is ready to receive the weights `version`."""

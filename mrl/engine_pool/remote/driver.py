@@ -89,7 +89,7 @@ class Schedule(Protocol):
     """Decides what a worker does next. All methods are called in the worker's main thread."""
 
     def handle(self, message: dict[str, Any], body: bytes) -> None:
-        """Process a trainer's message of another type than `receive`, `work` and `stop`."""
+        """Process a message from the trainer whose type is not `receive`, `work` or `stop`."""
         ...
 
     def advance(self) -> bool:
@@ -158,7 +158,7 @@ class EngineDriver:
         self._loader.update(self.engine.endpoint, staging.buckets(), staging.version)
 
     def reload(self) -> None:
-        """Load the version that the lost engine had into the engine that has replaced it."""
+        """Load into the new engine the version of the weights that the lost engine had."""
         assert self.versions.loaded is not None
         self.load(self.versions.loaded)
 

@@ -40,8 +40,8 @@ from parallel.mesh import Mesh
 from parallel.policy import Policy
 
 NextAction = Literal["send", "take", "wait"]
-"""What a service can do now for a tenant without waiting: send the weights, take the samples, or
-wait."""
+"""What a service does next for a tenant: send the weights, take the samples, or wait for the
+engines."""
 T = TypeVar("T")
 
 
@@ -292,7 +292,8 @@ class RemotePool:
     def next_action(
         self, assignments: Sequence[RemoteWork], step: int, *, has_sent: bool
     ) -> NextAction:
-        """Return what can be done now without waiting. Call this on rank 0 only.
+        """Return `send` or `take` if that can be done now, otherwise `wait`. Call this on rank 0
+        only.
 
         `has_sent`: whether the weights of `step` were already sent in the current round of rollouts.
         Raises the same errors as `Coordinator.wait_for`.

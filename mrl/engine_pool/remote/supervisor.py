@@ -278,7 +278,7 @@ def _answers(address: Sequence[Any]) -> bool:
 
 
 def _is_over(store: dist.Store) -> bool:
-    """Return whether the trainer has written to the store that the run ends."""
+    """Return whether the trainer has announced the end of the run in the launcher's store."""
     with suppress(RuntimeError):  # the launcher's store is gone
         return store.check([OVER])
     return False

@@ -30,8 +30,8 @@ class ServerCore:
             Path(config.model.path), launch.hf_config, SCHEMES.get(config.rollout.quantization)
         )
         self.cache_len = launch.context_len
-        """The most tokens that one request can have in the KV cache; `context_len` before the first
-        start."""
+        """The most tokens that one request can have in the KV cache. Before the first start, the
+        value is the context length."""
         self.routes = RouteReader()
         self.connection = ServerConnection(
             launch.settings,

@@ -103,7 +103,7 @@ class SGLangEndpoint:
         self.in_flight.lose_all(error)
 
     def close(self) -> None:
-        """Release memory and files for updates, after the server has ended."""
+        """Release the memory and files that updates have used. Called after the server has ended."""
         if self.updater is not None:
             self.updater.close()
 

@@ -126,7 +126,7 @@ class CallTimeouts:
     """Time limits of control calls, learned from earlier calls. They are kept when the engine is
     started again.
 
-    During a control call the scheduler reports nothing else, so only the time that the call takes
+    Until a control call is done, the scheduler sends nothing, so only the time that the call takes
     distinguishes a slow engine from one that hangs.
     """
 

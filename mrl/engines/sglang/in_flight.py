@@ -42,8 +42,8 @@ class OpenCall:
     versions: list[int]
     """The weight versions in force since the call began, the oldest first."""
     in_cache: tuple[int, ...]
-    """The weight versions under which requests without a cache key had filled the prefix cache when the
-    call began, the oldest first."""
+    """The weight versions that computed cached prefixes of requests without a cache key, before the
+    call began. The oldest version comes first."""
     retracted: bool = False
     sender: RequestSender = field(init=False)
 
@@ -79,8 +79,8 @@ class InFlightRequests:
         self._changed = threading.Condition()
         self._known = KnownPrefixes()
         self._in_cache: list[int] = []
-        """The weight versions under which requests without a cache key (`version_key`) filled the
-        prefix cache, the oldest first."""
+        """The weight versions that may have computed cached prefixes of requests without a cache
+        key (`version_key`). The oldest version comes first."""
         self._in_keyed_cache: set[int] = set()
         self.is_paused = False
         self.is_held = False
@@ -93,11 +93,11 @@ class InFlightRequests:
 
     @property
     def is_cache_empty(self) -> bool:
-        """Whether no request has filled the prefix cache since it was last dropped."""
+        """Whether no request has written to the prefix cache since the cache was last dropped."""
         return not (self._in_cache or self._in_keyed_cache)
 
     def versions_in_use(self) -> set[int]:
-        """Return the versions under which requests in flight were sent, or may be about to be sent."""
+        """Return the versions that requests in flight use or, while they are being sent, may use."""
         found: set[int] = set()
         with self._changed:
             for opened in self._open:
@@ -109,7 +109,7 @@ class InFlightRequests:
         return found
 
     def fill_cache(self, version: int) -> None:
-        """Record that requests without a cache key, under `version`, will fill the prefix cache."""
+        """Record that requests without a cache key will cache prefixes that `version` computes."""
         with self._changed:
             if version not in self._in_cache:
                 self._in_cache.append(version)
@@ -222,7 +222,7 @@ class InFlightRequests:
             sender.end(error)
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
-        """Abort those requests of all open calls that have these ids, or all of them if None."""
+        """Abort the requests with these ids, of all open calls. None aborts all requests."""
         for sender in self._senders():
             sender.abort(request_ids)
 
@@ -298,9 +298,9 @@ class InFlightRequests:
     def _context_of(
         self, opened: OpenCall, rids: Sequence[str], requests: Sequence[Request]
     ) -> SendContext:
-        """Return the number of weight updates since the call began, and the cache key and adapter with
-        which `requests` must be sent now. If they have a cache key, record their tokens, under SGLang's
-        ids `rids`, as tokens that the newest version may compute."""
+        """Return the number of weight updates since the call began, and the cache key and adapter
+        with which `requests` must be sent now. If the call is keyed, also record that the newest
+        version may compute the tokens of these requests, whose SGLang ids are `rids`."""
         with self._changed:
             num_updates, version = len(opened.versions) - 1, opened.versions[-1]
             adapter = None if self._adapter_of is None else self._adapter_of(version)

@@ -87,8 +87,9 @@ class _Sequences:
             del self._num_cached[rid]
 
     def has_author(self, rid: str, prefix: bytes, num_cached: int) -> bool:
-        """Return whether a request other than `rid` starts with `prefix`, which has `num_cached`
-        tokens, and did not read all of them from the cache."""
+        """Return whether a request other than `rid` has or may have computed `prefix`: its tokens
+        start with `prefix`, and it did not read all of `prefix` from the cache. `num_cached` is the
+        number of tokens of `prefix`."""
         for other in self._starting_with(prefix):
             known = self._num_cached[other]
             if other != rid and (known is None or known < num_cached):

@@ -55,8 +55,8 @@ engine."""
 
 HIGHEST_PORT = 65_535 - 10_000
 """The highest port for the server. SGLang 0.5.12 uses the port 10,000 above it for gRPC, and does
-not start if that port exceeds 65,535 (server_args.py, _handle_deprecated_args). One in five of
-Linux's usual free ports is too high."""
+not start if that port exceeds 65,535 (server_args.py, _handle_deprecated_args). One in five of the
+ports that Linux gives by default (32768 to 60999) is higher."""
 PORT_TRIES = 64
 PORT_IN_USE = "already in use"
 """Part of the system's error message for a port that is taken. SGLang's own message under DP attention

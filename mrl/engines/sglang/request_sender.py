@@ -36,7 +36,7 @@ after the abort."""
 
 
 class SendContext(NamedTuple):
-    """What is known about the weights just before requests are sent."""
+    """The state of the weights, for requests that are about to be sent."""
 
     num_updates: int = 0
     """Number of weight updates since the call of generate() began."""

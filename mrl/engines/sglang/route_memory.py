@@ -32,7 +32,7 @@ from mrl.system.shared_memory import Handle, SharedBytes
 VARIABLE = "MRL_ROUTE_READER"
 """The environment variable that tells the server how to open the trainer's memory, as JSON."""
 MARK = b"mrl-routes"
-"""The first bytes of a reference. Read as int32 numbers, they contain no valid expert id."""
+"""The first bytes of a reference. As int32 numbers, none of them is a valid expert id."""
 MAX_BYTES = 4 << 30
 """The most bytes that may wait to be read. Beyond that, routes are sent as base64 in JSON, as SGLang
 does without this module."""

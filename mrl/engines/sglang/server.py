@@ -47,9 +47,9 @@ decode steps, which use the CUDA graphs."""
 class SGLangServer:
     """`mrl.engines.base.EngineServer` for SGLang; without a gate also `RolloutEngine`.
 
-    Several servers can run at the same time. On CPUs, SGLang cannot release memory: sleep and wake
-    check the same rules as on GPUs, so that a run on a laptop finds the same errors, but they free
-    nothing.
+    Several servers can run at the same time. On CPUs, SGLang cannot release memory, so sleep and
+    wake free nothing there. They still check the same rules as on GPUs, so that a run on a laptop
+    finds the same errors.
     """
 
     Node = EngineNode

@@ -168,13 +168,14 @@ def _path(folders: Sequence[Path]) -> str:
 
 
 def compile_caches() -> dict[str, str]:
-    """Return the variables that name the folders for kernels compiled at run time. A variable that is
-    set in the trainer's environment keeps its value.
+    """Return the environment variables that name the folders in which inductor and Triton keep the
+    kernels that they compile at run time. A variable that is set in the trainer's environment keeps
+    its value.
 
     The defaults are the folders that SGLang itself uses since 0.5.20 (environ.py,
-    third_party_cache_defaults). inductor's own default is in TMPDIR, which is deleted with the server.
-    Both compilers name entries by contents and version and create them atomically, so engines and
-    other runs of the user can share the folders.
+    third_party_cache_defaults). Inductor's own default is in TMPDIR, which is deleted with the
+    server. Inductor and Triton name entries by contents and version, and create them atomically, so
+    engines and other runs of the user can share the folders.
     """
     base = Path(os.environ.get("SGLANG_CACHE_DIR") or "~/.cache/sglang").expanduser()
     defaults = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}

@@ -73,9 +73,10 @@ def row_versions(
     been in force since the request was sent, the oldest first. The first `num_cached` rows were read
     from the cache, and each of them has one of the `cached_versions`.
 
-    - The first token may have been sampled by newer weights than those in force when the request was
-      sent. Then there was an update while the request was in the queue or between two chunks of its
-      prefill, and it is unknown which weights computed the rows before the first token's row.
+    - The first token may have been sampled by newer weights than those in force when the request
+      was sent. In that case, an update came while the request was in the queue or between two
+      chunks of its prefill. It is then unknown which weights computed the rows before the first
+      token's row.
     - After a retraction, rows are computed again or read from the cache. If only one version was in
       force, this makes no difference. If there were several, the rows of the last span have this span's
       version, and the version of all earlier rows is unknown. An aborted request may have been

@@ -2,12 +2,12 @@
 
 PEFT has one 2-D tensor for every matrix, and the name of an expert's matrix contains the index of
 the expert. SGLang usually takes the same tensors. The exception is the stacked form, for experts
-that share their outer matrices, which are those with a dimension H: A of the gate and up
-projections, and B of the down projection (srt/lora/mem_pool.py, `experts_shared_outer_loras`). It
-has one 3-D tensor for all experts of a layer, under a name without an index: [1, r, H] or [1, H, r]
-for shared matrices, and [E, I, r] or [E, r, I] for matrices of each expert. An engine takes all of
-its adapters in the same form. If that form is not the stacked one, a shared matrix has one name for
-each expert, and all of these names refer to the same memory.
+that share their outer matrices (srt/lora/mem_pool.py, `experts_shared_outer_loras`). The outer
+matrices have a dimension H: A of the gate and up projections, and B of the down projection. The
+stacked form has one 3-D tensor for all experts of a layer, under a name without an index: [1, r, H]
+or [1, H, r] for shared matrices, and [E, I, r] or [E, r, I] for matrices of each expert. An engine
+takes all of its adapters in the same form. If that form is not the stacked one, a shared matrix has
+one name for each expert, and all of these names refer to the same memory.
 
 Dimensions: r rank of the adapter, E experts of a layer, H hidden size, I intermediate size of experts.
 """

@@ -1,4 +1,4 @@
-"""Checks, before an engine starts, that SGLang can serve an adapter in an engine with this layout."""
+"""Checks, before an engine starts, that SGLang can serve an adapter in the engine."""
 
 from __future__ import annotations
 

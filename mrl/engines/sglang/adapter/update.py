@@ -152,8 +152,9 @@ class AdapterUpdater:
 
     def drop_unused(self, used: Collection[int]) -> None:
         """Make SGLang unload every version except the newest and those in `used`, the versions that
-        requests still use. (SGLang does not unload a version before its requests have finished, so
-        the call would wait for them.) Raises RuntimeError if SGLang refuses."""
+        requests still use. A version in use is kept because SGLang would unload it only after its
+        requests have finished, and the call would wait until then. Raises RuntimeError if SGLang
+        refuses."""
         with self._changing:
             for version in list(self._loaded)[:-1]:
                 if version not in used:

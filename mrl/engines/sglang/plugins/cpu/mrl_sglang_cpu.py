@@ -162,9 +162,9 @@ def attend_extend(
 def fits_kernel(query, k_cache, v_cache, encoder_lens):
     """Return whether paged_attention can replace SGLang's loop.
 
-    It cannot for models with an encoder, for a cache in another dtype than the queries (or neither
-    fp32, bf16 nor fp16), and for head sizes that are not multiples of 8. SGLang's loop still computes
-    these cases. It also computes every prefill that has no causal mask.
+    It can if the model has no encoder, if queries and cache have the same dtype (fp32, bf16 or
+    fp16), and if the head sizes are multiples of 8. SGLang's loop computes all other cases, and
+    every prefill without a causal mask.
     """
     return encoder_lens is None and supports_paged_attention(query, k_cache, v_cache)
 
@@ -221,8 +221,8 @@ def activation_of(config):
 def fits_experts(x, w13, w2, weights):
     """Return whether fused_experts replaces SGLang's loop. The number of tokens does not matter.
 
-    Large bf16 and fp16 experts keep the loop, because oneDNN is faster there: it has instructions for
-    these dtypes.
+    Large bf16 and fp16 experts keep the loop. There the loop is faster, because its oneDNN products
+    use the CPU's instructions for these dtypes.
     """
     if weights.dtype != torch.float32 or not supports_fused_experts(x, w13, w2):
         return False
@@ -232,8 +232,9 @@ def fits_experts(x, w13, w2, weights):
 def add_shared_expert(hidden_states, gate_weight, shared_output, final_hidden_states):
     """Add the gated shared expert to `final_hidden_states` [T, H], with gate_weight [H].
 
-    A token's bits do not depend on the other tokens: each dot product is summed alone, and the sigmoid
-    is taken of whole vectors, because torch computes the last elements of a tensor differently.
+    A token's bits do not depend on the other tokens. Each dot product is summed alone. Each value
+    is repeated WHOLE_VECTORS times before the sigmoid, because torch rounds elements differently if
+    they do not fill a SIMD vector.
     """
     dots = (hidden_states * gate_weight).sum(dim=-1, keepdim=True)
     gate = dots.expand(-1, WHOLE_VECTORS).contiguous().sigmoid()[:, :1]

@@ -5,8 +5,9 @@ path.
    the two functions that do so use ordinary memory.
 2. SGLang computes experts with adapters (srt/lora/lora_moe_runners.py), and the table with the slot of
    each token, in Triton kernels. Here both are computed in torch.
-3. On CPUs SGLang pads the intermediate size of an expert so that every rank has a multiple of its
-   block, but cuts adapters without this padding. Here adapters are padded first.
+3. On CPUs SGLang pads the intermediate size of an expert, so that each rank's part is a multiple of
+the kernel's block size. It cuts adapters into parts without this padding. Here adapters are padded
+first.
 4. Under `rollout.batch_invariant` (with the plugin mrl_on_policy on the path) products and activation
    are those of mrl.kernels.invariant. What an adapter adds to a token then depends neither on the other
    tokens of the batch nor on the ranks of other adapters, because only the rows and columns up to the

@@ -47,8 +47,9 @@ def note_model(updater, *args, **options):
 
 
 def dequantize(original, bucket):
-    """Return the tensors of a bucket as pairs (name, tensor), without the scales and with the quantised
-    tensors dequantised. Mark the modules that contain quantised tensors."""
+    """Return the tensors of a bucket as pairs (name, tensor), without the scales and with the
+    quantised tensors dequantised. Mark the modules that contain quantised tensors, so that their
+    inputs are quantised, too."""
     tensors = dict(original(bucket))
     scales = {name: tensors.pop(name + SCHEME.suffix) for name in list(tensors)
               if name + SCHEME.suffix in tensors}  # fmt: skip

@@ -142,9 +142,9 @@ def sample(original, sampler, logits_output, sampling_info, return_logprob, *res
 def temperatures(sampling_info):
     """Return the exact temperatures of the requests. SGLang has them in float32, and 1 /
     float32(0.8) is not 1.25, so each one becomes the shortest decimal number that rounds to its
-    float32. SGLang has set the temperature of a request with temperature 0 to 1. A request with
-    top_k 1 keeps its temperature, even in a batch of only greedy requests, so its log-probs do not
-    depend on the batch."""
+    float32. For a request with temperature 0 the result is 1, because SGLang has replaced the 0. A
+    request with top_k 1 gets its own temperature, even in a batch of only greedy requests, so its
+    log-probs do not depend on the batch."""
     narrow = sampling_info.temperatures.flatten().tolist()
     return [float(str(numpy.float32(value))) for value in narrow]
 

@@ -52,7 +52,8 @@ def of_all_ranks(model, all_gather):
 
 
 def synchronised(original, worker, *args, **options):
-    """Run `load_bucket`, and return when the device has read the bucket.
+    """Run SGLang's function `original`, which loads a bucket, and return when the device has read
+    the bucket.
 
     SGLang queues its copies on the device, and answers after a barrier of the CPUs alone
     (`update_weights_from_tensor` of managers/scheduler_components/weight_updater.py in 0.5.20, of

@@ -6,12 +6,13 @@ plugin does nothing there.
 
 - A request's `extra_key` is the version of the weights under which it was sent, and SGLang never
   changes it. After an update, a request that waited in the queue, or that was retracted and is
-  computed again, would therefore read prefixes of the older weights. Here the key is renewed whenever
-  a request is matched with the prefix cache (`Req.init_next_round_input` with a tree). A request that
-  keeps its KV cache through an update keeps its key. When it ends, its tokens, some of which older
-  weights computed, enter the cache under this older key, which no later request uses. The same is
-  true for a prefill in chunks, because only its first chunk is matched. A request with an adapter
-  keeps its adapter and its key, to which SGLang has added the id of the adapter.
+  computed again, would therefore read prefixes of the older weights. Here the key is renewed
+  whenever a request is matched with the prefix cache (`Req.init_next_round_input` with a
+  `tree_cache`). A request that keeps its KV cache through an update keeps its key. When it ends,
+  its tokens, some of which older weights computed, enter the cache under this older key, which no
+  later request uses. The same is true for a prefill in chunks, because only its first chunk is
+  matched. A request with an adapter keeps its adapter and its key, to which SGLang has added the id
+  of the adapter.
 - With the overlapping scheduler (GPUs), a batch may still be running on the device when an in-place
   `pause_generation` returns, and an update would overwrite the weights that this batch reads. Here the
   pause waits for the device.
@@ -79,9 +80,9 @@ def pending_tokens(scheduler):
 
 
 def add_pending(request, old_version, num_tokens):
-    """Record that `old_version` sampled the tokens up to `num_tokens` tokens beyond the request's
-    current output. The record is a new entry of SGLang's list `weight_version_events`. It replaces
-    an entry that ends at the current output."""
+    """Record that `old_version` sampled the request's output so far, and also the next `num_tokens`
+    tokens. The record is a new entry of SGLang's list `weight_version_events`. It replaces an entry
+    that ends at the current output."""
     events = request.weight_version_events
     num_before = len(request.output_ids)
     if events and events[-1].num_output_tokens == num_before and num_before:
