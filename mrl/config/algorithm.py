@@ -82,8 +82,8 @@ class AlgorithmConfig(Branch):
     which is on average the gradient of the KL. `k3_unbiased` (DeepSeek-V3.2) is `k3` times the
     ratio of the current to the old policy. `k1+`, `k3+` and `k3_unbiased` work in the loss only."""
     kl_target: float | None = Field(default=None, gt=0)
-    """Target for the mean KL per token: kl_coef is adapted after each step (arXiv 1909.08593,
-    section 2.2), starting from the given value. Null keeps kl_coef constant."""
+    """Target for the mean KL per token. The coefficient starts at `kl_coef` and is adapted after
+    each step (arXiv 1909.08593, section 2.2). Null keeps it constant."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """Number of samples over which an adaptive kl_coef changes by at most a fifth."""
     reference_path: str | None = None
@@ -151,9 +151,9 @@ class AlgorithmConfig(Branch):
     """Clip range of the value loss: how far a value may move away from the value that the critic
     predicted before the update. Null turns the clipping off."""
     proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
-    """Which policy A-3PO takes as the proximal policy for a token that the current weights sampled.
-    `rollout` (AReaL's code): the policy that sampled the token. `policy` (the paper): the current
-    policy itself, so that such a token is never clipped."""
+    """Which log-prob A-3PO takes as the proximal policy's for a token that the newest weights
+    sampled. `rollout` (AReaL's code): the engine's log-prob. `policy` (the paper): the current
+    policy's log-prob in the update itself, so that such a token is never clipped."""
     bootstrap_truncated: bool = False
     """For a truncated response, GAE uses the critic's value of the state after its last token
     instead of 0, because the response would have continued."""

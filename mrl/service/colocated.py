@@ -131,8 +131,8 @@ class ColocatedService(Service[Runs]):
         self._wanting.pop(name, None)
 
     def run_turn(self) -> None:
-        """Run one rollout phase for several tenants. Then train each of these tenants on its own
-        samples, if its samples are for training."""
+        """Run one rollout phase for several tenants. Then train each of these tenants whose
+        property `trains` is true."""
         begin_step(self._round)
         self._engine.begin_step()
         clock = Clock()

@@ -304,7 +304,7 @@ class Service(ABC, Generic[Run]):
                 )
 
     def _write_kept(self) -> None:
-        """Try again to write the states that the disk has refused."""
+        """Try again to write the states that could not be written to disk (see `Registry.kept`)."""
         if self._registry is not None:
             for name in self._registry.write_kept():
                 console.warning(f"the state of tenant {name} is on the disk now")
