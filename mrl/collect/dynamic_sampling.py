@@ -3,7 +3,7 @@
 A step draws prompts in rounds. Each round replaces the groups whose rewards are all equal. The
 rounds end when the rewards within every group differ, or after `rollout.dynamic_sampling_rounds`
 rounds. All ranks have the same groups, so they draw the same prompts without communication. The
-prompts come from the run's cursor, whose position is in the checkpoint.
+prompts are the next ones of the training data; the position in the data is saved in checkpoints.
 """
 
 from __future__ import annotations

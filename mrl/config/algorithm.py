@@ -23,12 +23,11 @@ class MaskConfig(Branch):
     `token_mask` masks a token if this ratio is outside [low, high]; the other tokens are not
     reweighted (IcePop, which reweights them, is `importance: mis`). `sequence_mask` masks a
     sequence if the geometric mean of its tokens' ratios is outside [low, high]. `opsm`
-    (DeepSeek-V3.2, arXiv 2512.02556) applies to sequences in which the rollout log-prob exceeds the
-    current log-prob by more than high on average, and masks their tokens with a negative advantage.
-    `dppo` (arXiv 2602.04879, binary TV) compares the current probability of a token with the
-    engine's probability. It masks a token with a positive advantage if the probability has
-    increased by more than high, and a token with a negative advantage if it has decreased by more
-    than low."""
+    (DeepSeek-V3.2, arXiv 2512.02556) masks a token with a negative advantage if the mean of
+    `rollout log-prob - current log-prob` over its sequence is above high. `dppo` (arXiv 2602.04879,
+    binary TV) compares the current probability of a token with the engine's probability. It masks a
+    token with a positive advantage if the probability has increased by more than high, and a token
+    with a negative advantage if the probability has decreased by more than low."""
     low: float | None = Field(default=None, ge=0)
     """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask` and 0.15 for
     `dppo`; `opsm` has no lower bound."""
@@ -108,11 +107,11 @@ class AlgorithmConfig(Branch):
     the same importance weight, the `exp` of the mean of `old log-prob - rollout log-prob` over the
     sequence's loss tokens."""
     importance_low: float | None = Field(default=None, ge=0)
-    """Lower end of the range of `importance`. Null takes 0 for `tis`, and for `mis` 0.5 with token
-    weights and 0.999 with sequence weights."""
+    """Lower end of the range of `importance`. Null takes 0 for `tis`. For `mis`, null takes 0.5
+    with token weights and 0.999 with sequence weights."""
     importance_high: float | None = Field(default=None, gt=0)
-    """Upper end of the range of `importance`. Null takes 2 for `tis`, and for `mis` 5 with token
-    weights and 1.002 with sequence weights."""
+    """Upper end of the range of `importance`. Null takes 2 for `tis`. For `mis`, null takes 5 with
+    token weights and 1.002 with sequence weights."""
     masks: tuple[MaskConfig, ...] = ()
     """Masks in addition to `importance`; each name may occur once. The metric `mask/NAME` is the
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""

@@ -77,9 +77,10 @@ def delta_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardw
     - A whole version moves W bytes over the link to each worker, and W bytes from a GPU to the
       worker's host memory.
     - A delta moves D bytes over the link to each worker. To compare the versions, the trainer rank
-      moves W bytes from host memory to the GPU, and 2 W bytes in the GPU's memory. The worker reads
-      W bytes of host memory to compute digests. If it keeps several versions (`async.max_staleness`
-      above 0), it first copies the previous version, which moves another 2 W bytes.
+      copies W bytes from host memory to the GPU, and reads 2 W bytes of GPU memory. The worker
+      reads W bytes of host memory to compute digests. If it keeps several versions
+      (`async.max_staleness` above 0), it first copies the previous version, which moves another 2 W
+      bytes.
     """
     whole, served = work.encoded_bytes(shape), -(-work.num_engines(dims) // dims.world)
     is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node

@@ -78,9 +78,9 @@ class Callers:
     def awaiting(self, connection: socket.socket, stage: Stage) -> Iterator[None]:
         """Count a caller as being in a stage while the `with` block sends or receives.
 
-        If too many callers are in this stage, the connection of the oldest caller is shut down.
-        If the connection of this caller was shut down meanwhile, Refused is raised. Otherwise,
-        errors of the block are passed on.
+        If the stage is full, the connection of the caller that has been in it longest is shut down.
+        If this happens to `connection` while the block runs, the block's error is replaced by
+        Refused. All other errors of the block are passed on.
         """
         awaited = self._awaited[stage]
         with self._changing:

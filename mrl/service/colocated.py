@@ -202,8 +202,8 @@ class ColocatedService(Service[Runs]):
 
     @phase("rollout")
     def _generate(self, runs: Sequence[Runs]) -> None:
-        """Generate for all tenants at once, each in a thread of its own. A tenant whose generation
-        fails on any rank is paused."""
+        """Generate the samples of all these tenants at the same time, with one thread per tenant. A
+        tenant whose generation fails on any rank is paused."""
 
         def failure_of(run: Runs) -> str:
             try:
