@@ -20,20 +20,22 @@ class MaskConfig(Branch):
 
     name: Literal["token_mask", "sequence_mask", "opsm", "dppo"]
     """The kind of mask. The correction ratio of a token is `exp(old log-prob - rollout log-prob)`.
-    `token_mask` masks a token if this ratio is outside [low, high]; the other tokens are not
+    `token_mask` masks a token if this ratio is outside [`low`, `high`]; the other tokens are not
     reweighted (IcePop, which reweights them, is `importance: mis`). `sequence_mask` masks a
-    sequence if the geometric mean of its tokens' ratios is outside [low, high]. `opsm`
+    sequence if the geometric mean of its tokens' ratios is outside [`low`, `high`]. `opsm`
     (DeepSeek-V3.2, arXiv 2512.02556) masks a token with a negative advantage if the mean of
-    `rollout log-prob - current log-prob` over its sequence is above high. `dppo` (arXiv 2602.04879,
-    binary TV) compares the current probability of a token with the engine's probability. It masks a
-    token with a positive advantage if the probability has increased by more than high, and a token
-    with a negative advantage if the probability has decreased by more than low."""
+    `rollout log-prob - current log-prob` over its sequence is above `high`. `dppo` (arXiv
+    2602.04879, binary TV) compares the current probability of a token with the engine's
+    probability. It masks a token with a positive advantage if the probability has increased by more
+    than `high`, and a token with a negative advantage if the probability has decreased by more than
+    `low`."""
     low: float | None = Field(default=None, ge=0)
-    """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask` and 0.15 for
-    `dppo`; `opsm` has no lower bound."""
+    """The bound `low` in the description of `name`. The default is 0.5 for `token_mask`, 0.999 for
+    `sequence_mask` and 0.15 for `dppo`; `opsm` does not use it."""
     high: float | None = Field(default=None, gt=0)
-    """Upper bound. The default is 5 for `token_mask`, 1.002 for `sequence_mask` and 0.15 for
-    `dppo`. `opsm` has no default and requires a value (slime uses 1e-4, TRL suggests 0.5)."""
+    """The bound `high` in the description of `name`. The default is 5 for `token_mask`, 1.002 for
+    `sequence_mask` and 0.15 for `dppo`. `opsm` has no default and requires a value (slime uses
+    1e-4, TRL suggests 0.5)."""
 
 
 class AlgorithmConfig(Branch):
@@ -152,7 +154,7 @@ class AlgorithmConfig(Branch):
     proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
     """Which log-prob A-3PO takes as the proximal policy's for a token that the newest weights
     sampled. `rollout` (AReaL's code): the engine's log-prob. `policy` (the paper): the current
-    policy's log-prob in the update itself, so that such a token is never clipped."""
+    policy's log-prob, so that such a token is never clipped."""
     bootstrap_truncated: bool = False
     """For a truncated response, GAE uses the critic's value of the state after its last token
     instead of 0, because the response would have continued."""

@@ -127,10 +127,11 @@ class Service(ABC, Generic[Run]):
 
     @abstractmethod
     def _new_run(self, incarnation: str, weight: float, recipe: Recipe) -> Run:
-        """Open and return the run of a tenant. Raises the error that prevents it."""
+        """Open and return the run of a tenant with a recipe. If the run cannot be opened, the error
+        is raised."""
 
     def _new_session(self, incarnation: str, weight: float, recipe: Recipe) -> Run:
-        """Open and return the run of a session. Raises the error that prevents it."""
+        """Open and return the run of a session. If the run cannot be opened, the error is raised."""
         name = name_of(incarnation)
         raise InputError(f"{name} is a session, which only a colocated service can have; remove it")
 
