@@ -180,7 +180,7 @@ class Backlog:
 
     def records(self, groups: Sequence[SampleGroup]) -> list[PendingPrompt]:
         """Return the backlog as pending prompts for a checkpoint. `groups` are the groups of the
-        backlog in order, with the tokens and routes that other ranks hold."""
+        backlog in order, including the tokens and routes that other ranks hold."""
         pairs = zip(groups, self.waiting, strict=True)
         return [PendingPrompt(group, one.seed) for group, one in pairs]
 

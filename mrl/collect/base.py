@@ -35,8 +35,8 @@ class Assignment(Protocol):
 class Pool(Protocol[Assigned]):
     """The engines of one policy, wherever they are. Every method is a collective.
 
-    After `assign` and `assign_evaluation`, `sync` and `rollout` are called in turn until `rollout`
-    returns True.
+    Callers first call `assign` or `assign_evaluation`, or both. They then call `sync` and `rollout`
+    in turn until `rollout` returns True.
     """
 
     start_text: str

@@ -3,7 +3,7 @@
 A step draws prompts in rounds. Each round replaces the groups whose rewards are all equal. The
 rounds end when the rewards within every group differ, or after `rollout.dynamic_sampling_rounds`
 rounds. All ranks have the same groups, so they draw the same prompts without communication. The
-prompts come from the run's cursor, whose position is in the checkpoint.
+prompts are the next ones of the training data; the position in the data is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class DynamicSampling:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: the number of rounds, of drawn prompts and of missing groups, the number
-        of zero-variance groups for each cause, and the mean reward over all drawn prompts. A mean
-        over only the step's groups would be biased, because groups that are all right or all wrong
+        """Return the numbers of rounds, drawn prompts and missing groups, the number of
+        zero-variance groups by cause (`mrl.algorithms.signal`), and the mean reward over all drawn
+        prompts. A mean over only the step's groups would be biased, because zero-variance groups
         were replaced."""
         everything = [*self._kept, *self._zero_variance]
         rewards = [group.rewards for group in everything if group.rewards is not None]

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts are conversations between an engine and environments, which return rewards.
+"""Multi-turn rollouts: conversations between an engine and environments, which return rewards.
 
 All episodes of a step advance together. One call of generate() generates turn k of all live
 episodes, in the order of prompts and samples. The environments answer when the whole turn is

@@ -56,7 +56,7 @@ class Task:
     clock_name: str
     """The name under which the step's clock records the time of the generation: `rollout` or `eval`."""
     keeps_routes: bool = True
-    """Whether complete groups keep their routes. They are large, and evaluations do not need
+    """Whether complete groups keep their routes. Routes are large, and evaluations do not need
     them."""
 
     needs_masks: bool = False

@@ -20,21 +20,22 @@ class MaskConfig(Branch):
 
     name: Literal["token_mask", "sequence_mask", "opsm", "dppo"]
     """The kind of mask. The correction ratio of a token is `exp(old log-prob - rollout log-prob)`.
-    `token_mask` masks a token if this ratio is outside [low, high]; the other tokens are not
+    `token_mask` masks a token if this ratio is outside [`low`, `high`]; the other tokens are not
     reweighted (IcePop, which reweights them, is `importance: mis`). `sequence_mask` masks a
-    sequence if the geometric mean of its tokens' ratios is outside [low, high]. `opsm`
-    (DeepSeek-V3.2, arXiv 2512.02556) applies to sequences in which the rollout log-prob exceeds the
-    current log-prob by more than high on average, and masks their tokens with a negative advantage.
-    `dppo` (arXiv 2602.04879, binary TV) compares the current probability of a token with the
-    engine's probability. It masks a token with a positive advantage if the probability has
-    increased by more than high, and a token with a negative advantage if it has decreased by more
-    than low."""
+    sequence if the geometric mean of its tokens' ratios is outside [`low`, `high`]. `opsm`
+    (DeepSeek-V3.2, arXiv 2512.02556) masks a token with a negative advantage if the mean of
+    `rollout log-prob - current log-prob` over its sequence is above `high`. `dppo` (arXiv
+    2602.04879, binary TV) compares the current probability of a token with the engine's
+    probability. It masks a token with a positive advantage if the probability has increased by more
+    than `high`, and a token with a negative advantage if the probability has decreased by more than
+    `low`."""
     low: float | None = Field(default=None, ge=0)
-    """Lower bound. The default is 0.5 for `token_mask`, 0.999 for `sequence_mask` and 0.15 for
-    `dppo`; `opsm` has no lower bound."""
+    """The bound `low` in the description of `name`. The default is 0.5 for `token_mask`, 0.999 for
+    `sequence_mask` and 0.15 for `dppo`; `opsm` does not use it."""
     high: float | None = Field(default=None, gt=0)
-    """Upper bound. The default is 5 for `token_mask`, 1.002 for `sequence_mask` and 0.15 for
-    `dppo`. `opsm` has no default and requires a value (slime uses 1e-4, TRL suggests 0.5)."""
+    """The bound `high` in the description of `name`. The default is 5 for `token_mask`, 1.002 for
+    `sequence_mask` and 0.15 for `dppo`. `opsm` has no default and requires a value (slime uses
+    1e-4, TRL suggests 0.5)."""
 
 
 class AlgorithmConfig(Branch):
@@ -82,8 +83,8 @@ class AlgorithmConfig(Branch):
     which is on average the gradient of the KL. `k3_unbiased` (DeepSeek-V3.2) is `k3` times the
     ratio of the current to the old policy. `k1+`, `k3+` and `k3_unbiased` work in the loss only."""
     kl_target: float | None = Field(default=None, gt=0)
-    """Target for the mean KL per token: kl_coef is adapted after each step (arXiv 1909.08593,
-    section 2.2), starting from the given value. Null keeps kl_coef constant."""
+    """Target for the mean KL per token. The coefficient starts at `kl_coef` and is adapted after
+    each step (arXiv 1909.08593, section 2.2). Null keeps it constant."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """Number of samples over which an adaptive kl_coef changes by at most a fifth."""
     reference_path: str | None = None
@@ -108,11 +109,11 @@ class AlgorithmConfig(Branch):
     the same importance weight, the `exp` of the mean of `old log-prob - rollout log-prob` over the
     sequence's loss tokens."""
     importance_low: float | None = Field(default=None, ge=0)
-    """Lower end of the range of `importance`. Null takes 0 for `tis`, and for `mis` 0.5 with token
-    weights and 0.999 with sequence weights."""
+    """Lower end of the range of `importance`. Null takes 0 for `tis`. For `mis`, null takes 0.5
+    with token weights and 0.999 with sequence weights."""
     importance_high: float | None = Field(default=None, gt=0)
-    """Upper end of the range of `importance`. Null takes 2 for `tis`, and for `mis` 5 with token
-    weights and 1.002 with sequence weights."""
+    """Upper end of the range of `importance`. Null takes 2 for `tis`. For `mis`, null takes 5 with
+    token weights and 1.002 with sequence weights."""
     masks: tuple[MaskConfig, ...] = ()
     """Masks in addition to `importance`; each name may occur once. The metric `mask/NAME` is the
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""
@@ -151,9 +152,9 @@ class AlgorithmConfig(Branch):
     """Clip range of the value loss: how far a value may move away from the value that the critic
     predicted before the update. Null turns the clipping off."""
     proximal_at_no_lag: Literal["rollout", "policy"] = "rollout"
-    """Which policy A-3PO takes as the proximal policy for a token that the current weights sampled.
-    `rollout` (AReaL's code): the policy that sampled the token. `policy` (the paper): the current
-    policy itself, so that such a token is never clipped."""
+    """Which log-prob A-3PO takes as the proximal policy's for a token that the newest weights
+    sampled. `rollout` (AReaL's code): the engine's log-prob. `policy` (the paper): the current
+    policy's log-prob, so that such a token is never clipped."""
     bootstrap_truncated: bool = False
     """For a truncated response, GAE uses the critic's value of the state after its last token
     instead of 0, because the response would have continued."""

@@ -23,7 +23,7 @@ class RowsConfig(Branch):
     columns: dict[str, str | None] = Field(default_factory=dict)
     """New names of columns, like `data.columns`."""
     split: str | None = None
-    """The split, like `data.split`. Null takes `train`, or for `data.sources` the value of
+    """The split, like `data.split`. Null takes `train`; in `data.sources`, null takes the value of
     `data.split`."""
     subset: str | None = None
     """The subset of a data set on the Hugging Face hub, like `data.subset`."""

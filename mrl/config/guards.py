@@ -19,13 +19,13 @@ class GuardConfig(Branch):
     in half precision. The run stops if more tokens exceed this tolerance than `ratio_quantile`
     allows."""
     ratio_quantile: float = Field(default=0.999, gt=0, le=1)
-    """Share of the loss tokens of all ranks that must be within `ratio_tolerance`. It is below 1
-    because single tokens may differ on a GPU, where kernels sum in no fixed order and a router's
-    choice may be nearly a tie. With fewer than 1,000 tokens, 0.999 means all of them; 1 always
-    checks the token with the largest difference."""
+    """Share of the loss tokens of all ranks that must be within `ratio_tolerance`. The default is
+    below 1 because single tokens may differ on a GPU, where kernels sum in no fixed order and a
+    router's choice may be nearly a tie. With 1, all loss tokens must be within the tolerance; with
+    0.999, this is also the case if there are fewer than 1,000 loss tokens."""
     clip_budget: float = Field(default=0.1, gt=0)
-    """Share of a sequence ratio's clip range that the trainer's numerical noise may take up before
-    the first update; GSPO's clip range is 3e-4. If the noise takes up more, a warning says that
+    """Limit on the trainer's numerical noise before the first update, as a share of the clip range
+    of a sequence's probability ratio (3e-4 for GSPO). If the noise is larger, a warning says that
     sequences will be clipped before the policy has learned anything."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
     """The run ends with exit code 76 if the log-probs, loss or gradients of the policy, the critic

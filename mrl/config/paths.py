@@ -18,7 +18,7 @@ NOT_OURS = ("server_args", "megatron", "arguments")
 sections are not resolved."""
 REWARD_MODEL = "reward_model:"
 FORMS = ("trl:", "verl:", "slime:")
-"""Prefixes of a reward (`trl:file.py`) that name the framework for which it was written."""
+"""Prefixes of a reward (`trl:file.py`) that name the framework for which the reward was written."""
 
 
 def resolve_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:

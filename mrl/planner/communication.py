@@ -1,8 +1,8 @@
 """Bytes that one rank sends per optimizer step in the collectives that Megatron and mrl call.
 
-With ring algorithms, each rank sends T (g-1)/g bytes to gather or scatter a tensor of T bytes over g
-ranks, and twice as many for an all-reduce. In an all-to-all of T bytes it sends T (g-1)/g bytes if
-routing is balanced.
+With ring algorithms, each rank sends T (g-1)/g bytes to gather or scatter a tensor of T bytes over
+g ranks, and twice as many for an all-reduce. In an all-to-all of T bytes, each rank sends T (g-1)/g
+bytes if routing is balanced.
 
 Dimensions: N packed tokens of a micro-batch, n = N / (tp x cp) rows of a rank, H hidden, K experts per
 token, m micro-batches.

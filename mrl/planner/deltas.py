@@ -29,10 +29,11 @@ def delta_bytes(num_bytes: int, element_size: int, changed: float) -> float:
 
     `num_bytes` is W, `element_size` is s, and `changed` is q.
 
-    D = W / s (q (s + 1 / (1 - r)) + 8 / CHUNK) with r = (1 - q)^255. For each changed element, a
-    delta has the value, and the number of unchanged elements before it (the gap): one byte, and
-    another byte for every 255 elements of the gap. If more than an eighth of the elements change,
-    one bit per element replaces the gaps.
+    D = W / s (q (s + 1 / (1 - r)) + 8 / CHUNK) with r = (1 - q)^255. A delta has 8 bytes for each
+    chunk of CHUNK elements (`mrl.kernels.weight_delta`). For each changed element, it has the value
+    and the gap: the number of unchanged elements before the changed one. A gap takes one byte, and
+    another byte for every 255 elements. If more than an eighth of the elements change, one bit per
+    element replaces the gaps.
     """
     num = num_bytes / element_size
     if changed > 1 / 8:
@@ -64,8 +65,8 @@ class DeltaCost:
     link: float
     """Bytes per second of the link between trainer and worker, at the assumed efficiency."""
     break_even: float
-    """Bytes per second. A delta is faster than the whole version if the link is slower than this. 0
-    if a delta is never faster."""
+    """The speed of the link, in bytes per second, below which a delta is faster than the whole
+    version; 0 if a delta is never faster."""
 
 
 def delta_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> DeltaCost:
@@ -76,9 +77,10 @@ def delta_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardw
     - A whole version moves W bytes over the link to each worker, and W bytes from a GPU to the
       worker's host memory.
     - A delta moves D bytes over the link to each worker. To compare the versions, the trainer rank
-      moves W bytes from host memory to the GPU, and 2 W bytes in the GPU's memory. The worker reads
-      W bytes of host memory to compute digests. If it keeps several versions (`async.max_staleness`
-      above 0), it first copies the previous version, which moves another 2 W bytes.
+      copies W bytes from host memory to the GPU, and reads 2 W bytes of GPU memory. The worker
+      reads W bytes of host memory to compute digests. If it keeps several versions
+      (`async.max_staleness` above 0), it first copies the previous version, which moves another 2 W
+      bytes.
     """
     whole, served = work.encoded_bytes(shape), -(-work.num_engines(dims) // dims.world)
     is_near = dims.world + work.rollout_ranks <= gpu.gpus_per_node

@@ -20,8 +20,8 @@ COST = "mrl.planner.cost"
 LOAD = "engine: load weights"
 SYNC = "weight sync"
 OFFLOAD = "offload and onload"
-"""LOAD and OFFLOAD are keys of the dict `StepCost.seconds`. SYNC is not a key of this dict, but a
-prefix of several keys: those for parts of a weight sync."""
+"""Names of parts of a step in the dict `StepCost.seconds`. LOAD and OFFLOAD are keys of this dict.
+SYNC is the prefix of several keys, one for each part of a weight sync."""
 
 
 @dataclass(frozen=True)

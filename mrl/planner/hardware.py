@@ -37,10 +37,10 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How large a share of each speed in the data sheet real code reaches, and fixed costs of a
+    """For each speed in the data sheet, the share that real code reaches; also the fixed costs of a
     weight sync.
 
-    All of them are assumptions, to be replaced by measurements.
+    All these numbers are assumptions, to be replaced by measurements.
     """
 
     flops: float = 0.35

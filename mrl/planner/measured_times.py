@@ -93,8 +93,9 @@ def _times(
 ) -> tuple[StepTimes | None, str]:
     """Return (times, empty string), or (None, reason) if the run cannot measure its times.
 
-    An asynchronous run cannot measure its times. In a synchronous disaggregated run the engines
-    load weights while the trainer waits for the rollout, so `generate_s` includes the loading.
+    Only an asynchronous run cannot measure its times. In a synchronous disaggregated run the
+    engines load weights while the trainer waits for the rollout. The time of this loading cannot be
+    separated, so `generate_s` includes it and `load_s` is 0.
     """
     if absent := [key for key in (STEP, SYNC, ROLLOUT) if key not in means]:
         raise InputError(f"--measured: the steps of {folder} have no {absent[0]}; give another run")

@@ -39,8 +39,7 @@ def gradient_bytes(stage: Stage, work: Workload) -> int:
 
     The buffers have an element for every trained parameter of the rank, in fp32, or in the weights'
     dtype with `grad_reduce_in_fp32: false`. DDP's buckets are views of the buffers. The distributed
-    optimizer pads every parameter to a multiple of 64 elements and every bucket to a multiple of
-    lcm(copies, 128); `padding_bound` bounds this padding.
+    optimizer's padding is not counted here; see `padding_bound`.
     """
     return work.state.gradient_bytes * stage.num_trained
 
@@ -48,7 +47,13 @@ def gradient_bytes(stage: Stage, work: Workload) -> int:
 def padding_bound(
     num_parameters: int, num_buckets: int, copies: int, element_bytes: int = 4
 ) -> int:
-    """Return an upper bound, in bytes, of the padding that the distributed optimizer adds on a rank."""
+    """Return an upper bound, in bytes, of the padding that the distributed optimizer adds on a
+    rank.
+
+    The optimizer pads every parameter to a multiple of 64 elements, and every bucket to a multiple
+    of lcm(`copies`, 128) elements. `copies`: a multiple of the number of ranks that share a bucket.
+    `element_bytes`: the bytes of an element, in all padded buffers together.
+    """
     return element_bytes * (63 * num_parameters + num_buckets * math.lcm(copies, 128))
 
 

@@ -28,7 +28,7 @@ class StepTimes:
     generate_s: float
     """Seconds from the first request to the end of the slowest group of the step's batch."""
     train_s: float
-    """Seconds of the trainer's work other than the weight sync: log-probs, updates, records."""
+    """Seconds of the trainer's work other than the weight sync, such as log-probs and updates."""
     sync_s: float
     """Seconds of the trainer's part of a weight sync: the export, and the copy to the engines or their
     hosts."""

@@ -1,9 +1,9 @@
 """Count the bytes of a step's rollouts that move between processes, outside the GPUs.
 
 `mrl.collect.task`, `mrl.exchange.rollouts` and the engine's route memory move these bytes.
-`benchmarks/world_step.py` compares the formulas with what these modules really send. An engine's leader
-is its first rank. All engines are assumed to generate the same share of the samples, and every node is
-assumed to have NODE ranks.
+`benchmarks/world_step.py` compares the formulas with what these modules really send. An engine's
+leader is its first rank. All engines are assumed to generate the same share of the samples, and
+every node is assumed to have 8 ranks.
 """
 
 from __future__ import annotations

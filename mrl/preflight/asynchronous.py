@@ -42,8 +42,7 @@ def check_asynchronous(recipe: Recipe) -> None:
 
 
 def _check_encoding(recipe: Recipe) -> None:
-    """Raise InputError for `rollout.weight_encoding: delta` in a colocated run, which sends no
-    weights.
+    """Raise InputError for `rollout.weight_encoding: delta` in a run for which deltas save nothing.
 
     InputError is also raised if `rollout.full_sync_every` is set although every version of the
     weights is sent whole.

@@ -29,7 +29,8 @@ def check_importance(algorithm: AlgorithmConfig) -> None:
 
 
 def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
-    """Raise InputError for settings of partial rollouts that have no effect or bias the training.
+    """Raise InputError for settings of partial rollouts that would bias the training or have no
+    effect.
 
     InputError is also raised if over-sampling has no effect on some engine, or is used with an
     environment.

@@ -10,8 +10,8 @@ USUAL_GAP = 1e-3
 """Typical difference between the trainer's and the engine's log-probs in bfloat16, averaged over
 the tokens of a sequence."""
 WITHOUT_EFFECT = ("token_mask", "sequence_mask")
-"""Names of masks that depend on `exp(old_logprobs - rollout_logprobs)`. This ratio is always 1 if
-the engine's log-probs are used as the old log-probs."""
+"""Names of masks that depend on `exp(old_logprobs - rollout_logprobs)`. If the engine's log-probs
+are used as the old log-probs, this ratio is always 1, so these masks have no effect."""
 
 
 def check_old_logprobs(config: AlgorithmConfig, algorithm: Algorithm) -> None:

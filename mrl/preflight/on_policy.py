@@ -20,8 +20,8 @@ from parallel.implementation import (
 )
 
 ON_CPUS = ("qwen3_moe",)
-"""Names of architectures (`model_type`) for which a comparison on CPUs was made between each layer
-and SGLang's layer of the same kind."""
+"""Names of architectures (`model_type`) that `true_on_policy` supports on CPUs. On CPUs, each of
+their layers was compared with SGLang's layer of the same kind."""
 
 
 def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:

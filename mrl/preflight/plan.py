@@ -76,7 +76,7 @@ class Plan:
     def engine_threads(self) -> int:
         """Number of threads of each engine rank on CPUs.
 
-        An engine of several ranks binds each rank to one core.
+        It is 1 if an engine has several ranks, because such an engine binds each rank to one core.
         """
         return self.threads.number if self.recipe.rollout.tensor_parallel_size == 1 else 1
 

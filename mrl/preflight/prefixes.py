@@ -15,8 +15,9 @@ from parallel.prefix_packing import MIN_GAIN, expected_gain
 
 
 def describe_prefixes(recipe: Recipe, prompts: Sequence[Prompt], elsewhere: bool) -> str:
-    """Return a phrase that says where prefixes are shared, and how many times fewer rows are then
-    computed. All answers are assumed to have the greatest length that the recipe allows.
+    """Return a phrase that says in which steps prefixes are shared, and by which factor this
+    reduces the number of computed rows. All answers are assumed to have the greatest length that
+    the recipe allows.
 
     prompts: the prompts of the run; only their mean length is used. elsewhere: whether the run is
     for GPUs that this machine does not have.

@@ -47,9 +47,8 @@ def check_reward_columns(
     needed: dict[str, list[str]] = {}
     functions: dict[str, RewardFunction | None] = {}
     fit: set[tuple[str, ...]] = set()
-    """Tuples (reward, first column name, second column name, ...): the rewards that were already
-    checked against these column names. The check finds a column with the name of another
-    argument."""
+    """Tuples (reward, column name, column name, ...) for which it was already checked that no
+    column has the name of another argument of the reward function."""
     missing: dict[tuple[str, str], list[Prompt]] = {}
     empty: dict[tuple[str, str], list[Prompt]] = {}
     specs = {key: [term.path for term in terms_of(each)] for key, each in of_sources.items()}

@@ -27,9 +27,8 @@ def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
 
     The result is empty if the free space is unknown or the recipe writes no checkpoints. Quotas of
     the file system are not considered. Raises InputError if there is not enough space for two
-    checkpoints, and calls `warn(text)` if there is not enough for `checkpoint.keep` + 1
-    checkpoints. Existing checkpoints are subtracted from these numbers, but there must always be
-    space for one more checkpoint.
+    checkpoints, or for one more if the run folder contains any. Calls `warn(text)` if there is not
+    enough space for `checkpoint.keep` + 1 checkpoints, including those that exist already.
     """
     recipe = plan.recipe
     root = Path(recipe.output_dir) / "checkpoints"

@@ -1,10 +1,11 @@
 """Compares a tenant's recipe with the service's configuration, and fills in the service's keys.
 
 A key in one of the sections `SHARED` belongs to the service if the service's configuration has this
-key. If a recipe omits such a key, it gets the service's value. A recipe that gives another value
-is refused, and the message names every such key. A `record` is a recipe that was resolved before:
-the `config.yaml` of a run, or the recipe that the service itself stored. A record may have other
-values for keys that may change freely during a run. The service's values then replace them.
+key. If a recipe omits such a key, it gets the service's value. A recipe that gives another value is
+refused, and the message names every such key. A `record` is a recipe that was resolved before: the
+`config.yaml` of a run, or the recipe that the service itself stored. In a record, keys that may
+change freely during a run may have other values than in the service's configuration. The service's
+values then replace the record's values.
 
 In addition, there are upper bounds on what a recipe may ask for, so that no tenant takes all
 resources from the others. The bounds are far above what a run normally needs, and cannot be
@@ -49,8 +50,8 @@ OWN_MEANING = ("moe.capture_routes", "rollout.context_len")
 """Keys in the sections of `SHARED` for which a tenant may give its own value, within limits that
 `_beyond` checks."""
 FREE_FORM = ("megatron", "rollout.server_args", "watch.limits")
-"""Keys of a recipe whose values are mappings with arbitrary keys. These mappings belong to the
-service as a whole: a recipe is also refused if its mapping has a key that the service's mapping
+"""Keys of a recipe whose values are mappings with arbitrary keys. Every key of such a mapping
+belongs to the service. So a recipe is refused if its mapping has a key that the service's mapping
 lacks."""
 NATIVE = ("auto", "local")
 """Values of model.transformer_impl that a tenant's recipe may have. Both mean mrl's own layers,
@@ -59,7 +60,7 @@ MAX_SAMPLES = 65_536
 """Maximum number of samples in a step, all of which the service holds in memory. Also the maximum
 of `samples_per_prompt` in an evaluation set."""
 MAX_WORKERS = 64
-"""Maximum number of worker processes for the rewards and environments of one engine."""
+"""Maximum number of worker processes that run a tenant's rewards and environments for one engine."""
 MAX_ROUNDS = 64
 """Maximum number of `algorithm.dynamic_sampling` rounds in a step. Other tenants wait until the
 last round is over."""
@@ -261,7 +262,8 @@ def _beyond_bounds(recipe: Recipe) -> Iterator[str]:
 
 
 def _num_workers(recipe: Recipe) -> int:
-    """Return the number of worker processes for the rewards and environments of one engine."""
+    """Return the number of worker processes that run the recipe's rewards and environments for one
+    engine."""
     workers = 0 if recipe.environment is None else recipe.environment.num_workers
     own = workers + _number(recipe.reward)
     of_sets = (_number(each.reward) if each.reward else own for each in recipe.eval.sets)
@@ -273,7 +275,8 @@ def _number(rewards: Rewards | None) -> int:
 
 
 def _data_paths(recipe: Recipe) -> Iterator[str]:
-    """Yield the files and folders from which rows are read."""
+    """Yield the paths of the files and folders from which training, evaluation and SFT rows are
+    read."""
     sft = [] if recipe.sft is None else [recipe.sft]
     for each in (*recipe.data.all_sources, *recipe.eval.sets, *sft):
         yield from paths_of(each.path)

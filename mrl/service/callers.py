@@ -42,8 +42,8 @@ class Limits:
     """Maximum number of callers of one socket that are in the same `Stage`. If one more caller
     enters the stage, the oldest caller in that stage is refused."""
     connections: int = 32
-    """Maximum number of requests that one socket answers at a time; further requests are
-    refused."""
+    """Maximum number of requests of one socket that the service carries out at a time; further
+    requests are refused."""
 
 
 Stage = Literal["head", "body", "answer"]
@@ -54,17 +54,18 @@ SHUT: dict[Stage, int] = {
     "body": socket.SHUT_RD,
     "answer": socket.SHUT_RDWR,
 }
-"""How the connection of a refused caller is shut down, by the stage that the caller is in. This
-wakes the thread that serves the caller. Before the answer, only reading is shut down, so that the
-reason can still be sent."""
+"""For each stage, how the connection of a caller that is refused in this stage is shut down. The
+shutdown wakes the thread that serves the caller. In the stages `head` and `body` only reading is
+shut down, so that the reason for the refusal can still be sent."""
 
 
 class Callers:
     """Counts the callers of one socket; each socket has its own counts.
 
-    Each stage of a request has its own count, and the requests that are being answered are counted
-    separately. Hence a caller without a valid token cannot take the place of an authenticated
-    caller, and a caller that sends or receives slowly does not delay others.
+    There is one count of callers for each `Stage`, and one count of the requests that the service
+    is carrying out. Each count has its own limit. So callers without a valid token, which never get
+    past the stage `head`, cannot use up the limit of the later stages. Callers that send or receive
+    slowly do not use up the limit on the requests that are carried out.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -77,9 +78,9 @@ class Callers:
     def awaiting(self, connection: socket.socket, stage: Stage) -> Iterator[None]:
         """Count a caller as being in a stage while the `with` block sends or receives.
 
-        If too many callers are in this stage, the connection of the oldest caller is shut down.
-        If the connection of this caller was shut down meanwhile, Refused is raised. Otherwise,
-        errors of the block are passed on.
+        If the stage is full, the connection of the caller that has been in it longest is shut down.
+        If this happens to `connection` while the block runs, the block's error is replaced by
+        Refused. All other errors of the block are passed on.
         """
         awaited = self._awaited[stage]
         with self._changing:
@@ -100,14 +101,14 @@ class Callers:
                 awaited.pop(connection, None)
 
     def check_room(self) -> None:
-        """Raise Refused if no more requests can be answered now."""
+        """Raise Refused if the service is already carrying out the maximum number of requests."""
         if self._num_answered >= self._limits.connections:
             raise Refused(503, TOO_MANY)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Count one more request as being answered during the `with` block. Raises Refused if the
-        maximum number of requests is reached."""
+        """Count one more request as being carried out during the `with` block. Raises Refused if
+        the service is already carrying out the maximum number of requests."""
         with self._changing:
             self.check_room()
             self._num_answered += 1

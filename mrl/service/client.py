@@ -16,8 +16,8 @@ from mrl.service.sockets import connect_unix
 from mrl.service.start import is_alive, start_command
 
 TIMEOUT_S = 120.0
-"""Seconds to wait for an answer. Before the service answers that a tenant was added, it checks the
-tenant's recipe and data."""
+"""Seconds to wait for an answer. The time is long because the service checks the recipe and data of
+a new tenant before it answers."""
 START_S = 900.0
 """Seconds to wait for a service that is starting."""
 AGAIN_S = 30.0

@@ -131,8 +131,8 @@ class ColocatedService(Service[Runs]):
         self._wanting.pop(name, None)
 
     def run_turn(self) -> None:
-        """Run one rollout phase for several tenants. Then train each of these tenants on its own
-        samples, if its samples are for training."""
+        """Run one rollout phase for several tenants. Then train each of these tenants whose
+        property `trains` is true."""
         begin_step(self._round)
         self._engine.begin_step()
         clock = Clock()
@@ -202,8 +202,8 @@ class ColocatedService(Service[Runs]):
 
     @phase("rollout")
     def _generate(self, runs: Sequence[Runs]) -> None:
-        """Generate for all tenants at once, each in a thread of its own. A tenant whose generation
-        fails on any rank is paused."""
+        """Generate the samples of all these tenants at the same time, with one thread per tenant. A
+        tenant whose generation fails on any rank is paused."""
 
         def failure_of(run: Runs) -> str:
             try:

@@ -18,8 +18,8 @@ from mrl.system.files import write_whole
 
 FILE = "under_way.json"
 MAX_ENDS = 3
-"""A tenant is paused after the service has ended this many times during the tenant's work, without
-progress in between."""
+"""A tenant is paused after the service has ended this many times during the tenant's work. The
+count begins again at 1 whenever the service ends during a later step than before."""
 REASON = (
     f"the service ended {MAX_ENDS} times during this tenant's work, which came no further; see the "
     "output of the service (too little memory, or code of the tenant that ends the process), then "
@@ -30,8 +30,8 @@ REASON = (
 class _Ends(NamedTuple):
     number: int
     step: int
-    """The tenant's step that was under way when the service ended most recently; -1 if the tenant
-    was being opened."""
+    """The latest of the tenant's steps during which the service has ended; -1 if the service has
+    ended only while the tenant was being opened."""
 
 
 class Crashes:

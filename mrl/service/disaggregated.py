@@ -25,7 +25,7 @@ from mrl.service.tenant_run import TenantRun
 from mrl.system.heartbeat import beat
 
 POLL_S = 0.05
-"""Seconds between two checks for messages of workers, while there is nothing to do."""
+"""Seconds between two checks for messages from workers, while there is nothing to do."""
 Stage = Literal["new", "to send", "sent", "waiting to train"]
 """How far a tenant is in its current step. "new": the step has not begun. "to send": the prompts
 are chosen, but the tenant's weights have not been sent to the workers. "sent": the workers generate
@@ -113,9 +113,9 @@ class DisaggregatedService(Service[TenantRun]):
         run.score()
 
     def _enqueue(self, run: TenantRun) -> None:
-        """Put a tenant whose samples are complete into the training queue. If all steps of the
-        tenant are trained, the samples were those of the final evaluation, and its run can end
-        instead."""
+        """Put a tenant whose samples are complete into the training queue. If the tenant has
+        completed all its steps, the samples are those of the final evaluation, and the tenant is
+        not put into the queue."""
         progress = self._progress[run.name]
         if run.is_done:  # the final weights are evaluated
             progress.stage = "new"

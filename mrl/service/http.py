@@ -35,8 +35,7 @@ LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
 """Exclusive upper bound on the absolute value of a number, by type. Integers such as seeds and
 sizes have 64 bits."""
 BACKLOG = 1024
-"""The backlog of listen(): how many connections the kernel holds until the server accepts them. The
-server accepts connections immediately."""
+"""The backlog of listen(): how many connections the kernel holds until the server accepts them."""
 ANSWER_S = 5.0
 """Seconds within which a caller must receive its answer."""
 
@@ -226,8 +225,8 @@ def _no_constant(name: str) -> None:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raise ValueError if a value is nested too deeply, contains a number that is too large, or
-    contains a string that is not allowed in paths and files."""
+    """Raise ValueError if a value is nested too deeply, or contains a number that is too large, the
+    character NUL, or text that cannot be encoded in UTF-8."""
     if depth < 0:
         raise ValueError("objects and lists lie too deep in each other")
     if isinstance(value, str):

@@ -95,13 +95,13 @@ def over_rounds(
     rows: Iterable[Mapping[str, Any]], tenants: Mapping[str, int]
 ) -> dict[str, OverRounds]:
     """Return, for each tenant in `tenants`, the totals and means of its metrics over the rounds in
-    `rows`. A tenant's share is its part of the sum over the tenants in `tenants`.
+    `rows`. The shares of all tenants in `tenants` add up to 1.
 
     `tenants`: for each tenant name, the number that distinguishes the tenant from others with the
-    same name (`Tenant.sequence`). A value of a row is left out if the row's `service/NAME/sequence`
-    shows that the value belongs to another tenant of that name. If a row has no such key, because
-    an older version of mrl wrote it, its values are not left out. Values that are not finite
-    numbers are left out.
+    same name (`Tenant.sequence`). In a row, `service/NAME/sequence` is the number of the tenant to
+    which the row's values for NAME belong. Values of a tenant with another number are left out.
+    Rows of older versions of mrl lack this number, and their values count. Values that are not
+    finite numbers are left out.
     """
     names = list(tenants)
     own = [_own(row, tenants) for row in rows]

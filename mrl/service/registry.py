@@ -220,7 +220,7 @@ class Registry(Closing):
         as `move` does. Return whether the state was changed.
 
         Nothing is changed if a user has changed the tenant meanwhile, so that its id or state no
-        longer allows the change. If the disk refuses the new state, that state is kept in memory:
+        longer allows the change. If the new state cannot be written to disk, it is kept in memory:
         see `kept`.
         """
         name = name_of(incarnation)
@@ -293,8 +293,8 @@ class Registry(Closing):
         crashes.end()
 
     def _write_new(self, tenant: Tenant, recipe: Recipe) -> None:
-        """Write the folder of a new tenant under a temporary name, then rename it. If a removed
-        tenant had the same name, its folder is first moved to `.removed`."""
+        """Write the folder of a new tenant under a temporary name, then rename it. The folder of a
+        removed tenant with the same name is moved to `.removed`."""
         place = tenant_folder(self.root, tenant.name)
         new = place.with_name(f".{tenant.name}.new")
         shutil.rmtree(new, ignore_errors=True)

@@ -178,10 +178,11 @@ class Admission:
     share the rest of the memory. If a request does not fit, smaller requests of other tenants may be
     admitted before it, until these add up to as many tokens as the engine can hold.
 
-    **Over-commit.** Requests are admitted only while the expected tokens of all requests in flight fit.
-    A request may become longer than expected; but its expected length is at least its maximum length /
-    max_over_commit. So the requests in flight never hold more than max_over_commit times the
-    capacity, and the engine retracts those that do not fit.
+    **Over-commit.** Requests are admitted only while the expected tokens of all requests in flight
+    fit. A request may become longer than expected, but by a factor of at most max_over_commit,
+    because its expected length is at least its maximum length / max_over_commit. So the requests in
+    flight never need more than max_over_commit times the capacity. If they need more than the
+    capacity, the engine retracts some of them.
     """
 
     PRIOR = 8

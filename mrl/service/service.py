@@ -127,10 +127,11 @@ class Service(ABC, Generic[Run]):
 
     @abstractmethod
     def _new_run(self, incarnation: str, weight: float, recipe: Recipe) -> Run:
-        """Open and return the run of a tenant. Raises the error that prevents it."""
+        """Open and return the run of a tenant with a recipe. If the run cannot be opened, the error
+        is raised."""
 
     def _new_session(self, incarnation: str, weight: float, recipe: Recipe) -> Run:
-        """Open and return the run of a session. Raises the error that prevents it."""
+        """Open and return the run of a session. If the run cannot be opened, the error is raised."""
         name = name_of(incarnation)
         raise InputError(f"{name} is a session, which only a colocated service can have; remove it")
 
@@ -304,7 +305,7 @@ class Service(ABC, Generic[Run]):
                 )
 
     def _write_kept(self) -> None:
-        """Try again to write the states that the disk has refused."""
+        """Try again to write the states that could not be written to disk (see `Registry.kept`)."""
         if self._registry is not None:
             for name in self._registry.write_kept():
                 console.warning(f"the state of tenant {name} is on the disk now")

@@ -41,7 +41,7 @@ class TenantCoordinator:
 
     def wait_until_started(self, limit_s: float) -> None:
         """Wait until every engine runs. Raises RunFailed if that takes longer than `limit_s`
-        seconds, and raises the error that a worker has reported."""
+        seconds. If a worker reports an error, that error is raised."""
         self._connections.wait_until_started(limit_s, self._connections.num_engines)
 
     def check(self) -> None:

@@ -116,13 +116,13 @@ class TenantRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps of the recipe are trained."""
+        """Whether all training steps of the recipe are done."""
         return self.trainer.step >= self.trainer.plan.recipe.train.num_steps
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are trained and the final weights are evaluated, if the recipe
-        evaluates."""
+        """Whether all training steps are done and, if the recipe has evaluations, the final weights
+        have been evaluated."""
         return self.is_done and self._is_evaluated
 
     def begin(self) -> None:
