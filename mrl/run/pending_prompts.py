@@ -100,7 +100,8 @@ def read_pending(state: Mapping[str, Any]) -> list[PendingPrompt]:
 def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
     """Yield the pending prompts of an old checkpoint of a run whose engines had a fixed schedule.
 
-    They are complete batches, which the engines had generated ahead of the trainer.
+    The engines had generated the samples of these prompts ahead of the trainer, in complete
+    batches.
     """
     for _, batch in sorted(state.get("ahead", {}).items(), key=lambda pair: int(pair[0])):
         for place, group in enumerate(_decode(batch["groups"])):
