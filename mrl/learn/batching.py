@@ -167,8 +167,8 @@ def make_train_batch(
     """Pack this rank's share of the samples of one optimizer step, with given advantages.
 
     samples: the samples of all ranks, with tokens and routes. advantages: one number per sample,
-    which also serves as the sample's reward. Stale route rows are not replayed, and their tokens
-    are removed from the loss.
+    which also serves as the sample's reward. Stale route rows are not replayed, and the tokens
+    predicted from these rows are removed from the loss.
     """
     kept, stale = without_stale_tokens(samples)
     (batch,) = make_train_batches(

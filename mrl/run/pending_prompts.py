@@ -111,7 +111,8 @@ def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
 def _backlog(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
     """Yield the pending prompts of an old checkpoint of a run with over-sampling.
 
-    Over-sampling had begun more prompts than a step needs, and left these for a later step.
+    Over-sampling begins more prompts than a step needs. The pending prompts are those that were
+    left over for a later step.
     """
     if backlog := state.get("backlog"):
         for group, seed in zip(_decode(backlog["groups"]), backlog["seeds"], strict=True):
