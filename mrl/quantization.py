@@ -1,10 +1,10 @@
 """Formats of quantised weights in engines (`rollout.quantization`), and which weights are quantised.
 
-The trainer quantises the weights that its own forward pass uses, before they are sent
-(`mrl.weight_sync.quantize`). Only the matrices of attention, MLPs and experts are quantised.
-Router, embeddings, output layer, norms, biases and shared-expert gates keep the dtype of the
-export, as in DeepSeek-V3 (arXiv 2412.19437, 3.3). A layer is quantised if the last part of its name
-is in MODULES; `mlp.gate`, for example, is not, although `mlp.gate_proj` is.
+The trainer quantises weights just before it sends them to engines (`mrl.weight_sync.quantize`). It
+starts from the weights that its own forward pass uses. Only the matrices of attention, MLPs and
+experts are quantised. Router, embeddings, output layer, norms, biases and shared-expert gates keep
+the dtype of the export, as in DeepSeek-V3 (arXiv 2412.19437, 3.3). A layer is quantised if the last
+part of its name is in MODULES; `mlp.gate`, for example, is not, although `mlp.gate_proj` is.
 
 Dimensions: a weight [N, K] has N outputs and K inputs.
 """

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """For each sequence the earlier sequence whose rows it shares, and how many of them."""
+    """The leading rows that each sequence of a micro-batch shares with an earlier one, its leader."""
 
     leaders: tuple[int, ...]
-    """B indices of sequences: the leader of each sequence, which is lower than its own index; its own
-    index if it shares no rows."""
+    """For each of the B sequences, the index of its leader in the micro-batch. A sequence that
+    shares no rows with an earlier one has its own index here."""
     num_rows: tuple[int, ...]
-    """B numbers: the leading rows that each sequence takes from its leader."""
+    """For each of the B sequences, the number of leading rows that it takes from its leader."""
 
     @property
     def total(self) -> int:
-        """The number of rows that are not computed, because they are those of another sequence."""
+        """The number of rows that are not computed, because sequences take them from their leaders."""
         return sum(self.num_rows)

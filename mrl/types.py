@@ -126,8 +126,9 @@ class Sample:
 
     group_id: int
     token_ids: Tensor
-    """i64[T]: prompt and completion, or a whole conversation. On ranks that lack the tokens a `meta`
-    tensor, as `rollout_logprobs` and `sampling_mask`, until `mrl.exchange.rollouts` sends them."""
+    """i64[T]: prompt and completion, or a whole conversation. On ranks without the tokens, this is
+    a `meta` tensor (as are `rollout_logprobs` and `sampling_mask`) until `mrl.exchange.rollouts`
+    sends the tokens."""
     prompt_len: int
     loss_mask: Tensor
     """bool[T]: true for tokens that the policy sampled."""
@@ -201,8 +202,8 @@ class TokenRoutes:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences packed end to end into N tokens. Padding, if the layout needs it, is the last one,
-    without loss tokens or captured routes."""
+    """B sequences packed end to end into N tokens. If the layout needs padding, the last sequence
+    is padding, without loss tokens or captured routes."""
 
     input_ids: Tensor
     """i64[N]: the token ids."""
@@ -316,7 +317,8 @@ class LossOutput:
 
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""A function and its arguments. Another process on this machine calls it to get u8[num_bytes]."""
+"""A function and its arguments. Another process on this machine calls the function to get
+u8[num_bytes]."""
 
 
 @dataclass(frozen=True)
@@ -334,11 +336,11 @@ class WeightBucket:
     shared_path: str | None = None
     """On CPUs: a file that begins with `flat` and that other processes of this user can map."""
     handles: tuple[Handle, ...] | None = None
-    """One handle for each rank of an engine, in rank order. It opens that rank's own copy of `flat`
-    (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
+    """One handle for each rank of an engine, in rank order. A handle opens its rank's own copy of
+    `flat` (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
     digest: dict[str, int] | None = None
-    """Digests by module (`mrl.kernels.digest`) of the weights that an engine holds in the end,
-    from before the trainer gathered and copied them, so that any later corruption is detected."""
+    """Digests by module (`mrl.kernels.digest`) that an engine's weights must have after loading.
+    Other digests mean that weights were corrupted on the way to the engine."""
     sent_digest: dict[str, int] | None = None  # if `tensors` are not what an engine holds
     digest_s: float = 0.0
     """Seconds that this rank's exporter spent on digests since the previous bucket."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 TOLERANCE = 1e-5
-"""The largest difference between two log-probs that rounding can explain. transformers computes norms
-and routers in fp32 even if the model is in fp64."""
+"""The largest difference between two log-probs that rounding can explain. The models are in fp64,
+but transformers still computes norms and routers in fp32."""
 
 
 def add_to(commands: Any) -> None:

@@ -167,9 +167,9 @@ class Drill:
         """Wait until the run has done more than `done` steps, or all of its steps.
 
         Returns a phrase for each difference from the run without faults. If a checkpoint of the
-        last step already exists, the job has nothing to do and must end with code 0; otherwise a
-        phrase with its exit code is returned. Raises Unexpected if the job ends too early or takes
-        too long.
+        last step already exists, the job has nothing to do and must end with code 0. If it ends
+        with another code, the result is a phrase with this code. Raises Unexpected if the job ends
+        too early or takes too long.
         """
         job = self.job
         assert job is not None

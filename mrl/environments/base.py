@@ -25,9 +25,9 @@ Message = dict[str, Any]
 """A chat message: the strings `role` and `content`, and any other keys that the chat template
 reads."""
 Observation = str | list[Message]
-"""The string or messages that the policy reads next. A string becomes a message of role `user` if
-the prompt is a list of messages. If the prompt is a string, the string is appended to the policy's
-text."""
+"""The string or messages that the policy reads next. If the prompt is a list of messages, an
+observation that is a string becomes a message of role `user`. If the prompt is a string, the
+observation must be a string, which is appended to the policy's text."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,8 @@ def make_train_batches(
     routes to replay or compare; None without routes. tokens: the function that fetches the tokens
     of this rank's samples. If one of these functions communicates, this call is a collective.
     stale: bool[T-1] for each sample of the step, true for route rows that are not replayed (see
-    `moe.provenance`); the caller must already have removed their tokens from the loss. config,
+    `moe.provenance`); the caller must already have removed the tokens predicted from these rows
+    from the loss. config,
     max_response_len: arguments of `algorithm.sequence_weights`. version: the version of the weights
     before the update. share_prefixes: whether samples of one prompt may share the rows of their
     common prefix, so that these rows are computed only once. They are shared in every mini-batch in
@@ -166,8 +167,8 @@ def make_train_batch(
     """Pack this rank's share of the samples of one optimizer step, with given advantages.
 
     samples: the samples of all ranks, with tokens and routes. advantages: one number per sample,
-    which also serves as the sample's reward. Stale route rows are not replayed, and their tokens
-    are removed from the loss.
+    which also serves as the sample's reward. Stale route rows are not replayed, and the tokens
+    predicted from these rows are removed from the loss.
     """
     kept, stale = without_stale_tokens(samples)
     (batch,) = make_train_batches(

@@ -1,7 +1,8 @@
 """The losses that a training loop outside of mrl can choose by name.
 
-The loop sends a factor for each token, which the loss reads from `MicroBatch.token_advantages`, and
-a weight for each sequence. The loss is not divided by the number of tokens or samples.
+The loop sends a factor for each token and a weight for each sequence. The loss reads the factors
+from `MicroBatch.token_advantages`. The loss is a sum over tokens; it is not divided by the number
+of tokens or samples.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ class Updated(NamedTuple):
     metrics: dict[str, float]
     """The metrics `guard/*`, the number of empty mini-batches, and the numbers of skipped steps."""
     first_pass: PassOutput | None
-    """The output of a training pass of the policy that used the weights from before the update.
-    This pass is the one of the first step that was not skipped or, if all steps were skipped, the
-    first pass. None if there was no pass."""
+    """The output of a training pass of the policy that used the weights from before the update. It
+    is the pass of the first step that was not skipped or, if all steps were skipped, the first
+    pass. None if there was no pass."""
     first_micro_batch: int
     """The index, in the rollout, of the first micro-batch of `first_pass`; 0 without a pass."""
 

@@ -68,8 +68,8 @@ def adapt(spec: str, form: str, function: Any) -> Any:
 
 
 def clashing_column(function: Any, columns: Collection[str]) -> str | None:
-    """Return the first column that cannot be passed to `function`, because another of its arguments
-    has the same name; None if there is no such column.
+    """Return the first column that cannot be passed to `function`, because `function` has another
+    argument of the same name; None if there is no such column.
 
     `function` is a result of `adapt`. For example, a column `self` clashes if `function` is a
     callable object, whose method has the argument `self`. Functions in the forms of verl and slime

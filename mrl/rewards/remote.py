@@ -8,8 +8,8 @@ other status is a failure, and its key `error` gives the reason. Failures are ha
 
   - After 429, 502, 503, 504, or a refused or lost connection, the request is sent again, with growing
     pauses, until nine tenths of the call's time limit have passed. Scoring must have no side effects.
-  - After 500, or no answer in time, the call has failed. The runner then sends its samples one by one,
-    so that only the samples that cause the failure are masked.
+  - After 500, or no answer in time, the call has failed. The runner then sends the samples of the
+    call one by one, so that only the samples that cause the failure are masked.
   - After 500 with `"broken": true`, or any other status or answer, no sample of the call has a reward.
     The same holds if a server that was busy at first (429, 502 to 504) does not answer in time.
 

@@ -9,8 +9,8 @@ Options may follow the folder, as `?name=value&name=value`:
 The model is loaded in the worker process, not in the trainer. If the prompt is a list of messages,
 the completion is appended as the assistant's turn, and the model's chat template is applied. If the
 prompt is a string, prompt and completion are joined, and the tokenizer adds its special tokens. If
-they have more tokens than the model accepts, ValueError is raised, because the score of a truncated
-text would not be the score of the completion.
+prompt and completion together have more tokens than the model accepts, ValueError is raised,
+because the score of a truncated text would not be the score of the completion.
 
 Dimensions: G samples, B samples in a batch, T tokens in the batch's longest sample.
 """

@@ -141,9 +141,10 @@ class RewardRunner(Closing):
         return torch.tensor(totals, dtype=torch.float32)
 
     def close(self) -> None:
-        """Kill the workers and their child processes permanently. May be called more than once.
+        """Kill the workers and their child processes; they are not started again.
 
-        A call that is still running in another thread then fails.
+        If another thread is still scoring samples, its call fails. `close` may be called more than
+        once.
         """
         for worker in self._workers:
             worker.close()

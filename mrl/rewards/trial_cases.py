@@ -1,4 +1,4 @@
-"""The cases that `mrl reward test` scores: rows of a file, with completions that should differ.
+"""The cases that `mrl reward test` scores: rows of a file, each with one or more completions.
 
 Dimensions: G completions of a row.
 """

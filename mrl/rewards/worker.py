@@ -37,9 +37,9 @@ MAX_PARTS = 32
 def call_reward(function: RewardFunction, request: dict[str, Any]) -> list[Entry]:
     """Call the function once, and return one entry per sample.
 
-    An entry is a Python float, a dict of named floats, or None. Raises BrokenReward if the result is
-    not iterable like a list or has the wrong number of entries, and NotANumber or NotFinite for an
-    invalid entry.
+    An entry is a Python float, a dict of named floats, or None. Raises BrokenReward if the result
+    is not a list (or another iterable) with one entry per completion, and NotANumber or NotFinite
+    for an invalid entry.
     """
     columns = request["columns"]
     if "step" in request and getattr(function, "takes_trainer_state", False):

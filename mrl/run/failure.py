@@ -1,8 +1,9 @@
 """The report of a failure: a record in `RUN/failure.json`, and a block of lines on rank 0's terminal.
 
 Several processes may report the same fault: the rank that fails, the ranks that lose their
-connection to it, the monitor and the launcher. `write_failure` keeps the record that is closest to
-the cause. This module does not import torch, because the monitor and the launcher run without it.
+connection to it, the watchdog's monitor (`mrl.watch`) and the launcher (`mrl.launch`).
+`write_failure` keeps the record that is closest to the cause. This module does not import torch,
+because the monitor and the launcher run without it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ SAVED_FILE = "saved"
 """File in the launcher's folder that rank 0 creates when the run has stopped after saving a
 checkpoint."""
 ENDED_FILE = "ended"
-"""File in the launcher's folder to which the watchdog writes the exit code when it has killed the
-ranks."""
+"""File in the launcher's folder to which the watchdog writes the run's exit code before it kills
+the ranks."""
 OVER_FILE = "over"
 """File in the launcher's folder that is created when a rank is killed because it does not exit after
 the end of the run. The launcher then does not report the kill as a failure."""

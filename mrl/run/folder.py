@@ -5,7 +5,7 @@ OUTPUT_DIR/history.jsonl          one object per start: what it changed; earlier
 OUTPUT_DIR/metrics.jsonl          one object per step
 OUTPUT_DIR/timeline.jsonl         one object per step: who did what and when (disaggregated runs)
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
-OUTPUT_DIR/tokens/                step_000000.safetensors: each token as engine and trainer computed it
+OUTPUT_DIR/tokens/                step_000000.safetensors: values of engine and trainer per token
 OUTPUT_DIR/diagnosis/             step_000000.json: the gap between engine and trainer, by layer
 OUTPUT_DIR/evals/                 step_000000.json: the metrics of an evaluation, .jsonl: its samples
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt

@@ -146,7 +146,8 @@ def _step(line: bytes) -> int | None:
 
 
 def _of_steps(steps: list[int]) -> str:
-    """Return the words after `row` in a message: ` of step 3 is`, or `s of steps 2 to 5, 9 are`."""
+    """Return the text after `row` in a message, such as ` of step 3 is` or `s of steps 2 to 5, 9
+    are`."""
     if len(steps) == 1:
         return f" of step {steps[0]} is"
     runs: list[list[int]] = []

@@ -100,7 +100,8 @@ def read_pending(state: Mapping[str, Any]) -> list[PendingPrompt]:
 def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
     """Yield the pending prompts of an old checkpoint of a run whose engines had a fixed schedule.
 
-    They are complete batches, which the engines had generated ahead of the trainer.
+    The engines had generated the samples of these prompts ahead of the trainer, in complete
+    batches.
     """
     for _, batch in sorted(state.get("ahead", {}).items(), key=lambda pair: int(pair[0])):
         for place, group in enumerate(_decode(batch["groups"])):
@@ -110,7 +111,8 @@ def _batches(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
 def _backlog(state: Mapping[str, Any]) -> Iterable[PendingPrompt]:
     """Yield the pending prompts of an old checkpoint of a run with over-sampling.
 
-    Over-sampling had begun more prompts than a step needs, and left these for a later step.
+    Over-sampling begins more prompts than a step needs. The pending prompts are those that were
+    left over for a later step.
     """
     if backlog := state.get("backlog"):
         for group, seed in zip(_decode(backlog["groups"]), backlog["seeds"], strict=True):

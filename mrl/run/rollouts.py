@@ -225,9 +225,9 @@ def _read_parts(record: dict[str, list[float | None]] | None) -> dict[str, Tenso
 
 
 def _trained(sample: Sample) -> str:
-    """Return `chosen` if the loss mask selects exactly the tokens that the policy sampled, else `mask`.
+    """Return how a sample's loss mask is encoded: `mask` (in full) or `chosen` (not at all).
 
-    With `chosen`, the mask is not encoded, because `_chosen` computes it.
+    `chosen`: the mask is true for exactly the tokens that the policy sampled (`_chosen`).
     """
     return "chosen" if _trains_all_chosen(sample) else "mask"
 

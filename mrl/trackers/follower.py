@@ -48,8 +48,8 @@ class Follower:
         self.name = name
         self.progress = Progress()
         self.failure: str | None = None
-        """The tracker's last error; None without an error, and after the tracker has received all
-        steps."""
+        """The tracker's last error; None if there was none. Reset to None when the tracker has
+        received all steps so far."""
         self._make, self._run, self._folder = make, run, folder
         self._save, self._warn = save, warn
         self._wake = threading.Condition()

@@ -98,8 +98,8 @@ class Trackers:
             )
 
     def _save(self, name: str, progress: Progress) -> None:
-        """Save how many steps a tracker has received. This is called in the thread that sends it the
-        metrics."""
+        """Save the progress of the tracker `name`. Called in the thread that sends the metrics to
+        this tracker."""
         with self._lock:
             self._state[name] = asdict(progress)
             write_whole(self._file, json.dumps(self._state, indent=1) + "\n")

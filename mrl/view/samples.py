@@ -23,8 +23,8 @@ from mrl.types import NATIVE_ROUTE
 from mrl.view.series import short
 
 EXTREME = 0.6931471805599453
-"""ln 2. If `|d|` of a token is above it (`d` is the token's old log-prob minus its rollout
-log-prob), the probability ratio `exp(d)` is outside [1/2, 2]."""
+"""ln 2. Let `d` be a token's old log-prob minus its rollout log-prob. If `|d|` is above ln 2, the
+probability ratio `exp(d)` is outside [1/2, 2]."""
 
 MAX_TEXT = 60
 """The list of samples shows only the end of the prompt and the end of the completion, each with at

@@ -1,4 +1,5 @@
-"""Record each collective of this rank in its heartbeat page, for the report about a rank that hangs.
+"""Record each collective of this rank in the rank's heartbeat page (`mrl.system.heartbeat`), for
+the report about a rank that hangs.
 
 The methods of torch's ProcessGroup are replaced, because every collective calls one of them. Replacing
 the functions of torch.distributed would miss some calls, because Megatron keeps references to these

@@ -31,9 +31,9 @@ STOPPED_S = 20.0
 nodes wait longer than this for the monitor's messages."""
 MAX_STARTS = 4
 ENDS_S, LEFT_S = 5.0, 1.0
-"""The seconds that `close` waits for the monitor to end. After a failure it waits ENDS_S, and
-then kills the monitor. If the rank has finished the run it waits LEFT_S, and the monitor may run
-on until all ranks of its node have finished."""
+"""The seconds that `close` waits for the monitor to end. After a failure, `close` waits ENDS_S and
+then kills the monitor. If the rank has finished the run, `close` waits LEFT_S, after which the
+monitor may run on until all ranks of the node have finished."""
 
 
 class RestartedMonitor(Closing):

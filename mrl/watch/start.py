@@ -121,7 +121,7 @@ def watching(
 
     Args:
         config: the recipe's `watch`.
-        least: the smallest time limit of each phase, in seconds, from `least_limits`.
+        least: lower bounds on the time limits of the phases, in seconds, from `least_limits`.
         folder: the run folder.
         command: the command that continues the run.
         engine_ranks: the ranks that lead engines; None if no ranks do.
@@ -219,18 +219,18 @@ def _addresses(job: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def least_limits(recipe: Recipe) -> dict[str, float]:
-    """Return the smallest time limit, in seconds, for the watchdog in each phase of a recipe.
+    """Return a lower bound, in seconds, on the watchdog's time limit in each phase of a run.
 
     A phase may contain waits that have time limits of their own: calls of an engine, the start of
-    another engine, and reward calls. The watchdog must allow at least that much time, because the run
-    recovers when one of these limits ends a wait.
+    another engine, and reward calls. If such a wait reaches its own limit, the run recovers. So the
+    watchdog must not end the run before then.
     """
     rewards = (recipe.rollout.samples_per_prompt + 1) * recipe.reward_timeout_s
     return _least_limits(recipe.watch, recipe.rollout, rewards)
 
 
 def least_limits_of_service(config: ServiceConfig) -> dict[str, float]:
-    """Return the smallest time limit, in seconds, for the watchdog in each phase of a service.
+    """Return a lower bound, in seconds, on the watchdog's time limit in each phase of a service.
 
     A service has one time limit for all rewards of a step.
     """

@@ -33,13 +33,13 @@ class Limits:
     """How many seconds a rank may show no progress in a phase before it counts as hung."""
 
     given: Mapping[str, float]
-    """The recipe's `watch.limits`, in seconds by kind of phase. They replace all other limits."""
+    """The recipe's `watch.limits`: limits in seconds, by the kind of a phase (its name without the
+    suffix after a colon). A phase whose kind is listed here has exactly this limit."""
     least: Mapping[str, float]
-    """The smallest limit of each kind of phase, in seconds. It is large enough for waits that have
-    time limits of their own (`mrl.watch.start.least_limits`)."""
+    """A lower bound, in seconds, on the limit of a phase, by the kind of the phase. The bound is
+    large enough for waits that have time limits of their own (`mrl.watch.start.least_limits`)."""
     first_s: float
-    """The smallest limit of a phase, in seconds. It applies only while some rank has not yet
-    completed the phase once."""
+    """A lower bound, in seconds, on the limit of a phase that some rank has not yet completed once."""
 
     def of(self, phase: str, longest_s: float | None, *, is_stopped: bool = False) -> float:
         """Return the limit of a phase in seconds.
@@ -159,8 +159,8 @@ class Watch:
     def late(self) -> Verdict | None:
         """Return a verdict about a rank that has shown no progress for half of its limit, else None.
 
-        A rank that is stuck counts only if other ranks are ahead of it and thus wait for it. There
-        is only one verdict for the same rank in the same phase.
+        A rank that is stuck counts only if other ranks are ahead of it and thus wait for it. At
+        most one verdict is returned for a rank and a phase.
         """
         found = self._worst(0.5)
         if found is None or (found.rank, found.pulse.position) in self._warned:

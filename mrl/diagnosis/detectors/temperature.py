@@ -89,7 +89,7 @@ def _bulk_slope(x: Tensor, y: Tensor) -> float:
 
 
 def _hint(seen: float, asked: float) -> str:
-    """Return a likely reason why the log-probs have the temperature `seen`, for the finding's text.
+    """Return a likely reason why the log-probs were computed at the temperature `seen`, as text.
 
     A reason is known only if `seen` is near 1 and the recipe's temperature `asked` is not.
     Otherwise the result is an empty string.
