@@ -20,7 +20,7 @@ import psutil
 from benchmarks.evidence.digest import ROOT
 
 RECIPE = "launch/recipes/toy_moe.yaml"
-POLL_S = 0.5
+POLL_S = 2.0
 
 
 @dataclass(frozen=True)

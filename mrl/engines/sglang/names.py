@@ -15,6 +15,7 @@ always = partial(since, SUPPORTED["sglang"][0])
 _adapters = partial(since, ADAPTERS_SINCE)
 _SRT = "sglang.srt"
 _LAYERS, _LORA, _MANAGERS = f"{_SRT}.layers", f"{_SRT}.lora", f"{_SRT}.managers"
+_ADDER = f"{_MANAGERS}.schedule_policy.PrefillAdder"
 _CAPTURER = f"{_SRT}.state_capturer.routed_experts.RoutedExpertsCapturer"
 _NATIVE = f"{_LAYERS}.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA_MANAGER = f"{_LORA}.lora_manager.LoRAManager"
@@ -95,7 +96,13 @@ NAMES: dict[str, Name] = {
         attributes=("num_kv_head_replicas", "num_heads", "head_size"),
     ),
     "WeightVersionEvent": since("0.5.20", f"{_SRT}.utils.weight_versions.WeightVersionEvent"),
-    "Req": always(_REQ, attributes=("extra_key", "lora_id", "output_ids", "finished")),
+    "Req": always(
+        _REQ,
+        attributes=(
+            "extra_key", "lora_id", "output_ids", "finished", "origin_input_ids",
+            "return_logprob", "logprob_start_len",
+        ),
+    ),
     "Req.weight_version_events": since("0.5.20", f"{_REQ}.weight_version_events"),
     "Req.init_next_round_input": always(f"{_REQ}.init_next_round_input", "self", "tree_cache"),
     "Scheduler": always(_SCHEDULER, attributes=("enable_overlap", "result_queue", "chunked_req")),
@@ -104,6 +111,11 @@ NAMES: dict[str, Name] = {
         "0.5.20", f"{_SCHEDULER}.record_weight_version_change"
     ),
     "get_serving": since("0.5.20", f"{_SRT}.runtime_context.get_serving"),
+    "PrefillAdder": always(_ADDER, attributes=("tree_cache", "can_run_list")),
+    "PrefillAdder.add_one_req": always(f"{_ADDER}.add_one_req", "self", "req"),
+    "AddReqResult": always(
+        f"{_MANAGERS}.schedule_policy.AddReqResult", attributes=("CONTINUE",)
+    ),
     "SenderWrapper.send_output": Name(
         {
             "0.5.12": f"{_MANAGERS}.scheduler.SenderWrapper.send_output",

@@ -1,0 +1,76 @@
+"""Requests of one prompt that reach the scheduler together compute the prompt once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rollout_helpers import TOLERANCE, generate, make_prompts, score
+
+from mrl.engines.base import SamplingParams
+from mrl.engines.sglang.plugins.server.mrl_shared_prompts import MAX_BATCHES, MIN_TOKENS, Prompts
+from mrl.types import Prompt
+
+LONG, SHORT = MIN_TOKENS + 8, MIN_TOKENS - 1
+
+
+def cached_rows(engine: Any, prompts: list[Prompt], *, seed: int) -> list[list[int]]:
+    """For each prompt, how many rows its four samples read from the prefix cache."""
+    groups = generate(engine, prompts, samples_per_prompt=4, sampling=SamplingParams(6), seed=seed)
+    return [sorted(sample.routing.num_cached_rows for sample in group.samples) for group in groups]
+
+
+def test_a_prompt_is_computed_once(engine):
+    prompts = make_prompts(3, seed=21, num_tokens=LONG)
+    assert cached_rows(engine, prompts, seed=1) == [[0] + [LONG - 1] * 3] * 3
+
+
+def test_short_prompts_do_not_wait(engine):
+    prompts = make_prompts(3, seed=22, num_tokens=SHORT)
+    assert cached_rows(engine, prompts, seed=1) == [[0] * 4] * 3
+
+
+def test_answers_do_not_depend_on_who_computed_the_prompt(engine, oracle):
+    prompts = make_prompts(2, seed=23, num_tokens=LONG)
+    groups = generate(engine, prompts, samples_per_prompt=4, sampling=SamplingParams(8), seed=3)
+    for group in groups:
+        for sample in group.samples:
+            expected, _ = score(oracle, sample.token_ids, LONG, 1.0)
+            assert (sample.rollout_logprobs[LONG:] - expected).abs().max() < TOLERANCE
+        routes = [sample.routing.expert_ids[: LONG - 1] for sample in group.samples]
+        assert all(torch.equal(each, routes[0]) for each in routes)
+
+
+def request(tokens: tuple[int, ...] = (1, 2, 3), key: str = "a") -> Any:
+    made = SimpleNamespace(extra_key=key, lora_id=None, origin_input_ids=tokens, output_ids=[])
+    made.ended = False
+    made.finished = lambda: made.ended
+    return made
+
+
+def test_who_waits():
+    prompts, first = Prompts(), request()
+    prompts.begin_batch("first batch")
+    assert not prompts.has_other(first)
+    prompts.add(first)
+    assert prompts.has_other(request())
+    assert not prompts.has_other(first)  # a prefill in chunks comes again
+    assert not prompts.has_other(request((1, 2, 4)))
+    assert not prompts.has_other(request(key="b"))  # such as another version of the weights
+
+
+@pytest.mark.parametrize("end", ["token", "abort", "never"])
+def test_nobody_waits_for_ever(end):
+    prompts, first = Prompts(), request()
+    prompts.begin_batch(0)
+    prompts.add(first)
+    for batch in range(1, MAX_BATCHES + 1):
+        prompts.begin_batch(batch)
+        assert prompts.has_other(request())
+        prompts.begin_batch(batch)  # the next request of the same batch
+    first.output_ids += [7] * (end == "token")
+    first.ended = end == "abort"
+    prompts.begin_batch(MAX_BATCHES + 1)
+    assert not prompts.has_other(request())
