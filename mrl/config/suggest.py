@@ -64,9 +64,10 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
 
 
 def recipe_key_for(key: str) -> str | None:
-    """Return the recipe's key that corresponds to `key`, which may be a key of another framework,
-    or a recipe's key with a wrong or missing section. Names must match exactly; None if no key
-    matches."""
+    """Return the recipe's key that `key` stands for; None if there is none.
+
+    `key` is the exact key of another framework, or a recipe's key whose section is wrong or missing.
+    """
     if (foreign := _foreign(key)) is not None:
         return foreign[0]
     leaf = key.rpartition(".")[2]

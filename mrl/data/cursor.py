@@ -204,8 +204,8 @@ class PromptCursor:
 
 
 class Dealer:
-    """Returns the prompts of one data set, or of one source of a mixture, one at a time: with
-    shuffling in a new order for each epoch, otherwise in the order of the data."""
+    """Returns the prompts of one data set, or of one source of a mixture, one at a time. If
+    the data are shuffled, each epoch has a new order; otherwise the order is that of the data."""
 
     def __init__(self, prompts: list[Prompt], salt: str, weight: float) -> None:
         """`salt` is a text that is appended to the seed, so that each source of a mixture has a

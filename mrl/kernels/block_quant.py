@@ -1,8 +1,8 @@
 """8-bit quantisation of weights and activations, with the formulas of SGLang's engines.
 
-Weights are quantised as their checkpoints store them, and activations are quantised and dequantised in
-one pass, as an engine rounds them before each product. The results are defined to the bit: each
-operation of the formulas below rounds to fp32. No result has a gradient.
+Weights are quantised into the format of quantised checkpoints. Activations are quantised and
+dequantised in one pass, which rounds them exactly like an engine before each product. The results are
+defined to the bit: each operation of the formulas below rounds to fp32. No result has a gradient.
 
 `amax` is max |x| over a block, group or row, and at least 1e-10, the bound of SGLang's kernels
 (`kernels/ops/quantization/fp8_kernel.py` and `int8_kernel.py` of 0.5.23) and of slime's

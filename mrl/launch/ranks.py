@@ -57,7 +57,7 @@ class LauncherWatchdog:
         is no such rank."""
 
     def run(self) -> None:
-        """Check until the launcher has removed its folder."""
+        """Check the ranks repeatedly until the launcher ends and has removed its temporary folder."""
         while self._folder.exists():
             time.sleep(CHECK_EVERY_S)
             self.check()

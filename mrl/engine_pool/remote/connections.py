@@ -204,8 +204,9 @@ class WorkerConnections:
                 self.changed.wait(POLL_S)
 
     def check(self) -> None:
-        """Drop workers that have sent nothing for too long. If an error ends the run, raise this
-        error."""
+        """Drop workers that have sent nothing for too long.
+
+        Raises `failure` if it is set, and RunFailed if engines did not start in time."""
         with self.changed:
             self._lose_silent()
             self._check_absent()

@@ -333,7 +333,8 @@ class RemotePool:
 
 
 def _accept(assigned: RemoteWork, batch: Delivered | None) -> None:
-    """Add the groups `batch` to an assignment and mark it as taken, unless `batch` is None."""
+    """If `batch` is not None, add its sample groups to the assignment and mark the assignment as
+    taken."""
     if batch is not None:
         assigned.add(0, batch)
         assigned.is_taken = True

@@ -21,7 +21,8 @@ from mrl.errors import WrongWeights
 
 class KnownPrefixes:
     """The tokens of all requests of each weight version, sorted so that requests with the same prefix
-    are neighbours. A token takes 4 bytes until its version is forgotten. Any thread may call this."""
+    are neighbours. A token takes 4 bytes until its version is forgotten. The methods are
+    safe to call from any thread."""
 
     def __init__(self) -> None:
         self._versions: dict[int, _Sequences] = {}

@@ -66,7 +66,8 @@ def check_quantization(
 ) -> None:
     """Raise InputError if an engine with `rollout.quantization` cannot run the model or be updated.
 
-    `config` is the content of config.json. `weight_sync` is `rollout.weight_sync`.
+    `config` is the content of config.json. `weight_sync` is the value of the recipe's key
+    `rollout.weight_sync`.
     """
     key = f"rollout.quantization={rollout.quantization}"
     stored = getattr(config, "quantization_config", None)

@@ -11,7 +11,8 @@ call of generate(). Routes that were written during an earlier call have been re
 so the scheduler frees them. Concurrent calls share a number, so routes that one of them never reads
 are freed only after all of them have ended.
 
-mrl_route_memory.py uses this module in SGLang's processes, and the engine in the trainer.
+This module is used by mrl_route_memory.py in SGLang's processes, and by the engine in the trainer's
+process.
 """
 
 from __future__ import annotations
