@@ -42,7 +42,7 @@ from parallel.hf_config import HfModel
 from parallel.mesh import Mesh, destroy_mesh, init_mesh
 from parallel.packing import num_rows
 from parallel.policy import Policy, with_old_logprobs
-from parallel.prefix_packing import expected_gain
+from mrl.shared_prefixes import expected_gain
 
 GOAL = 2.5
 LIMIT = 1.03

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mrl.config import Recipe
 from mrl.types import Prompt
 from parallel.implementation import choose_implementation
-from parallel.prefix_packing import MIN_GAIN, expected_gain
+from mrl.shared_prefixes import MIN_GAIN, expected_gain
 
 
 def describe_prefixes(recipe: Recipe, prompts: Sequence[Prompt], elsewhere: bool) -> str:

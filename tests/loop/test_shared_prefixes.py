@@ -13,7 +13,7 @@ from mrl.cli import main
 from mrl.config import TrainConfig, load_recipe
 from mrl.learn.packs import shares_prefixes
 from mrl.preflight.prefixes import describe_prefixes
-from parallel.prefix_packing import expected_gain
+from mrl.shared_prefixes import expected_gain
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.test_guards import made_trainer
 from tests.loop.test_old_logprobs import settings, without_times
