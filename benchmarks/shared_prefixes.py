@@ -34,6 +34,7 @@ from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
 from mrl.learn.batching import make_train_batch
+from mrl.shared_prefixes import expected_gain
 from mrl.toy_model import write_toy_model
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel import prepare
@@ -42,7 +43,6 @@ from parallel.hf_config import HfModel
 from parallel.mesh import Mesh, destroy_mesh, init_mesh
 from parallel.packing import num_rows
 from parallel.policy import Policy, with_old_logprobs
-from mrl.shared_prefixes import expected_gain
 
 GOAL = 2.5
 LIMIT = 1.03

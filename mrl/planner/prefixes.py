@@ -4,8 +4,8 @@ The samples of a prompt that are in the same micro-batch share the rows of their
 assumed that they have the same routes there, and that all prompts and all responses have the same
 length.
 
-Legend: P prompt tokens, R response tokens, G samples of a prompt in one micro-batch, c blocks of queries
-of a sample's own rows (`mrl.shared_prefixes.num_blocks`).
+Legend: P prompt tokens, R response tokens, G samples of a prompt in one micro-batch, c blocks of
+queries of a sample's own rows (`mrl.shared_prefixes.num_blocks`).
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def prefix_row(
     return Row(
         "attention to shared prefixes",
         copies * each * layers,
-        f"{copies} samples x {blocks} blocks: keys and values of {keys} tokens, masks of {pairs} pairs; "
-        f"{layers} layer(s)",
+        f"{copies} samples x {blocks} blocks: keys and values of {keys} tokens, masks of {pairs} "
+        f"pairs; {layers} layer(s)",
         "mrl.planner.prefixes.prefix_row, for parallel.layers.attention.PackedAttention",
         managed=True,
     )

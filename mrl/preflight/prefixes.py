@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mrl.config import Recipe
+from mrl.shared_prefixes import MIN_GAIN, expected_gain
 from mrl.types import Prompt
 from parallel.implementation import choose_implementation
-from mrl.shared_prefixes import MIN_GAIN, expected_gain
 
 
 def describe_prefixes(recipe: Recipe, prompts: Sequence[Prompt], elsewhere: bool) -> str:
