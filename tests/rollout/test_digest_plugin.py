@@ -279,3 +279,24 @@ def test_scales_of_blocks_of_rows_are_cut_as_the_rows_are(plugin):
                 seen.add((name, piece))
                 parts += digests_of([("scales", values)])
     assert add_digests(parts) == add_digests(digests_of(("scales", s) for s in scales.values()))
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5])
+def test_scales_of_the_kv_cache_are_not_the_trainers(plugin: Any, value: float) -> None:
+    """SGLang adds them to the attention of Llama, Mixtral and Qwen2 with quantised weights."""
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    model = torch.nn.Module()
+    model.proj = module_of(weight=torch.randn(4, 3))
+    before = plugin.digests(model)
+    model.attn = torch.nn.Module()
+    method = BaseKVCacheMethod(None)  # pyright: ignore[reportArgumentType]
+    method.create_weights(model.attn)
+    for name in ("k_scale", "v_scale"):
+        getattr(model.attn, name).data.fill_(value)
+    with pytest.raises(RuntimeError, match=r"2 of 2 scales .* for example attn\.k_scale"):
+        plugin.digests(model)
+    model.attn.k_scale.data.fill_(-1.0)
+    model.attn.v_scale.data.fill_(-1.0)
+    method.process_weights_after_loading(model.attn)
+    assert plugin.digests(model) == before
