@@ -123,7 +123,7 @@ def check_cache_scales(model):
         return
     import torch
 
-    wrong = [n for n, value in zip(scales, torch.cat(values).tolist()) if value != 1.0]
+    wrong = [n for n, value in zip(scales, torch.cat(values).tolist(), strict=True) if value != 1.0]
     if wrong:
         raise RuntimeError(
             f"{len(wrong)} of {len(scales)} scales of the KV cache are not 1, for example {wrong[0]}; "
