@@ -74,7 +74,7 @@ class MarginCounts:
         margins: f32[L, n]. differs: bool[L, n], true where the router chose other experts than the
         captured route. weights: bool or i16[L, n], how often each row counts.
         """
-        counts = torch.stack([_weighted(differs, weights), _weighted(~differs, weights)])
+        counts = torch.stack([differs * weights, ~differs * weights])
         return MarginCounts(
             (torch.where(counts > 0, margins, 0.0).double() * counts).sum(-1),
             counts.sum(-1),
@@ -133,7 +133,7 @@ class RoutingCounter:
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
         if maps is not None:
-            loads = _weighted(maps, rows.weights(rows.counted).unsqueeze(-1)).sum(1)
+            loads = (maps * rows.weights(rows.counted).unsqueeze(-1)).sum(1)
             known = self._loads.get(numbers)
             self._loads[numbers] = loads if known is None else known + loads
         if routes is None:
@@ -175,7 +175,7 @@ class RoutingCounter:
         safe = torch.where(captured.unsqueeze(-1), target, native)
         differs = ~(safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
         row_differs = differs.any(-1)
-        often = _weighted(captured, weights)  # [L, n]
+        often = captured * weights  # [L, n]; boolean, too, if no rows are shared
         counts = LayerCounts(often.sum(-1) * differs.shape[-1], (differs.sum(-1) * often).sum(-1))
         if all(layer.margins is not None for layer in layers):
             margins = torch.stack([m for layer in layers if (m := layer.margins) is not None])
@@ -187,7 +187,7 @@ class RoutingCounter:
             # The map has K experts per row, so it equals the route if it contains all K of it.
             used = maps.gather(-1, safe).all(-1)
             self.num_captured += often.sum()
-            self.num_replayed += _weighted(used, often).sum()
+            self.num_replayed += (used * often).sum()
         return row_differs.any(0)
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:
@@ -307,12 +307,6 @@ def margin_statistics(layers: Mapping[tuple[int, ...], LayerCounts]) -> Statisti
         if name == "disagreement":
             stats |= _shares([f"{key}/layer_{n:02d}" for n in numbers], totals[i], nums[i])
     return stats
-
-
-def _weighted(flags: Tensor, weights: Tensor) -> Tensor:
-    """Return `weights` where `flags` is true, and zeros elsewhere. Both are broadcast; `weights` is
-    boolean if nothing counts more than once, and then the result is boolean too."""
-    return flags & weights if weights.dtype == torch.bool else torch.where(flags, weights, 0)
 
 
 def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
