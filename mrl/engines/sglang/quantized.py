@@ -22,8 +22,9 @@ PACKED = {
 FP8_GPUS = (8, 9)
 """The lowest compute capability on which SGLang computes with fp8 weights as they are loaded. On older
 GPUs it packs them for Marlin (`can_auto_enable_marlin_fp8` in layers/quantization/fp8_utils.py)."""
-BLACKWELL = 10
-"""The major compute capability of Blackwell GPUs for data centres (B200, B300)."""
+BLACKWELL = (10, 11)
+"""The major compute capabilities of Blackwell GPUs on which SGLang's default is DeepGEMM (B200: 10.0).
+With 12 (RTX), its default is Triton or CUTLASS, which take the weights as they are."""
 DEEP_GEMM = {
     "fp8_gemm_runner_backend": ("auto", "deep_gemm"),
     "moe_runner_backend": ("deep_gemm",),
@@ -144,7 +145,7 @@ def check_gpu(rollout: SharedRolloutConfig, capability: tuple[int, int]) -> None
         )
     given = {name: rollout.server_args.get(name) or "auto" for name in DEEP_GEMM}
     used = [f"{name}={given[name]}" for name, values in DEEP_GEMM.items() if given[name] in values]
-    if capability[0] == BLACKWELL and used:
+    if capability[0] in BLACKWELL and used:
         raise InputError(
             f"{key} on a GPU of compute capability {number} with {' and '.join(used)}: SGLang's "
             "DeepGEMM would rewrite weights and scales, and could not load the next version; set "
