@@ -6,6 +6,7 @@ weights, and a plug-in quantises the inputs of its layers.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,15 +20,19 @@ from benchmarks.gpu_lane.engine_parts import BUCKET_BYTES, Bench
 from benchmarks.gpu_lane.native_parts import one_process
 from benchmarks.gpu_lane.parts import note
 from mrl.engine_pool.metrics import EngineMetrics
+from mrl.engine_pool.remote.rendezvous import open_store
 from mrl.engines.sglang.digests import ACTION, quantized_modules
 from mrl.quantization import DTYPES, SCHEMES, fake_quantize
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import Prompt, WeightBucket
-from mrl.weight_sync.load import CanaryMaker, WeightLoader
+from mrl.weight_sync.load import Canaries, CanaryMaker, WeightLoader
 from mrl.weight_sync.quantize import quantized_buckets
+from mrl.weight_sync.rank_pair import PairReceiver, PairSender
+from mrl.weight_sync.staging import Staging
 
 SCHEME = SCHEMES["fp8_block"]
 NUM_SYNCS = 3
+TIMEOUT_S = 60.0
 LARGEST_SHARE = 0.52
 """Bytes of a quantised matrix with its scales, relative to bfloat16."""
 
@@ -88,11 +93,13 @@ class Trainer:
 
 
 def quantized(folder: Path, device: str) -> dict[str, Any]:
-    """Roll out with `rollout.quantization: fp8_block`: syncs, canaries, and a planted stale scale."""
+    """Roll out with `rollout.quantization: fp8_block`: syncs, canaries, a planted stale scale, and a
+    version that comes as a delta through a worker's memory."""
     bench = Bench("quantized", folder, device, routes=False, quantization="fp8_block")
     trainer = Trainer(bench)
     encode_s = [trainer.encode_seconds(0) for _ in range(2)][1]  # the first allocates buffers
-    canaries = CanaryMaker(bench.config.rollout, bench.config.model, prompts()).make(trainer.policy)
+    maker = CanaryMaker(bench.config.rollout, bench.config.model, prompts())
+    canaries = maker.make(trainer.policy)
     note(encode_s=encode_s, noise_abs_mean=canaries.quantization_abs_mean)
     start = time.perf_counter()
     bench.engine.start()
@@ -114,14 +121,57 @@ def quantized(folder: Path, device: str) -> dict[str, Any]:
         refused = refuse_stale_scale(trainer, NUM_SYNCS + 1)
         trainer.sync(NUM_SYNCS + 2)
         trainer.loader.check_canaries(bench.engine.endpoint, canaries)
+        staged = sync_by_delta(trainer, NUM_SYNCS + 3)
+        note(staged_delta=staged)
+        trainer.loader.check_canaries(bench.engine.endpoint, maker.make(trainer.policy))
     finally:
         bench.engine.stop()
     return {
         "gaps": gaps, "tokens_per_s": rate, "stale_scale": refused,
         "says": f"{num_modules} modules in fp8, {sent / whole:.0%} of the bytes in "
         f"{min(sync_s):.2f} s; log-probs apart by {gaps['weights of the trainer']:.3g}, by "
-        f"{gaps['weights of the engine']:.3g} with the engine's weights; a stale scale is refused",
+        f"{gaps['weights of the engine']:.3g} with the engine's weights; a stale scale is refused; a "
+        f"staged delta of {staged['bytes'] / sent:.1%} loads",
     }  # fmt: skip
+
+
+def sync_by_delta(trainer: Trainer, version: int) -> dict[str, float]:
+    """Send two versions to a worker's memory, the second as a delta, and load that one from there.
+
+    The worker of a disaggregated run has this memory in another process than the trainer; the engine
+    maps it either way.
+    """
+    device = trainer.bench.device
+    store, address = open_store("127.0.0.1")
+    staging = Staging(device=device if device.type == "cuda" else None)
+    receiver = PairReceiver(address, "worker", TIMEOUT_S, torch.device("cpu"))
+    sender = PairSender(address, TIMEOUT_S, device, 1)
+    seconds = 0.0
+    for number in (version, version + 1):
+        worker = threading.Thread(target=receiver.receive, args=(staging, number), daemon=True)
+        worker.start()
+        start = time.perf_counter()
+        failed = sender.send(trainer.buckets(number), number, ["worker"], Canaries([], []))
+        seconds = time.perf_counter() - start
+        worker.join(TIMEOUT_S)
+        assert not failed, f"version {number} did not arrive"
+        if number == version:
+            change_weights(trainer)
+    traffic = sender.traffic
+    assert traffic.num_resent == 0, f"{traffic.num_resent} buckets of the delta were sent again"
+    load_s = trainer.sync(version + 1, staging.buckets())
+    receiver.close()
+    sender.close()
+    del store
+    return {"bytes": float(traffic.num_bytes), "send_s": seconds, "load_s": load_s}
+
+
+@torch.no_grad()
+def change_weights(trainer: Trainer) -> None:
+    """Change one in a hundred elements of the trainer's weights by 1%."""
+    for parameter in trainer.policy.chunks[0].parameters():
+        chosen = torch.rand_like(parameter, dtype=torch.float32) < 0.01
+        parameter.mul_(1 + 0.01 * chosen)
 
 
 def prompts() -> list[Prompt]:
