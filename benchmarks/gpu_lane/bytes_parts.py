@@ -218,7 +218,7 @@ def send(
 
     def counted() -> Iterator[WeightBucket]:
         for bucket in make_buckets(weights, scheme, version, SharedMemory()):
-            sent.extend(digests_of(bucket.tensors))
+            sent.extend((bucket.sent_digest or bucket.digest or {}).items())
             yield bucket
 
     name = f"{scheme}_{way}"
