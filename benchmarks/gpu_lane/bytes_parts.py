@@ -92,12 +92,14 @@ def delta_kernels(device: torch.device) -> str:
     for share in SHARES:
         current = changed(previous, share)
         there = current.to(device)
-        payloads = [weight_delta.encode(previous, c, 2, 1 << 40).payload for c in (there, current)]
-        assert payloads[0] is not None
-        assert payloads[1] is not None
-        assert torch.equal(*payloads), f"{share}: the bytes of {device} differ from the host's"
+        ours, host = (
+            weight_delta.encode(previous, each, 2, 1 << 40).payload for each in (there, current)
+        )
+        assert ours is not None
+        assert host is not None
+        assert torch.equal(ours, host), f"{share}: the bytes of {device} differ from the host's"
         base = previous.clone()
-        weight_delta.apply(base, payloads[0], 2)
+        weight_delta.apply(base, ours, 2)
         assert torch.equal(base, current), f"{share}: applied, the delta gives other bits"
         seconds = {
             "encode": timed(lambda there=there: weight_delta.encode(previous, there, 2, 1 << 40)),
@@ -106,7 +108,7 @@ def delta_kernels(device: torch.device) -> str:
             ),
             "copy to the host": timed(lambda there=there: there.cpu()),
         }
-        found[str(share)] = {"bytes": len(payloads[0]) / len(current)} | seconds
+        found[str(share)] = {"bytes": len(ours) / len(current)} | seconds
         note(weight_delta=found)
     first = found[str(SHARES[0])]
     return (

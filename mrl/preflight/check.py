@@ -276,12 +276,13 @@ def _check_engine(recipe: Recipe, model: HfModel, *, elsewhere: bool) -> None:
     load_engine(recipe.rollout.engine)
     if recipe.rollout.engine == "sglang":  # the limits of other engines are unknown here
         routes, has_gpu = recipe.captures_routes, torch.cuda.is_available()
+        is_asked = has_gpu and not elsewhere and recipe.rollout.quantization != "none"
         check_limits(
             recipe.model.path,
             recipe.rollout,
             on_gpu=elsewhere or has_gpu,
             return_routes=routes,
-            capability=torch.cuda.get_device_capability() if has_gpu and not elsewhere else None,
+            capability=torch.cuda.get_device_capability() if is_asked else None,
         )
         if routes and model.named is not None:
             check_route_layers(model.path, model.moe_layer_numbers, model.sizes.num_experts)

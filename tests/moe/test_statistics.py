@@ -190,7 +190,7 @@ def spread_rows(
             for name in ("native_ids", "margins", "routing_map"):
                 value = getattr(layer, name)
                 setattr(layer, name, None if value is None else value[source])
-        spread = {number: ids_of(route)[source] for number, route in routes.items()}
+        spread: dict[int, Route] = {n: ids_of(route)[source] for n, route in routes.items()}
         yield chunk, spread, RouterRows(rows.counted, rows.leading, rows.segments, 1)
 
 

@@ -290,12 +290,13 @@ def test_scales_of_the_kv_cache_are_not_the_trainers(plugin: Any, value: float) 
     model = torch.nn.Module()
     model.proj = module_of(weight=torch.randn(4, 3))
     before = plugin.digests(model)
-    model.attn = module_of(k_scale=torch.tensor(1.0), v_scale=torch.tensor(value))
-    for parameter in model.attn.parameters():
+    attention: Any = module_of(k_scale=torch.tensor(1.0), v_scale=torch.tensor(value))
+    model.attn = attention
+    for parameter in attention.parameters():
         parameter._skip_weight_check = True
     with pytest.raises(RuntimeError, match=r"1 of 2 scales .* for example attn\.v_scale"):
         plugin.digests(model)
-    model.attn.v_scale.data.fill_(1.0)
+    attention.v_scale.data.fill_(1.0)
     assert plugin.digests(model) == before
 
 

@@ -26,7 +26,8 @@ def check_limits(
 ) -> None:
     """Raise InputError if the engine would refuse the recipe at its start, or run the model wrongly.
 
-    `capability` is the compute capability of this machine's GPUs; None if it is unknown.
+    `capability` is the compute capability of the GPUs; None if it is unknown, or if weights are not
+    quantised.
 
     The causes are bad `rollout.server_args`, an unreadable config.json, an architecture that SGLang
     runs wrongly or not at all, and an architecture whose routes or gate weights SGLang does not return
@@ -41,7 +42,7 @@ def check_limits(
     refuse_unknown(str(getattr(hf_config, "model_type", "")))
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
     check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
-    if capability is not None and config.quantization != "none":
+    if capability is not None:
         check_gpu(config, capability)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
