@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,7 @@ from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.config import AlgorithmConfig, ModelConfig, OptimizerConfig
 from mrl.learn.batching import make_train_batch
+from mrl.shared_prefixes import expected_gain
 from mrl.toy_model import write_toy_model
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel import prepare
@@ -42,7 +43,7 @@ from parallel.hf_config import HfModel
 from parallel.mesh import Mesh, destroy_mesh, init_mesh
 from parallel.packing import num_rows
 from parallel.policy import Policy, with_old_logprobs
-from parallel.prefix_packing import expected_gain
+from parallel.reduce import reduce_statistics
 
 GOAL = 2.5
 LIMIT = 1.03
@@ -81,22 +82,24 @@ UNSHARED = ("single", "different")
 ARMS = {"off": False, "auto": True}
 
 
-def make_samples(case: Case) -> list[Sample]:
-    """Make random tokens and routes; the samples of a prompt have those of its tokens in common."""
+def make_samples(case: Case, sizes: dict[str, Any] = SIZES) -> list[Sample]:
+    """Make random tokens and routes for a model of these sizes; the samples of a prompt have those of
+    its tokens in common."""
     generator = torch.Generator().manual_seed(0)
     length, samples = case.prompt_len + case.response_len, []
-    numbers = tuple(range(1, LAYERS + 1))
+    layers, experts, vocab = sizes["num_layers"], sizes["num_experts"], sizes["vocab_size"]
+    numbers = tuple(range(1, layers + 1))
     for group_id in range(case.prompts):
-        tokens = torch.randint(0, VOCAB, (length,), generator=generator)
-        scores = torch.rand(length - 1, LAYERS, EXPERTS, generator=generator)
+        tokens = torch.randint(0, vocab, (length,), generator=generator)
+        scores = torch.rand(length - 1, layers, experts, generator=generator)
         for _ in range(case.num_samples):
             own, rows = tokens.clone(), scores.clone()
             kept = case.prompt_len if case.same_routes else 0
             own[case.prompt_len :] = torch.randint(
-                0, VOCAB, (case.response_len,), generator=generator
+                0, vocab, (case.response_len,), generator=generator
             )
-            rows[kept:] = torch.rand(length - 1 - kept, LAYERS, EXPERTS, generator=generator)
-            ids = rows.topk(TOPK).indices.to(torch.uint8)
+            rows[kept:] = torch.rand(length - 1 - kept, layers, experts, generator=generator)
+            ids = rows.topk(sizes["num_experts_per_tok"]).indices.to(torch.uint8)
             samples.append(
                 Sample(
                     group_id=group_id,
@@ -107,7 +110,7 @@ def make_samples(case: Case) -> list[Sample]:
                     weight_versions=(VersionSpan(0, case.prompt_len, length),),
                     finish_reason="stop",
                     routing=RoutingTrace(
-                        ids, numbers, EXPERTS, (VersionSpan(0, 0, length - 1),), 0
+                        ids, numbers, experts, (VersionSpan(0, 0, length - 1),), 0
                     ),
                 )
             )
@@ -117,12 +120,15 @@ def make_samples(case: Case) -> list[Sample]:
 class Steps:
     """Takes steps of one policy, with and without sharing."""
 
-    def __init__(self, folder: Path, mesh: Mesh) -> None:
-        write_toy_model(folder, **SIZES)
+    def __init__(
+        self, folder: Path, mesh: Mesh, dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    ) -> None:
+        """`folder` has the model, in which each layer is MoE."""
         self.mesh = mesh
+        config = ModelConfig(path=str(folder), transformer_impl="local", dtype=dtype)
         self.policy = Policy(
-            HfModel.read(folder), mesh, ModelConfig(path=str(folder), transformer_impl="local"),
-            OptimizerConfig(lr=1e-30), recompute=True, temperature=1.0,
+            HfModel.read(folder), mesh, config, OptimizerConfig(lr=1e-30), recompute=True,
+            temperature=1.0,
         )  # fmt: skip
 
     def step(self, samples: list[Sample], share: bool) -> dict[str, Any]:
@@ -138,6 +144,7 @@ class Steps:
             "micro_batches": len(micro),
             "logprobs": logprobs_of(micro, before.logprobs),
             "grad_norm": done.grad_norm,
+            "loss": reduce_statistics(done.stats)[Policy.loss_key],
         }
 
 
@@ -185,9 +192,9 @@ def memory_mb(device: torch.device, *, peak: bool) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024 / 1e6
 
 
-def compare(steps: Steps, case: Case, pairs: int) -> dict[str, Any]:
+def compare(steps: Steps, case: Case, pairs: int, sizes: dict[str, Any] = SIZES) -> dict[str, Any]:
     """Take steps by turns; the first of each is not counted."""
-    samples = make_samples(case)
+    samples = make_samples(case, sizes)
     found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     results: dict[bool, dict[str, Any]] = {}
     for number in range(pairs + 1):
@@ -227,6 +234,7 @@ def compare(steps: Steps, case: Case, pairs: int) -> dict[str, Any]:
         "auto": {key: round(value, 3) for key, value in auto.items()},
         "largest_logprob_difference": float(gap),
         "relative_grad_norm_difference": abs(norms - 1),
+        "loss_difference": abs(results[True]["loss"] - results[False]["loss"]),
     }  # fmt: skip
 
 
@@ -262,6 +270,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         mesh = init_mesh(dims, seed=0)
         try:
+            write_toy_model(Path(scratch) / "model", **SIZES)
             steps = Steps(Path(scratch) / "model", mesh)
             for case in cases:
                 rows.append(compare(steps, case, args.pairs))

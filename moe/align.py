@@ -218,6 +218,20 @@ class RouterRows:
     """The number of sequences in the micro-batch."""
     source: Tensor | None = None
     """i64[m]: the row of each entry; None if the entries are the rows."""
+    num_rows: int | None = None
+    """n, if rows are shared; otherwise None."""
+
+    def weights(self, flags: Tensor) -> Tensor:
+        """Return, for each of the n rows, the number of its entries whose flag in bool[m] is true.
+
+        A sum over entries is then a sum over rows with these weights. The result is i16[n] if rows
+        are shared. Otherwise it is `flags`, because each row has one entry.
+        """
+        if self.source is None:
+            return flags
+        assert self.num_rows is not None
+        zeros = torch.zeros(self.num_rows, dtype=torch.int16, device=flags.device)
+        return zeros.index_add_(0, self.source, flags.to(torch.int16))
 
     def of(self, values: Tensor, dim: int = 0) -> Tensor:
         """Spread values of the n rows to the m entries, differentiably. `dim` is the dimension of the
@@ -226,10 +240,14 @@ class RouterRows:
 
 
 def router_rows(
-    batch: MicroBatch, rows: slice | Tensor, source: Tensor | None = None
+    batch: MicroBatch,
+    rows: slice | Tensor,
+    source: Tensor | None = None,
+    num_rows: int | None = None,
 ) -> RouterRows:
     """Return the `RouterRows` of one rank. `rows`, a slice or indices i64[m], selects the packed
-    tokens of `batch` that the routers of the rank process. `source` is `RouterRows.source`."""
+    tokens of `batch` that the routers of the rank process. `source` and `num_rows` are those of
+    `RouterRows`."""
     lengths = batch.cu_seqlens.diff().long()
     so_far = batch.loss_mask.long().cumsum(0)
     by_the_end = so_far[batch.cu_seqlens[1:].long() - 1]
@@ -237,7 +255,8 @@ def router_rows(
     segments = numbers.repeat_interleave(lengths, output_size=batch.num_tokens)[rows]
     left = by_the_end[segments] - so_far[rows]
     leading = left > 0
-    return RouterRows(leading | batch.loss_mask[rows], leading, segments, lengths.numel(), source)
+    counted = leading | batch.loss_mask[rows]
+    return RouterRows(counted, leading, segments, lengths.numel(), source, num_rows)
 
 
 def local_routes(

@@ -68,17 +68,17 @@ class MarginCounts:
     count as 0."""
 
     @staticmethod
-    def of(margins: Tensor, differs: Tensor, captured: Tensor) -> MarginCounts:
+    def of(margins: Tensor, differs: Tensor, weights: Tensor) -> MarginCounts:
         """Count the margins of one micro-batch.
 
         margins: f32[L, n]. differs: bool[L, n], true where the router chose other experts than the
-        captured route. captured: bool[L, n], true for the rows to count.
+        captured route. weights: bool or i16[L, n], how often each row counts.
         """
-        rows = torch.stack([captured & differs, captured & ~differs])
+        counts = torch.stack([differs * weights, ~differs * weights])
         return MarginCounts(
-            torch.where(rows, margins, 0.0).double().sum(-1),
-            rows.sum(-1),
-            log_histograms(margins.clamp(min=0).expand(rows.shape), rows),
+            (torch.where(counts > 0, margins, 0.0).double() * counts).sum(-1),
+            counts.sum(-1),
+            log_histograms(margins.clamp(min=0).expand(counts.shape), counts),
         )
 
     def __add__(self, other: MarginCounts) -> MarginCounts:
@@ -102,10 +102,12 @@ class RoutingCounter:
     num_replayed: Tensor | int = 0
     layers: dict[tuple[int, ...], LayerCounts] = field(default_factory=dict)
     """Maps the tuple of the layer numbers that were counted in a model chunk to their counts."""
-    _token_differs: dict[int, Tensor] = field(default_factory=dict)
-    """Maps the number of a micro-batch to bool[m]: true for rows in which the router of at least
+    _row_differs: dict[int, Tensor] = field(default_factory=dict)
+    """Maps the number of a micro-batch to bool[n]: true for rows in which the router of at least
     one layer of this rank chose other experts than the captured route."""
-    _num_tokens: dict[int, Tensor] = field(default_factory=dict)
+    _row_weights: dict[int, Tensor] = field(default_factory=dict)
+    """Maps the number of a micro-batch to the weights of its rows: bool or i16[n], the number of
+    tokens before the last loss token of their sample that have the row."""
     _loads: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     """Maps the tuple of a model chunk's layer numbers to i64[L, E], the number of counted tokens
     (`RouterRows.counted`) that went to each expert."""
@@ -131,23 +133,22 @@ class RoutingCounter:
         numbers = tuple(chunk.layers)
         maps = _stacked([layer.routing_map for layer in chunk.layers.values()])
         if maps is not None:
-            maps = rows.of(maps, dim=1)
-            loads = (maps & rows.counted.unsqueeze(-1)).sum(1)
+            loads = (maps * rows.weights(rows.counted).unsqueeze(-1)).sum(1)
             known = self._loads.get(numbers)
             self._loads[numbers] = loads if known is None else known + loads
         if routes is None:
             return
-        self._num_tokens[batch_number] = rows.leading.sum()
+        self._row_weights[batch_number] = weights = rows.weights(rows.leading)
         # A stage without MoE layers also takes part in the reduction over the pipeline.
-        known = self._token_differs.get(batch_number, torch.zeros_like(rows.leading))
+        none = torch.zeros_like(weights, dtype=torch.bool)
+        known = self._row_differs.get(batch_number, none)
         compared = tuple(number for number in numbers if number in routes)
         if maps is not None and compared:
             if compared != numbers:
                 maps = _stacked([chunk.layers[number].routing_map for number in compared])
                 assert maps is not None
-                maps = rows.of(maps, dim=1)
-            known = known | self._compare(compared, chunk, routes, maps, rows, replays)
-        self._token_differs[batch_number] = known
+            known = known | self._compare(compared, chunk, routes, maps, weights, replays)
+        self._row_differs[batch_number] = known
 
     def _compare(
         self,
@@ -155,38 +156,38 @@ class RoutingCounter:
         chunk: ReplayedChunk,
         routes: Routes,
         maps: Tensor,
-        rows: RouterRows,
+        weights: Tensor,
         replays: bool,
     ) -> Tensor:
         """Compare the routers' own choices with the captured routes in the layers `numbers`, and add
         the counts to this counter.
 
-        maps: bool[L, m, E], the routing maps of these layers. Returns bool[m]: true for rows in which
-        the router of at least one of the layers chose other experts than the captured route.
+        maps: bool[L, n, E], the routing maps of these layers. weights: bool or i16[n], how often
+        each row counts. Returns bool[n]: true for rows in which the router of at least one of the
+        layers chose other experts than the captured route.
         """
         layers = [chunk.layers[number] for number in numbers]
         native = _stacked([layer.native_ids for layer in layers])
         assert native is not None
-        native = rows.of(native, dim=1)
-        target = rows.of(torch.stack([ids_of(routes[number]) for number in numbers]), dim=1)
+        target = torch.stack([ids_of(routes[number]) for number in numbers])
         # Either all K ids of a row are NATIVE_ROUTE or none is.
-        captured = (target[..., 0] != NATIVE_ROUTE) & rows.leading
+        captured = (target[..., 0] != NATIVE_ROUTE) & (weights > 0)
         safe = torch.where(captured.unsqueeze(-1), target, native)
         differs = ~(safe.unsqueeze(-1) == native.unsqueeze(-2)).any(-1)
         row_differs = differs.any(-1)
-        counts = LayerCounts(captured.sum(-1) * differs.shape[-1], differs.sum((1, 2)))
+        often = captured * weights  # [L, n]; boolean, too, if no rows are shared
+        counts = LayerCounts(often.sum(-1) * differs.shape[-1], (differs.sum(-1) * often).sum(-1))
         if all(layer.margins is not None for layer in layers):
             margins = torch.stack([m for layer in layers if (m := layer.margins) is not None])
-            margins = rows.of(margins, dim=1)
-            counts = replace(counts, margins=MarginCounts.of(margins, row_differs, captured))
+            counts = replace(counts, margins=MarginCounts.of(margins, row_differs, often))
         known = self.layers.get(numbers)
         self.layers[numbers] = counts if known is None else known + counts
         if replays:
-            self.num_expected += rows.leading.sum() * len(numbers)
+            self.num_expected += weights.sum() * len(numbers)
             # The map has K experts per row, so it equals the route if it contains all K of it.
             used = maps.gather(-1, safe).all(-1)
-            self.num_captured += captured.sum()
-            self.num_replayed += (used & captured).sum()
+            self.num_captured += often.sum()
+            self.num_replayed += (used * often).sum()
         return row_differs.any(0)
 
     def statistics(self, pp_group: ProcessGroup) -> Statistics:
@@ -196,10 +197,11 @@ class RoutingCounter:
         A collective over `pp_group`, whose ranks are the pipeline stages. They have the same tokens
         and different layers.
         """
-        batches = sorted(self._token_differs)
+        batches = sorted(self._row_differs)
         if not batches:
             return {}
-        differs = torch.cat([self._token_differs[i] for i in batches]).int()
+        differs = torch.cat([self._row_differs[i] for i in batches]).int()
+        weights = torch.cat([self._row_weights[i] for i in batches])
         if pp_group.size() > 1:
             dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=pp_group)
         first_stage = pp_group.rank() == 0
@@ -211,8 +213,8 @@ class RoutingCounter:
         stats: Statistics = {
             "routing/disagreement": _share(wrong.sum(), choices.sum()),
             "routing/token_any_layer": _share(
-                differs.sum() if first_stage else 0,
-                sum(self._num_tokens.values()) if first_stage else 0,
+                (differs * weights).sum() if first_stage else 0,
+                weights.sum() if first_stage else 0,
             ),
         }
         if isinstance(self.num_expected, Tensor):

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.align import take_bytes
-from mrl.shared_prefixes import SharedPrefixes
+from mrl.shared_prefixes import SharedPrefixes, num_blocks
 from mrl.types import TokenRoutes
 
 
@@ -191,13 +191,6 @@ def context_slice(
     )
 
 
-MIN_QUERIES, MAX_BLOCKS = 256, 4
-"""The rows of a sequence after its shared prefix become at most MAX_BLOCKS blocks. If there are several
-blocks, each has at least MIN_QUERIES rows. For each of these blocks, attention computes the scores of
-all pairs of a query and a key, even those that the causal mask then removes. Several small blocks waste
-fewer scores than one large block, but each block needs its own copy of its keys."""
-
-
 def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:
     """Cut sequences into blocks. Sequence i has the packed tokens [bounds[i], bounds[i+1]); its
     first `offsets[i]` rows are shared and belong to no block. A sequence that shares no rows is one
@@ -205,7 +198,7 @@ def _suffixes(bounds: Sequence[int], offsets: Sequence[int]) -> list[Block]:
     blocks, local = [], 0
     for (a, b), offset in zip(pairwise(bounds), offsets, strict=True):
         num_rows = b - a - offset
-        count = min(max(num_rows // MIN_QUERIES, 1), MAX_BLOCKS) if offset else 1
+        count = num_blocks(num_rows) if offset else 1
         ends = [offset + num_rows * (i + 1) // count for i in range(count)]
         for start, end in pairwise([offset, *ends]):
             if end > start:

@@ -237,7 +237,7 @@ class PipelineRunner:
     def row_places(self, batch: MicroBatch) -> Tensor:
         """Return i64[m] on the CPU: for each of the m entries of `router_rows`, the index of its
         packed token."""
-        places, _ = self._row_places(self._context(batch, torch.device("cpu")))
+        places, *_ = self._row_places(self._context(batch, torch.device("cpu")))
         return torch.arange(batch.num_tokens)[places] if isinstance(places, slice) else places
 
     def router_rows(self, batch: MicroBatch) -> RouterRows:
@@ -284,20 +284,25 @@ class PipelineRunner:
             return {n: layer.native_gates() for n, layer in layers.items()}
         return {n: layer.native_ids for n, layer in layers.items() if layer.native_ids is not None}
 
-    def _row_places(self, context: ContextSlice) -> tuple[slice | Tensor, Tensor | None]:
-        """Return (`places`, `source`) for the m packed tokens whose rows this rank's routers process.
+    def _row_places(
+        self, context: ContextSlice
+    ) -> tuple[slice | Tensor, Tensor | None, int | None]:
+        """Return (`places`, `source`, `num_rows`) for the m packed tokens whose rows this rank's
+        routers process.
 
         `places` selects these tokens from all packed tokens: a slice, or indices i64[m]. `source` is
-        `RouterRows.source`: the row of each of these tokens, or None if no rows are shared.
+        `RouterRows.source`: the row of each of these tokens. `num_rows` is the number of these rows.
+        The last two are None if no rows are shared.
         """
         own = row_slice(context.num_rows, self.mesh.tp_rank, self.mesh.dims.tp)
         if context.index is None:
-            return own, None
+            return own, None, None
         if context.shared_places is None:
-            return context.index[own], None
+            return context.index[own], None, None
         packed, source = context.tokens_of_rows(own)
         device = context.index.device
-        return packed.to(device, non_blocking=True), source.to(device, non_blocking=True)
+        places, source = (x.to(device, non_blocking=True) for x in (packed, source))
+        return places, source, own.stop - own.start
 
     def _loads(self, counter: RoutingCounter) -> Statistics:
         config = get_model_config(self.chunks[0])

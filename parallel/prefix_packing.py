@@ -24,36 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.shared_prefixes import SharedPrefixes
+from mrl.shared_prefixes import MAX_TOKENS_PER_ROW, MIN_GAIN, SharedPrefixes
 from mrl.types import Sample, TokenRoutes
 from parallel.dims import ParallelDims, round_up
 from parallel.mesh import Mesh
 from parallel.packing import assign_micro_batches
 from parallel.prefixes import common_rows, shared_prefixes
-
-MIN_GAIN = 1.2
-"""With `train.share_prefixes: auto`, samples share rows in a step only if at least this many times
-fewer rows are computed that way. A smaller gain does not pay, because a row costs more in a
-micro-batch with shared rows: attention needs a mask and copies of the keys, and the routers' values
-of a row are copied for all tokens that share the row. docs/prefixes.md has measurements."""
-
-
-MAX_TOKENS_PER_ROW = 4
-"""A micro-batch has at most this many times `train.micro_batch_tokens` tokens. Its rows are fewer, but
-keys, values and the routers' statistics take memory for each token."""
-
-
-def expected_gain(prompt_len: float, response_len: float, num_samples: int) -> float:
-    """Return the gain of sharing the prompt's rows: the number of rows that the samples of a prompt
-    take without sharing, divided by the number with sharing.
-
-    For G samples with P prompt tokens and R response tokens each, this is about G (P + R) / (P + G
-    R). The exact number is slightly lower, because each sample computes the last prompt token
-    itself.
-    """
-    shared = max(prompt_len - 1, 0)
-    whole = num_samples * (prompt_len + response_len)
-    return whole / (whole - (num_samples - 1) * shared)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,30 +39,36 @@ class Bench:
     """One engine on one device, and the weights of its checkpoint, as a trainer has them there."""
 
     def __init__(
-        self, part: str, folder: Path, device: str, *, routes: bool, keep: bool = False
+        self,
+        part: str,
+        folder: Path,
+        device: str,
+        *,
+        routes: bool,
+        keep: bool = False,
+        quantization: Literal["none", "fp8_block"] = "none",
     ) -> None:
         """Nothing is started yet, and nothing is on the device."""
         self.model = model = model_folder(folder, device)
         self.device = torch.device(device)
-        on_gpu = device == "cuda"
-        self.engine = Engine(
-            EngineConfig(
-                model=ModelConfig(path=str(model)),
-                rollout=RolloutConfig(
-                    max_response_len=128,
-                    max_total_tokens=262_144
-                    if on_gpu
-                    else None,  # routes are kept pinned, by KV slot
-                    mem_fraction_static=0.3,
-                    server_args=gpu_args() if on_gpu else {},
-                    start_timeout_s=START_SHARE * limit_of(part, folder),
-                ),
-                log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
-                return_routes=routes,
-                gpu_ids=("0",) if on_gpu else (),
-                keep_weights_on_host=keep,
-            )
+        on_gpu, fp8 = device == "cuda", quantization != "none"
+        self.config = EngineConfig(
+            model=ModelConfig(path=str(model)),
+            rollout=RolloutConfig(
+                max_response_len=128,
+                # Routes are kept in pinned memory, by KV slot.
+                max_total_tokens=262_144 if on_gpu else None,
+                mem_fraction_static=0.3,
+                server_args=gpu_args(fp8=fp8) if on_gpu else {},
+                start_timeout_s=START_SHARE * limit_of(part, folder),
+                quantization=quantization,
+            ),
+            log_path=folder / f"engine_{'routes' if routes else 'plain'}.log",
+            return_routes=routes,
+            gpu_ids=("0",) if on_gpu else (),
+            keep_weights_on_host=keep,
         )
+        self.engine = Engine(self.config)
         self.weights: list[tuple[str, Tensor]] = []
         self.version = 0
 

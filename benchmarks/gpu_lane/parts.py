@@ -33,14 +33,18 @@ GPU_ARGS: dict[tuple[str, ...], object] = {
     ("disable_piecewise_cuda_graph", "disable_prefill_cuda_graph"): True,
 }
 """SGLang's arguments on GPUs: each with its name in 0.5.12 and, where it has another, in later ones."""
+FP8_ARGS: dict[tuple[str, ...], object] = {
+    ("fp8_gemm_runner_backend",): "triton",  # DeepGEMM compiles for minutes on first use
+}
+"""More of them, for engines with fp8 weights."""
 
 
-def gpu_args() -> dict[str, object]:
-    """Return GPU_ARGS under the names of the installed SGLang. Raises RuntimeError for one that it
-    lacks."""
+def gpu_args(*, fp8: bool = False) -> dict[str, object]:
+    """Return GPU_ARGS, and with `fp8` FP8_ARGS too, under the names of the installed SGLang. Raises
+    RuntimeError for one that it lacks."""
     known = field_names()
     found: dict[str, object] = {}
-    for names, value in GPU_ARGS.items():
+    for names, value in (GPU_ARGS | (FP8_ARGS if fp8 else {})).items():
         name = next((name for name in names if name in known), None)
         if name is None:
             raise RuntimeError(

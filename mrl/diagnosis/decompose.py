@@ -211,10 +211,13 @@ def _state_differences(
     sum of squares of the states in `native` minus those in `replayed`.
     """
     stats: Statistics = {}
+    weights = rows.weights(rows.counted)
+    counted = weights > 0
+    weights = weights[counted].double().unsqueeze(-1)
     for layer, states in replayed.items():
-        base, other = (rows.of(each)[rows.counted].double() for each in (states, native[layer]))
-        stats[f"difference/{layer}"] = Sum((other - base).square().sum())
-        stats[f"size/{layer}"] = Sum(base.square().sum())
+        base, other = (each[counted].double() for each in (states, native[layer]))
+        stats[f"difference/{layer}"] = Sum(((other - base).square() * weights).sum())
+        stats[f"size/{layer}"] = Sum((base.square() * weights).sum())
     return stats
 
 

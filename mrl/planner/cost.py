@@ -16,6 +16,7 @@ from mrl.planner.engine_adapter import pool_bytes, slot_elements
 from mrl.planner.flops import model_flops, stage_flops, stage_training_flops
 from mrl.planner.hardware import EFFICIENCY, Hardware
 from mrl.planner.memory import gradient_bytes, optimizer_bytes, weight_bytes
+from mrl.planner.prefixes import prefix_speed
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, stages
 from mrl.planner.state import ADAM_MOMENTS, optimizer_shard
@@ -121,13 +122,17 @@ def link_seconds(found: list[Volume], gpu: Hardware, part: str) -> float:
 
 
 def step_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware) -> StepCost:
-    """Estimate the cost of one training step. The slowest stage determines the time of a pipeline."""
+    """Estimate the cost of one training step. The slowest stage determines the time of a pipeline.
+
+    With shared prefixes, fewer FLOPs are counted (`prefix_speed`), and as much communication as
+    without.
+    """
     held = stages(shape, dims)
     context = work.sequence_len / 2
     micro = work.num_micro_batches(dims)
     bubble = pipeline_bubble(dims, micro)
     tokens = micro * work.packed_tokens(dims) * work.optimizer_steps
-    ranks, flops = dims.tp * dims.cp, gpu.flops * EFFICIENCY.flops
+    ranks, flops = dims.tp * dims.cp, gpu.flops * EFFICIENCY.flops * prefix_speed(shape, work)
     one_pass = tokens * max(stage_flops(shape, stage, context) for stage in held) / ranks / flops
     both = max(stage_training_flops(shape, stage, context) for stage in held)
     compute = tokens * both / ranks / flops + work.recompute * one_pass

@@ -10,6 +10,7 @@ import math
 
 from mrl.planner.activations import activation_rows, adapter_rows, head_rows, layer_parts
 from mrl.planner.host import routes_per_token, stage_tensors
+from mrl.planner.prefixes import prefix_row
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, expert_data_parallel, is_expert, router_bias_bytes
@@ -185,6 +186,7 @@ def pass_rows(
         *adapter_rows(shape, stage, dims, work, training),
         Row("routes", routes_bytes(shape, stage, dims, work), f"expert ids of {routed}",
             f"mrl.planner.memory.routes_bytes; {COUNTED}", managed=True),
+        prefix_row(shape, stage, dims, work, training),
     ]  # fmt: skip
     if layers:
         parts = layer_parts(shape, layers[0])

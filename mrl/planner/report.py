@@ -10,6 +10,7 @@ from mrl.planner.cost import StepCost, step_cost
 from mrl.planner.deltas import CHANGED, delta_cost
 from mrl.planner.flops import model_flops
 from mrl.planner.hardware import Hardware
+from mrl.planner.prefixes import prefix_gain, samples_together
 from mrl.planner.roles import all_phases, nodes, worst_phase
 from mrl.planner.rollouts import rollout_bytes
 from mrl.planner.rows import Phase, Row, total
@@ -17,6 +18,7 @@ from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, stages
 from mrl.planner.units import count, duration, size
 from mrl.planner.workload import Workload
+from mrl.shared_prefixes import MIN_GAIN
 from parallel.dims import ParallelDims
 
 
@@ -44,6 +46,7 @@ def tables(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware)
         rollout_table(shape, dims, work),
         sync_table(shape, dims, work),
         delta_table(shape, dims, work, gpu),
+        prefix_table(shape, work),
         cost_table(step_cost(shape, dims, work, gpu), work),
     ]
     return [table for table in found if table.rows]
@@ -197,6 +200,25 @@ def delta_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hard
     return Table(
         "One weight sync by rollout.weight_encoding, ESTIMATED from bytes (not measured on GPUs)",
         ("what", "full", "delta"),
+        rows,
+    )
+
+
+def prefix_table(shape: ModelShape, work: Workload) -> Table:
+    """Return the table of what shared prefixes save; without rows if the recipe does not share."""
+    rows: list[tuple[str, ...]] = []
+    if work.share_prefixes:
+        gain, together = prefix_gain(shape, work), samples_together(work)
+        pays = "pays: they are shared" if gain.pays else "does not pay: nothing is shared"
+        rows = [
+            ("samples of a prompt in a micro-batch", f"{together} of {work.samples}"),
+            ("rows", f"{gain.rows:.2f} times fewer; from {MIN_GAIN:g} on it {pays}"),
+            ("scores of attention", f"{gain.scores:.2f} times fewer"),
+            ("FLOPs of the trainer's passes", f"{gain.flops:.2f} times fewer"),
+        ]
+    return Table(
+        "Shared prefixes, if all samples of a prompt have the same routes in it (docs/prefixes.md)",
+        ("what", "with train.share_prefixes=auto"),
         rows,
     )
 

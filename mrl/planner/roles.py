@@ -21,6 +21,7 @@ from mrl.planner.engine_adapter import adapter_pool_rows
 from mrl.planner.hardware import Hardware
 from mrl.planner.host import PROCESS_BYTES, routes_per_token, trainer_host_rows
 from mrl.planner.memory import export_buffer_bytes, export_row, pass_rows, trainer_rows
+from mrl.planner.quantized import replacement_rows
 from mrl.planner.rows import ASSUMPTION, Phase, Role, Row, present, times, total
 from mrl.planner.runtime import (
     CONTEXT_BYTES,
@@ -93,8 +94,14 @@ def _stage_phases(
             engine_rows(shape, work, gpu.memory_bytes, awake=awake) for awake in (False, True)
         )
         contents = {"sync": (own[0], *asleep, export), "rollout": awake}
+    replacement = replacement_rows(shape, stage, dims, work)
+    passes = pass_rows(shape, stage, dims, work, training=False)
+    if replacement:  # before the engine wakes
+        held = own if work.rollout_ranks else own[:1]
+        contents = {"canaries": (*held, *replacement, *passes)} | contents
+    measured = replacement if work.decomposes and shape.adapter is None else ()
     contents |= {
-        "log-probs": (*own, *pass_rows(shape, stage, dims, work, training=False)),
+        "log-probs": (*own, *passes, *measured),
         "train": (*own, *pass_rows(shape, stage, dims, work, training=True)),
         "update": (*own, *step_rows(shard, work.state, work.weight_bytes)),
     }

@@ -84,6 +84,10 @@ class Workload:
 
     quantized: bool = False
     """Whether engines hold quantised weights (`rollout.quantization`)."""
+    decomposes: bool = False
+    """Whether the mismatch is decomposed in some steps (`diagnosis.decompose_every`)."""
+    share_prefixes: bool = False
+    """Whether samples may share prefixes (`train.share_prefixes`, and mrl's own layers)."""
 
     def sent_bytes(self, shape: ModelShape) -> int:
         """Return the bytes that a weight sync exports: the whole model, or only its adapter."""
@@ -194,6 +198,10 @@ def recipe_workload(
         lora=recipe.lora.rollout if recipe.lora else None,
         exact_pinned=exact_pinned,
         quantized=recipe.rollout.quantization != "none",
+        decomposes=recipe.diagnosis.decompose_every > 0,
+    )
+    work = dataclasses.replace(
+        work, share_prefixes=work.native and recipe.train.share_prefixes == "auto"
     )
     bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
     return dataclasses.replace(work, bucket_bytes=bucket_bytes)

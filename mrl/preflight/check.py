@@ -116,7 +116,7 @@ def check(
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)
-    _check_engine(recipe, model, on_gpu=elsewhere or torch.cuda.is_available())
+    _check_engine(recipe, model, elsewhere=elsewhere)
     check_on_policy(recipe, dims, model)
     check_asynchronous(recipe)
     check_partial_rollouts(recipe, roles.num_engines(recipe.rollout))
@@ -265,7 +265,7 @@ def _check_rollout(recipe: Recipe, roles: Roles, model: HfModel) -> None:
     check_recipe_sampling(recipe, model.sizes.vocab_size)
 
 
-def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
+def _check_engine(recipe: Recipe, model: HfModel, *, elsewhere: bool) -> None:
     """Raise InputError for settings that the engine would refuse when it starts.
 
     Only SGLang's limits are known here. Of any other engine, only the name is checked. Nothing is
@@ -275,8 +275,15 @@ def _check_engine(recipe: Recipe, model: HfModel, *, on_gpu: bool) -> None:
         return
     load_engine(recipe.rollout.engine)
     if recipe.rollout.engine == "sglang":  # the limits of other engines are unknown here
-        routes = recipe.captures_routes
-        check_limits(recipe.model.path, recipe.rollout, on_gpu=on_gpu, return_routes=routes)
+        routes, has_gpu = recipe.captures_routes, torch.cuda.is_available()
+        is_asked = has_gpu and not elsewhere and recipe.rollout.quantization != "none"
+        check_limits(
+            recipe.model.path,
+            recipe.rollout,
+            on_gpu=elsewhere or has_gpu,
+            return_routes=routes,
+            capability=torch.cuda.get_device_capability() if is_asked else None,
+        )
         if routes and model.named is not None:
             check_route_layers(model.path, model.moe_layer_numbers, model.sizes.num_experts)
 

@@ -17,6 +17,7 @@ from mrl.config.reward import describe_rewards
 from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
 from mrl.engines import engine_names
+from mrl.planner.shape import read_shape
 from mrl.preflight.engine_layout import EngineLayout
 from mrl.preflight.prefixes import describe_prefixes
 from mrl.preflight.roles import Roles
@@ -117,10 +118,15 @@ class Plan:
              f"= {samples}{started}, up to {rollout.max_response_len} tokens each, "
              f"{_updates(recipe)}"),
             *([] if recipe.train.share_prefixes == "off" else
-              [("prefixes", f"shared {describe_prefixes(recipe, self.prompts, elsewhere)}")]),
+              [("prefixes", f"shared {_prefixes(self, elsewhere)}")]),
             ("steps", f"{recipe.train.num_steps}{resumed}, {_passes(self)}"),
             ("run folder", recipe.output_dir),
         ]  # fmt: skip
+
+
+def _prefixes(plan: Plan, elsewhere: bool) -> str:
+    shape = read_shape(plan.model.config, plan.model.architecture)
+    return describe_prefixes(plan.recipe, plan.prompts, shape, elsewhere=elsewhere)
 
 
 def _trainer(recipe: Recipe, elsewhere: bool) -> str:

@@ -28,7 +28,8 @@ def log_histogram(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_histograms(values: Tensor, mask: Tensor) -> Tensor:
-    """Return a `log_histogram` for each row of the values f32[..., n] and the mask bool[..., n].
+    """Return a `log_histogram` for each row of the values f32[..., n] and the mask bool[..., n]. The
+    mask may also have integers, which say how often each value counts.
 
     The counts have the shape i64[..., NUM_BINS].
     """

@@ -13,7 +13,7 @@ every split into micro-batches has the same gradient as one process.
 A row that several samples share is counted once for each of these samples, as a token of that
 sample's sequence.
 
-Dimensions: m entries of this rank's `RouterRows` (one for each of its rows if nothing is shared), E
+Dimensions: n rows of this rank, m entries of its `RouterRows` (m = n if nothing is shared), E
 experts, K experts per token, S segments (the sequences over which choices are counted separately), T
 counted tokens of the step on all data-parallel ranks. A token is counted if it is not after the last
 loss token of its sample (`moe.align.RouterRows`); padding and samples without a loss token are not
@@ -47,19 +47,19 @@ def expert_biases(chunks: Iterable[Any]) -> Iterator[Tensor]:
                 yield buffer
 
 
-def z_loss_sum(logits: Tensor, counted: Tensor) -> Tensor:
+def z_loss_sum(logits: Tensor, weights: Tensor) -> Tensor:
     """Return the sum over counted tokens of logsumexp(logits)^2, f32[] (arXiv 2202.08906 eq. 5,
     which takes the mean).
 
-    logits: f32[m, E]. counted: bool[m].
+    logits: f32[n, E]. weights: bool or i16[n], the number of counted tokens that have each row.
     """
-    return torch.where(counted, logits.logsumexp(-1).square(), 0.0).sum()
+    return (weights * torch.where(weights > 0, logits.logsumexp(-1).square(), 0.0)).sum()
 
 
 def router_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Return f32[m, E]: the router's scores for each token, normalised over all experts.
+    """Return f32[n, E]: the router's scores for each row, normalised over all experts.
 
-    logits: f32[m, E]. Raises ValueError for a score function other than softmax and sigmoid.
+    logits: f32[n, E]. Raises ValueError for a score function other than softmax and sigmoid.
     """
     if score_function == "softmax":
         return logits.softmax(-1)
@@ -183,8 +183,9 @@ class RouterLosses:
             rows = router.rows.popleft()
             if self.config.expert_bias_update_rate:
                 # Megatron has counted every row once for the update of the bias.
-                wanted = rows.of(routing_map) & rows.counted.unsqueeze(-1)
-                module.local_tokens_per_expert += wanted.sum(0) - routing_map.sum(0)
+                weights = rows.weights(rows.counted).unsqueeze(-1)
+                wanted = (routing_map * weights).sum(0)
+                module.local_tokens_per_expert += wanted - routing_map.sum(0)
             if not self.is_on:
                 return None
             loss = self._loss(router, inputs[0], rows)
@@ -200,14 +201,16 @@ class RouterLosses:
         """
         assert self._step_tokens is not None
         module, config = router.module, self.config
-        logits = rows.of(module.gating(hidden).flatten(0, -2).float())
+        logits = module.gating(hidden).flatten(0, -2).float()
         total = logits.new_zeros(())
         if config.z_loss_coeff:
-            z = z_loss_sum(logits, rows.counted)
+            z = z_loss_sum(logits, rows.weights(rows.counted))
             self._z = self._z + z.detach()
             total = total + config.z_loss_coeff * z
         if config.aux_loss_coeff:
-            aux = self._balance(router, router_scores(logits, module.score_function), rows)
+            scores = router_scores(logits, module.score_function)
+            # The experts' shares differ between the sequences that have the same row.
+            aux = self._balance(router, rows.of(scores), rows)
             self._aux = self._aux + aux.detach()
             total = total + config.aux_loss_coeff * aux
         self._num_rows = self._num_rows + rows.counted.sum()

@@ -6,12 +6,15 @@ import importlib
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu_lane import catalog, engine_parts, facts, parts, run, suites
 from mrl.engines.sglang.arguments import check_server_args
+from tests.release import release
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +55,28 @@ def test_the_engines_arguments_are_those_of_the_installed_sglang(monkeypatch) ->
     names.add("disable_piecewise_cuda_graph")  # as in 0.5.12
     found = parts.gpu_args()
     assert (found["cuda_graph_max_bs"], found["disable_piecewise_cuda_graph"]) == (8, True)
+
+
+def test_arguments_of_fp8_engines_are_added() -> None:
+    found = parts.gpu_args(fp8=True)
+    check_server_args(found)
+    assert found == parts.gpu_args() | {"fp8_gemm_runner_backend": "triton"}
+
+
+@pytest.mark.parametrize("name", ["byte_kernels", release("deltas"), release("prefixes")])
+def test_parts_without_an_engine_run_on_a_cpu(name: str, tmp_path: Path) -> None:
+    """In a process of its own, as the driver starts it."""
+    (tmp_path / "state.json").write_text(json.dumps({name: {"limit_s": 100.0}}))
+    command = ["-m", run.ENTRY, name, "--device", "cpu", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = run.read_figures(done.stdout)
+    assert figures["says"]
+    if name == "deltas":
+        for row in (figures["none"], figures["fp8_block"]):
+            assert 0 < row["delta"]["bytes"] < 0.5 * row["full"]["bytes"]
 
 
 def test_every_test_that_needs_a_gpu_is_in_the_files_that_are_run() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks import shared_prefixes
 from benchmarks.shared_prefixes import GOAL, LIMIT, Case, Steps, compare, failures
+from mrl.toy_model import write_toy_model
 from parallel.dims import ParallelDims
 from parallel.mesh import init_mesh
 from tests.ranks import run_ranks
@@ -21,6 +22,7 @@ CASES = (
 def rows(folder: Path) -> list[dict[str, Any]]:
     shared_prefixes.SIZES.update(hidden_size=32, moe_intermediate_size=16, head_dim=8)
     mesh = init_mesh(ParallelDims(world=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1), seed=0)
+    write_toy_model(folder / "model", **shared_prefixes.SIZES)
     steps = Steps(folder / "model", mesh)
     return [compare(steps, case, pairs=2) for case in CASES]
 

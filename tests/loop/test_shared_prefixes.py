@@ -12,8 +12,10 @@ import torch
 from mrl.cli import main
 from mrl.config import TrainConfig, load_recipe
 from mrl.learn.packs import shares_prefixes
+from mrl.planner.shape import read_shape
 from mrl.preflight.prefixes import describe_prefixes
-from parallel.prefix_packing import expected_gain
+from mrl.shared_prefixes import expected_gain
+from parallel.hf_config import read_config
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.test_guards import made_trainer
 from tests.loop.test_old_logprobs import settings, without_times
@@ -102,6 +104,8 @@ def test_the_plan_says_what_it_saves(
     main(["check", str(TOY_RECIPE), *words])
     assert "prefixes" not in capsys.readouterr().out
     main(["check", str(TOY_RECIPE), *words, "train.share_prefixes=auto"])
-    assert "fewer rows" in capsys.readouterr().out
+    assert "fewer FLOPs" in capsys.readouterr().out
     recipe = load_recipe(TOY_RECIPE, [*words, "train.share_prefixes=auto"])
-    assert "only with mrl's own layers" in describe_prefixes(recipe, [], elsewhere=True)
+    shape = read_shape(read_config(Path(recipe.model.path)))
+    text = describe_prefixes(recipe, [], shape, elsewhere=True)
+    assert "only with mrl's own layers" in text

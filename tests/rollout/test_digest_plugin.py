@@ -279,3 +279,29 @@ def test_scales_of_blocks_of_rows_are_cut_as_the_rows_are(plugin):
                 seen.add((name, piece))
                 parts += digests_of([("scales", values)])
     assert add_digests(parts) == add_digests(digests_of(("scales", s) for s in scales.values()))
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5])
+def test_scales_of_the_kv_cache_are_not_the_trainers(plugin: Any, value: float) -> None:
+    """SGLang adds them to the attention of Llama, Mixtral and Qwen2 with quantised weights."""
+    source = (Path(sglang_folder()) / "srt/layers/quantization/kv_cache.py").read_text()
+    for name in ("k_scale", "v_scale"):
+        assert f"layer.{name}._skip_weight_check = True" in source  # in 0.5.12 and 0.5.23
+    model = torch.nn.Module()
+    model.proj = module_of(weight=torch.randn(4, 3))
+    before = plugin.digests(model)
+    attention: Any = module_of(k_scale=torch.tensor(1.0), v_scale=torch.tensor(value))
+    model.attn = attention
+    for parameter in attention.parameters():
+        parameter._skip_weight_check = True
+    with pytest.raises(RuntimeError, match=r"1 of 2 scales .* for example attn\.v_scale"):
+        plugin.digests(model)
+    attention.v_scale.data.fill_(1.0)
+    assert plugin.digests(model) == before
+
+
+def sglang_folder() -> str:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return next(iter(spec.submodule_search_locations))

@@ -14,9 +14,11 @@ from torch import Tensor
 
 import mrl.quantization as module
 from mrl.config import RolloutConfig
+from mrl.engines.sglang.arguments import check_server_args
 from mrl.engines.sglang.digests import ACTION, check_quantized, quantized_modules
 from mrl.engines.sglang.engine import Engine
-from mrl.engines.sglang.quantized import check_quantization, engine_modules
+from mrl.engines.sglang.limits import check_limits
+from mrl.engines.sglang.quantized import check_gpu, check_quantization, engine_modules
 from mrl.errors import InputError
 from mrl.quantization import SCHEMES, fake_quantize
 from mrl.system.shared_memory import SharedMemory
@@ -128,6 +130,51 @@ def test_int8_is_refused_on_gpus():
     check_quantization(config, rollout, "tensor", on_gpu=False)
     with pytest.raises(InputError, match="int8 on a GPU"):
         check_quantization(config, rollout, "tensor", on_gpu=True)
+
+
+TRITON = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
+
+
+@pytest.mark.parametrize("quantization", ["fp8_block", "fp8_block_ue8m0"])
+@pytest.mark.parametrize(
+    ("capability", "server_args", "message"),
+    [
+        ((8, 6), TRITON, r"compute capability 8\.6: SGLang would repack"),
+        ((8, 9), {}, None),
+        ((9, 0), {}, None),
+        ((9, 0), {"moe_runner_backend": "deep_gemm"}, None),
+        ((10, 0), {}, "10.0 with fp8_gemm_runner_backend=auto: "),
+        ((10, 3), {"fp8_gemm_runner_backend": "deep_gemm"}, "fp8_gemm_runner_backend=deep_gemm: "),
+        (
+            (10, 0),
+            TRITON | {"moe_runner_backend": "deep_gemm"},
+            "with moe_runner_backend=deep_gemm: ",
+        ),
+        ((10, 0), {"moe_a2a_backend": "deepep"}, "backend=auto and moe_a2a_backend=deepep: "),
+        ((10, 0), TRITON, None),
+        ((10, 0), {"fp8_gemm_runner_backend": "flashinfer_trtllm"}, None),
+        ((12, 0), {}, None),
+    ],
+)
+def test_gpus_on_which_sglang_rewrites_the_weights_are_refused(
+    quantization: str,
+    capability: tuple[int, int],
+    server_args: dict[str, str],
+    message: str | None,
+    toy_folder: Path,
+):
+    rollout = RolloutConfig(
+        quantization=quantization,  # pyright: ignore[reportArgumentType]
+        max_response_len=1,
+        server_args=server_args,
+    )
+    check_server_args(server_args)  # the installed SGLang has these fields and choices
+    if message is None:
+        check_gpu(rollout, capability)
+        return
+    with pytest.raises(InputError, match=message) as refused:
+        check_limits(toy_folder, rollout, on_gpu=True, return_routes=True, capability=capability)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

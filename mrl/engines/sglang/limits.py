@@ -10,20 +10,28 @@ from mrl.config import RolloutConfig
 from mrl.engines.sglang.arguments import check_server_args
 from mrl.engines.sglang.decode import refuse_unfaithful, refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models, refuse_unknown
-from mrl.engines.sglang.quantized import check_quantization
+from mrl.engines.sglang.quantized import check_gpu, check_quantization
 from mrl.engines.sglang.requests import longest_in_cache
 from mrl.engines.sglang.settings import CPU_MAX_TOTAL_TOKENS
 from mrl.errors import InputError
 
 
 def check_limits(
-    model_path: str | Path, config: RolloutConfig, *, on_gpu: bool, return_routes: bool
+    model_path: str | Path,
+    config: RolloutConfig,
+    *,
+    on_gpu: bool,
+    return_routes: bool,
+    capability: tuple[int, int] | None = None,
 ) -> None:
     """Raise InputError if the engine would refuse the recipe at its start, or run the model wrongly.
 
+    `capability` is the compute capability of the GPUs; None if it is unknown, or if weights are not
+    quantised.
+
     The causes are bad `rollout.server_args`, an unreadable config.json, an architecture that SGLang
     runs wrongly or not at all, and an architecture whose routes or gate weights SGLang does not return
-    although the recipe needs them.
+    although the recipe needs them, and GPUs on which SGLang rewrites quantised weights.
     """
     check_server_args(config.server_args)
     file = Path(model_path) / "config.json"
@@ -34,6 +42,8 @@ def check_limits(
     refuse_unknown(str(getattr(hf_config, "model_type", "")))
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
     check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
+    if capability is not None:
+        check_gpu(config, capability)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
 

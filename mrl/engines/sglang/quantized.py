@@ -19,6 +19,19 @@ PACKED = {
     "up_proj": "gate_up_proj",
 }
 """Maps modules of Hugging Face's models to the SGLang module that contains them."""
+FP8_GPUS = (8, 9)
+"""The lowest compute capability on which SGLang computes with fp8 weights as they are loaded. On older
+GPUs it packs them for Marlin (`can_auto_enable_marlin_fp8` in layers/quantization/fp8_utils.py)."""
+BLACKWELL = (10, 11)
+"""The major compute capabilities of Blackwell GPUs on which SGLang's default is DeepGEMM (B200: 10.0).
+With 12 (RTX), its default is Triton or CUTLASS, which take the weights as they are."""
+DEEP_GEMM = {
+    "fp8_gemm_runner_backend": ("auto", "deep_gemm"),
+    "moe_runner_backend": ("deep_gemm",),
+    "moe_a2a_backend": ("deepep", "mooncake", "nixl"),
+}
+"""Values of fields of ServerArgs with which SGLang may compute with DeepGEMM. The first value of
+`fp8_gemm_runner_backend` is its default."""
 MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """The architectures whose quantised modules are known, by `model_type` of config.json."""
 
@@ -108,4 +121,34 @@ def check_quantization(
         raise InputError(
             f"{key} with rollout.server_args.load_format: mrl sets it, because the checkpoint is in "
             "another format; leave it out"
+        )
+
+
+def check_gpu(rollout: SharedRolloutConfig, capability: tuple[int, int]) -> None:
+    """Raise InputError if SGLang would rewrite fp8 weights on GPUs of this compute capability.
+
+    SGLang could then not load the next version of the weights, and digests could not be compared.
+    On Blackwell, SGLang loads fp8 blocks for DeepGEMM in another form
+    (`requant_block_scale_ue8m0_for_deepgemm` in layers/quantization/fp8_utils.py of 0.5.23): it
+    quantises the weights again with scales that are powers of two, and packs four of these scales
+    into each int32, [N, ceil(K / 512)] for a weight [N, K]. The values of `fp8_block_ue8m0` survive
+    that, but its scales are packed too. The loader of a layer then refuses float32 scales, because
+    their shape is another one.
+
+    This has not run on a GPU yet.
+    """
+    key = f"rollout.quantization={rollout.quantization}"
+    number = ".".join(map(str, capability))
+    if capability < FP8_GPUS:
+        raise InputError(
+            f"{key} on a GPU of compute capability {number}: SGLang would repack the weights, and "
+            "could not load the next version; expected at least 8.9 (L40S, H100); set it to none"
+        )
+    given = {name: rollout.server_args.get(name) or "auto" for name in DEEP_GEMM}
+    used = [f"{name}={given[name]}" for name, values in DEEP_GEMM.items() if given[name] in values]
+    if capability[0] in BLACKWELL and used:
+        raise InputError(
+            f"{key} on a GPU of compute capability {number} with {' and '.join(used)}: SGLang's "
+            "DeepGEMM would rewrite weights and scales, and could not load the next version; set "
+            "rollout.server_args to {fp8_gemm_runner_backend: triton, moe_runner_backend: triton}"
         )

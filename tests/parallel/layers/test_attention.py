@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
+import mrl.shared_prefixes
 import parallel.context
 from mrl.shared_prefixes import SharedPrefixes
 from parallel import prepare
@@ -95,7 +96,7 @@ def test_a_shared_prefix_gets_the_sum_of_the_gradients_of_its_sequences(
     lengths, shared = [9, 7, 12, 4], SharedPrefixes((0, 0, 1, 3), (0, 5, 6, 0))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    monkeypatch.setattr(parallel.context, "MIN_QUERIES", least)
+    monkeypatch.setattr(mrl.shared_prefixes, "MIN_QUERIES", least)
     context = context_slice(bounds, group, torch.device("cpu"), shared)
     monkeypatch.setattr(parallel.context, "gather_from_sequence_parallel_region", lambda x, **_: x)
     assert len(context.blocks) == num_blocks

@@ -87,9 +87,11 @@ def digests(model):
         if getattr(module, "mrl_quantized", False)  # set by mrl_cpu_quantized
         or any(each.dtype in DTYPES for each in module.parameters(recurse=False))
     ]
+    check_cache_scales(model)
     parts = [
         part
         for name, parameter in model.named_parameters()
+        if not is_cache_scale(parameter)
         for part in parts_of(modules[name.rpartition(".")[0]], name, parameter)
     ]
     # One copy from the device for all parameters.
@@ -102,6 +104,32 @@ def digests(model):
         line = f"{dtype} {piece} {texts}"
         lines[name] = f"{line} {','.join(map(str, experts))}" if experts else line
     return lines | {QUANTIZED + name: "" for name in quantized}
+
+
+def is_cache_scale(parameter):
+    """Return whether a parameter is `k_scale` or `v_scale` of an attention layer.
+
+    A model with quantised weights has them for its KV cache (BaseKVCacheMethod of
+    layers/quantization/kv_cache.py), and the trainer has nothing of that kind. SGLang's own
+    WeightChecker leaves them out by this attribute too.
+    """
+    return getattr(parameter, "_skip_weight_check", False)
+
+
+def check_cache_scales(model):
+    """Raise RuntimeError unless all scales of the KV cache are 1, SGLang's default."""
+    scales = {n: p for n, p in model.named_parameters() if is_cache_scale(p)}
+    values = [p.detach().reshape(-1) for p in scales.values()]
+    if not values:
+        return
+    import torch
+
+    wrong = [n for n, value in zip(scales, torch.cat(values).tolist(), strict=True) if value != 1.0]
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} of {len(scales)} scales of the KV cache are not 1, for example {wrong[0]}; "
+            "expected SGLang to set them to 1, because the trainer sends none"
+        )
 
 
 def parts_of(module, name, parameter):
