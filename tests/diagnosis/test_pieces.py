@@ -42,7 +42,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 def sentence_piece() -> PreTrainedTokenizerFast:
     """Like that of Llama 2 and Mixtral."""
-    names = [*(f"<0x{byte:02X}>" for byte in range(256)), *"Eightmnusv\u2581,.caf<unk>o"]
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), *"Eightmnusev\u2581,.caf<unk>o"]
     core = bpe(names, ("\u2581minus", "seven"), byte_fallback=True)
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -126,7 +126,7 @@ def test_why_shows_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = capsys.readouterr().out.splitlines()
     samples = lines[lines.index("Worst samples (d = old - rollout log-prob)") + 2 :]
     assert samples[0].endswith(
-        "...k first. What is eight minus seven? -> It is one.\\nSo there. So there. So t..."
+        "...ink first. What is eight minus seven? -> It is one.\\nSo there. So there. So the..."
     )
     tokens = lines[lines.index("Worst tokens") + 2 :][:8]
     ends = [f"[{piece}]".replace("\n", "\\n") for piece in names]

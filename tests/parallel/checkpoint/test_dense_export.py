@@ -19,6 +19,7 @@ from parallel.export import export_buckets
 from parallel.hf_config import HfModel
 from parallel.lora.rules import read_adapter
 from parallel.lora.weights import LoraSetup
+from tests.parallel.checkpoint.test_hf_export import read
 from tests.parallel.layouts import build, drained, exported, join_mesh, train
 from tests.parallel.lora.exchange import assert_same
 from tests.parallel.models import LLAMA3, tiny_samples, write_tiny
@@ -68,7 +69,7 @@ def test_a_dense_model_with_tied_embeddings_is_exported(
     for name, weights, flags in (("full", full, []), ("lora", merged, ["--merged"])):
         target = tmp_path / f"{name}_hf"
         main(["export", str(tmp_path / name), str(target), *flags])
-        found = load_file(target / "model.safetensors")
+        found = read(target)
         assert_same(found, weights)
         assert found.keys() == given.keys()
         assert "lm_head.weight" not in found
