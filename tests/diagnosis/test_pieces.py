@@ -125,8 +125,12 @@ def test_why_shows_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     main(["why", str(tmp_path), "0"])
     lines = capsys.readouterr().out.splitlines()
     samples = lines[lines.index("Worst samples (d = old - rollout log-prob)") + 2 :]
-    assert samples[0].endswith(
-        "...ink first. What is eight minus seven? -> It is one.\\nSo there. So there. So the..."
+    assert (
+        samples[0]
+        .rstrip()
+        .endswith(
+            "...ink first. What is eight minus seven? -> It is one.\\nSo there. So there. So the..."
+        )
     )
     tokens = lines[lines.index("Worst tokens") + 2 :][:8]
     ends = [f"[{piece}]".replace("\n", "\\n") for piece in names]
