@@ -22,7 +22,15 @@ from torch import Tensor
 from mrl.errors import InputError
 from parallel.architectures import find_architecture
 from parallel.architectures.base import HfConfig, Rule
-from parallel.architectures.common import EXPERT, LAYER, SHARED_EXPERT, head_dim, query_groups
+from parallel.architectures.common import (
+    EXPERT,
+    LAYER,
+    LLAMA3,
+    SHARED_EXPERT,
+    head_dim,
+    query_groups,
+    rope_settings,
+)
 from parallel.checkpoint.hf_writer import copy_files, new_folder, write_safetensors
 from parallel.hf_config import LARGEST_COUNTS, HfModel
 from parallel.hf_tensors import HfTensors
@@ -163,6 +171,11 @@ def moe_config(dense: HfModel, how: Upcycling) -> HfConfig:
         raise InputError(
             f"--like {like!r}: its attention is not that of a {kind} model; expected "
             f"{' or '.join(FITS[kind])}"
+        )
+    if like == "mixtral" and rope_settings(hf)["rope_type"] == LLAMA3:
+        raise InputError(
+            f"{dense.path} has RoPE type {LLAMA3!r}, which SGLang's mixtral ignores; "
+            "give --like qwen2_moe"
         )
     if like != "qwen3_moe" and head_dim(hf) * hf["num_attention_heads"] != hf["hidden_size"]:
         raise InputError(

@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
     from mrl.preflight import check
+    from mrl.preflight.hints import hints
     from mrl.preflight.ranks import check_ranks
     from mrl.preflight.room import check_room
     from parallel.mesh import world_size
@@ -118,6 +119,8 @@ def run(args: argparse.Namespace) -> None:
     plan = check(recipe, world, elsewhere=elsewhere, allowed=args.allow, deep=args.deep)
     room = "" if elsewhere else check_room(plan, console.warning)
     console.pairs([*plan.rows(elsewhere=elsewhere), *([("disk", room)] if room else [])])
+    for hint in hints(plan.recipe, on_gpu=elsewhere or torch.cuda.is_available()):
+        print(f"hint: {hint}")
     if elsewhere:
         print(
             f"checked for {world} GPU(s), which this machine does not have: checks that need them are "

@@ -107,9 +107,10 @@ def _notes(run: Path) -> dict[str, str]:
     if not config.is_file():
         return {}
     recipe = load_recipe(config)
+    replay = recipe.moe.routing_replay
     return {
         "algorithm": recipe.algorithm.name,
-        "routing replay": recipe.moe.routing_replay,
+        **({"routing replay": replay} if replay != "off" else {}),
         "learning rate": str(recipe.optimizer.lr),
         **_task(recipe),
         "prompts": ", ".join(map(source_name, recipe.data.all_sources)),

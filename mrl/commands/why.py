@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from mrl.diagnosis.why import Explanation
 
 MAX_ROWS = 8
-MAX_CHARS = 60
+MAX_CHARS = 40
+"""The largest number of characters that are printed of a question, and of its answer."""
 
 
 def add_to(commands: Any) -> None:
@@ -86,7 +87,7 @@ def _show_samples(found: Explanation) -> None:
             f"{s['num_tokens']}",
             _number(s.get("reward")),
             f"{s['advantage']:.2g}",
-            _short(f"{s.get('prompt', '')!s} -> {s.get('completion', '')!s}"),
+            _excerpt(s),
         )
         for s in found.samples
     ]
@@ -104,11 +105,11 @@ def _show_tokens(found: Explanation) -> None:
             f"{t['rollout_logprob']:.3f}",
             f"{t['entropy']:.2f}",
             f"{t['weight_version']}",
-            f"{t['before']} [{t['piece']}]",
+            f"{t['before']}[{t['piece']}]",
         )
         for t in found.tokens
     ]
-    header = ("sample", "at", "d", "old", "rollout", "entropy", "version", "text [token]")
+    header = ("sample", "at", "d", "old", "rollout", "entropy", "version", "text[token]")
     _table("Worst tokens", header, rows)
 
 
@@ -147,5 +148,15 @@ def _number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.3g}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_CHARS else f"{text[: MAX_CHARS - 3]}..."
+def _excerpt(sample: dict[str, Any]) -> str:
+    """Return the end of the question of a sample and the beginning of its answer; empty if the
+    rollouts of the step were not saved."""
+    from mrl.run.rollout_rows import conversation
+
+    if sample.get("prompt") is None:
+        return ""
+    turns = [text for _, text in conversation(sample["prompt"], sample.get("completion") or "")]
+    asked, answered = turns[-2] if len(turns) > 1 else "", turns[-1]
+    asked = asked if len(asked) <= MAX_CHARS else f"...{asked[3 - MAX_CHARS :]}"
+    answered = answered if len(answered) <= MAX_CHARS else f"{answered[: MAX_CHARS - 3]}..."
+    return f"{asked} -> {answered}"

@@ -31,7 +31,8 @@ class ServiceTrainConfig(Branch):
 class ServiceMoeConfig(Branch):
     capture_routes: bool = True
     """Request from the engine the experts that its router chose for each token. Tenants with
-    `moe.routing_replay: r3` or `diagnosis.capture_routes` need this."""
+    `moe.routing_replay: r3` or `diagnosis.capture_routes` need this. A dense model has none: set it
+    to false, and `moe.routing_replay` of its tenants to `off`."""
     replay: Literal["ids", "ids_order", "ids_weights", "ids_order_weights"] = "ids"
     """Which parts of a route are replayed, as in a recipe."""
     load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"

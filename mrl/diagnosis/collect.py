@@ -21,6 +21,7 @@ import torch
 from mrl.config import Recipe
 from mrl.diagnosis.decompose import decompose
 from mrl.diagnosis.gather import gather_tokens
+from mrl.diagnosis.pieces import token_pieces
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
 from mrl.quantization import SCHEMES, fake_quantize
 from mrl.run.folder import RunFolder
@@ -146,11 +147,9 @@ class Diagnosis:
         )
 
     def _texts(self, token_ids: list[int]) -> dict[int, str]:
-        """Return a dict with the decoded text of each token id."""
+        """Return a dict with the text of each token id."""
         new = [i for i in token_ids if i not in self._pieces]
-        if new:  # transformers decodes an empty list to one empty string
-            texts = self.tokenizer.batch_decode([[i] for i in new])
-            self._pieces |= dict(zip(new, texts, strict=True))
+        self._pieces |= token_pieces(self.tokenizer, new)
         return {i: self._pieces[i] for i in token_ids}
 
     def _quantized(self) -> Callable[[], AbstractContextManager[None]] | None:

@@ -99,6 +99,7 @@ def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Findin
     rather than mostly in one sample.
     """
     mean, median = tokens.mean_abs, float(tokens.d.abs().median())
+    has_routes = tokens.record.expert_ids is not None
     numbers = f"mean |old - rollout| is {mean:.2g} over {len(tokens.d)} loss tokens"
     if mean <= NEGLIGIBLE:
         return Finding("nothing_wrong", 0.0, f"{numbers}: two float32 engines that agree")
@@ -107,12 +108,14 @@ def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Findin
     if usual is not None and jumped and spread:
         # Kernels, dtype and model are the same in all steps of a run.
         times = f"{mean / usual.mean:.0f} times" if usual.mean else "far above"
+        more = ", expert, temperature or shift of routes" if has_routes else " or temperature"
         return Finding(
             "stale_weights",
             tokens.severity(1.0),
-            f"{numbers}, {times} what is usual in this run, and no sample, expert, temperature or "
-            "shift of routes stands out: the engine does not hold the trainer's weights, of the "
-            "whole model or outside its experts",
+            f"{numbers}, {times} what is usual in this run, and no sample{more} stands out: the engine "
+            "does not hold the trainer's weights, of the whole model"
+            + " or outside its experts"
+            * has_routes,
             {"usual": usual.mean},
             is_cause=True,
         )
@@ -120,8 +123,8 @@ def _verdict(tokens: LossTokens, usual: Usual | None, *, spread: bool) -> Findin
         return Finding(
             "noise",
             tokens.severity(NOISE_SHARE),
-            f"{numbers}, spread over tokens, layers and experts: what half precision or other kernels "
-            f"leave (about {HALF_PRECISION_GAP:g} in bfloat16)",
+            f"{numbers}, spread over tokens{', layers and experts' * has_routes}: what half precision "
+            f"or other kernels leave (about {HALF_PRECISION_GAP:g} in bfloat16)",
         )
     return Finding(
         "unexplained",

@@ -54,8 +54,8 @@ NEXT = {
     "extreme_sample": "read the sample below; its routes or its cache may belong to another request",
     "unexplained": "mrl check shows the versions of both sides; rollout.canary_prompts=4 compares the "
     "models after every sync",
-    "noise": "there is nothing to fix; routing replay (moe.routing_replay=r3) and algorithm.importance "
-    "bound the noise",
+    "noise": "there is nothing to fix; algorithm.importance bounds the noise, and so does routing "
+    "replay in a MoE (moe.routing_replay=r3)",
     "nothing_wrong": "engine and trainer agree: look at rewards, advantages and the learning rate",
     "no_tokens": "no token of the record is in the loss: look at the rewards; if all samples are "
     "longer than diagnosis.max_tokens, raise it",

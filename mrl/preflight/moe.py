@@ -15,7 +15,7 @@ def check_moe(recipe: Recipe, model: HfModel) -> None:
             "set it to off"
         )
     _check_capture(recipe, model)
-    _check_balancing(recipe.moe, model)
+    check_balancing(recipe.moe, model)
 
 
 def _check_capture(recipe: Recipe, model: HfModel) -> None:
@@ -51,7 +51,9 @@ def _check_order(dispatcher: str) -> None:
         )
 
 
-def _check_balancing(moe: MoeConfig, model: HfModel) -> None:
+def check_balancing(moe: MoeConfig, model: HfModel) -> None:
+    """Raise InputError for settings of load balancing that contradict each other or that the model
+    does not support."""
     kind, coeff = moe.load_balancing_type, moe.aux_loss_coeff
     if coeff and kind == "none":
         raise InputError(

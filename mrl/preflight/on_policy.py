@@ -11,6 +11,7 @@ import torch
 
 from mrl.config import Recipe
 from mrl.errors import InputError
+from mrl.preflight.hints import FP32_HEAD
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.implementation import (
@@ -39,6 +40,12 @@ def check_on_policy(recipe: Recipe, dims: ParallelDims, model: HfModel) -> None:
         ("parallel.expert_tensor_parallel_size", dims.etp, 1),
         ("parallel.context_parallel_size", dims.cp, 1),
         ("parallel.moe_token_dispatcher_type", dims.dispatcher, "alltoall"),
+        # The trainer rounds logits to the dtype of its weights.
+        (
+            f"rollout.server_args.{FP32_HEAD}",
+            bool(recipe.rollout.server_args.get(FP32_HEAD)),
+            False,
+        ),
         # Routing weights and expert order need no replay: engine and trainer compute the same ones.
         ("moe.replay", recipe.moe.replay, "ids"),
     ]

@@ -200,7 +200,7 @@ def _beyond(service: ServiceConfig, recipe: Recipe) -> Iterator[str]:
     if recipe.captures_routes and not service.moe.capture_routes:
         yield (
             "moe.routing_replay is r3 or diagnosis.capture_routes is on, but the service has "
-            "moe.capture_routes=false; set moe.routing_replay=r2 or off"
+            "moe.capture_routes=false; set moe.routing_replay=off (or r2, if the model is a MoE)"
         )
 
 

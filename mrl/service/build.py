@@ -12,6 +12,7 @@ from mrl.engine_pool.engine_nodes import EngineNodes
 from mrl.engine_pool.local_engine import LocalEngine
 from mrl.errors import InputError
 from mrl.preflight.engine_layout import check_engine_sizes, engine_layout
+from mrl.preflight.moe import check_balancing
 from mrl.preflight.roles import Roles
 from mrl.run import console
 from mrl.service.colocated import ColocatedService
@@ -34,10 +35,15 @@ from parallel.options.read import read_options
 
 def service_dims(config: ServiceConfig, roles: Roles) -> ParallelDims:
     """Return the layout of the trainer ranks. Raises InputError if the model, the ranks and the
-    engines do not fit together."""
+    engines do not fit together, or if `moe` asks for what the model does not have."""
     dims = ParallelDims.create(config.parallel, roles.num_trainers)
     model = HfModel.read(config.model.path, config.model.architecture)
     dims.check_model(model.sizes)
+    if config.moe.capture_routes and not model.moe_layer_numbers:
+        raise InputError(
+            f"moe.capture_routes is true, but {model.path} has no MoE layers; set it to false"
+        )
+    check_balancing(config.moe_config(), model)
     rollout = config.rollout_config()
     check_engine_sizes(rollout, model.sizes)
     if rollout.batch_invariant and rollout.tensor_parallel_size > 1:

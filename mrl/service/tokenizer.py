@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self
 
@@ -11,6 +12,7 @@ from pydantic import Field, Strict, ValidationError, model_validator
 from mrl.config.branch import Branch
 from mrl.config.explain import first_problem
 from mrl.data.template import render_chat
+from mrl.diagnosis.pieces import token_pieces
 from mrl.errors import InputError
 from mrl.preflight.check import load_tokenizer
 from parallel.hf_config import HfModel
@@ -79,6 +81,11 @@ class ServiceTokenizer:
                 f"{self._model.sizes.vocab_size} tokens"
             )
         return self._tokenizer.decode(tokens, skip_special_tokens=skip_special)
+
+    def pieces(self, tokens: Sequence[int]) -> dict[int, str]:
+        """Return the text of each token id, for a token record."""
+        with self._using:
+            return token_pieces(self._tokenizer, tokens)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -20,6 +20,8 @@ EXPERT = f"{LAYER}.mlp.experts.local_experts.{{expert}}"
 SHARED_EXPERT = f"{LAYER}.mlp.shared_experts"
 LLAMA3 = "llama3"
 """The RoPE type of Llama 3.1 and later."""
+ROPE_TYPES = ("default", LLAMA3)
+"""The RoPE types that Megatron's grouped-query attention computes as transformers and SGLang do."""
 LLAMA3_FIXED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -85,7 +87,7 @@ def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:
             raise InputError(f"config.json of this {hf['model_type']} model: {text}")
 
 
-def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ("default",)) -> None:
+def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ROPE_TYPES) -> None:
     """Raise InputError for settings that no architecture in mrl supports, and for a RoPE type that
     is not in `rope_types`."""
     rope = rope_settings(hf)

@@ -13,7 +13,7 @@ from parallel.architectures.base import Architecture, HfConfig, Rule
 
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    common.refuse_unsupported(hf, ("default", common.LLAMA3))
+    common.refuse_unsupported(hf)
     common.refuse(
         hf, ((hf.get("mlp_bias"), "mlp_bias is not supported; use a model without biases"),)
     )

@@ -34,6 +34,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         hf["max_position_embeddings"],
         hf.get("router_jitter_noise"),
     )
+    _refuse_rope(hf)
     common.refuse_unsupported(hf)
     common.refuse_constant_gate(hf, renormalised=True)
     common.refuse(
@@ -55,6 +56,27 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": hf["intermediate_size"],
         "moe_router_pre_softmax": False,  # a softmax over the chosen experts equals renormalising
     }
+
+
+def _refuse_rope(hf: HfConfig) -> None:
+    """Raise InputError for RoPE settings that SGLang's Mixtral leaves out or rounds."""
+    rope = common.rope_settings(hf)
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    common.refuse(
+        hf,
+        (
+            (
+                kind != "default",
+                f"RoPE type {kind!r} is not supported, only default, because SGLang's Mixtral ignores "
+                "it",
+            ),
+            (
+                theta % 1,
+                f"rope_theta {theta} is not supported, only whole numbers, because SGLang's Mixtral "
+                "rounds it down",
+            ),
+        ),
+    )
 
 
 def rules(hf: HfConfig) -> list[Rule]:

@@ -34,7 +34,7 @@ from parallel.lora.peft_folder import write_peft_folder
 from parallel.lora.rules import adapter_rules
 from parallel.shards import split
 
-TAGS = ("mixture-of-experts", "reinforcement-learning", "mrl")
+TAGS = ("reinforcement-learning", "mrl")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,14 @@ def export_checkpoint(
             _write_config(partial, model.config, content["dtype"], quantization, where)
             copy_files(model.path, partial)
         name = Path(os.path.abspath(target)).name
-        card = model_card(name, model.path.resolve().name, content, notes, merged=merged)
+        card = model_card(
+            name,
+            model.path.resolve().name,
+            content,
+            notes,
+            merged=merged,
+            is_moe=bool(model.moe_layer_numbers),
+        )
         (partial / "README.md").write_text(card)
     return Exported(step_of(folder), what, num_files, num_tensors)
 
@@ -214,19 +221,26 @@ def _unquantized(names: Collection[str]) -> list[str]:
 
 
 def model_card(
-    name: str, base: str, content: dict[str, Any], notes: dict[str, str], *, merged: bool = False
+    name: str,
+    base: str,
+    content: dict[str, Any],
+    notes: dict[str, str],
+    *,
+    merged: bool = False,
+    is_moe: bool = True,
 ) -> str:
     """Return the text of README.md for an exported folder, with the front matter that model hubs
     read."""
     adapter = saved_adapter(content["model"])
-    library, what, tags, of_adapter = "transformers", base, TAGS, {}
+    tags = ("mixture-of-experts", *TAGS) if is_moe else TAGS
+    library, what, of_adapter = "transformers", base, {}
     if adapter is not None:
-        library, what, tags = "peft", f"A LoRA adapter of {base}", (*TAGS, "lora")
+        library, what, tags = "peft", f"A LoRA adapter of {base}", (*tags, "lora")
         of_adapter = {
             "rank": str(adapter.rank),
             "alpha": f"{adapter.alpha:g}",
             "adapted modules": ", ".join(adapter.modules) or "none",
-            "adapted experts": adapter.experts,
+            **({"adapted experts": adapter.experts} if is_moe else {}),
         }
     if merged:
         what, library = f"{base} with a LoRA adapter merged into its weights", "transformers"

@@ -36,6 +36,21 @@ def test_noise_is_not_blamed_on_anything(model: Model, noise: float, name: str) 
     assert not any(finding.is_cause for finding in found)
 
 
+@pytest.mark.parametrize(("noise", "name"), [(HALF, "noise"), (0.01, "stale_weights")])
+def test_a_record_without_routes_says_nothing_of_experts(
+    model: Model, noise: float, name: str
+) -> None:
+    usual = USUAL if name == "stale_weights" else None
+    record = make_record(model, model, noise=noise)
+    dense = dataclasses.replace(
+        record, layer_numbers=(), num_experts=0, expert_ids=None, native_ids=None, margins=None
+    )
+    for given, says in ((record, True), (dense, False)):
+        found = find(given, usual)[0]
+        assert found.name == name
+        assert ("expert" in found.text) == says
+
+
 @pytest.mark.parametrize("reported_only", [True, False])
 @pytest.mark.parametrize(("asked", "theirs"), [(1, 1.01), (1, 1.3), (1, 0.7), (0.7, 1), (1, 2)])
 def test_another_temperature_is_measured(

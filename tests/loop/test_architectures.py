@@ -19,9 +19,10 @@ TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**TIED, "rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", TIED),
+    "qwen3": ("qwen3", {**TIED, "rope_parameters": LLAMA3}),
     "mixtral": ("mixtral", {}),
-    "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1}),
+    "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1, "rope_parameters": LLAMA3}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [], "rope_parameters": LLAMA3}),
 }
 DENSE = ("llama", "qwen2", "qwen3")
 
@@ -52,6 +53,7 @@ def write_model(name: str, folder: Path) -> Toy:
         release("qwen3", False),
         ("mixtral", False),
         ("qwen2_moe", False),
+        release("qwen3_moe", False),
         release("mixtral", True),
         release("qwen2_moe", True),
     ],

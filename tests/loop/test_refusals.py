@@ -109,6 +109,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
             "server_args.attention_backend is intel_amx, but rollout.true_on_policy needs torch_native"
         ],
     ),
+    "on-policy LM head": (
+        ["rollout.true_on_policy=true", "rollout.server_args={enable_fp32_lm_head: true}"],
+        ["server_args.enable_fp32_lm_head is True, but rollout.true_on_policy needs False"],
+    ),
     "over-sampling": (["rollout.over_sampling=0.5"], ["rollout.over_sampling", "0.5"]),
     "nothing to resume": (
         ["rollout.partial_rollouts=resume"],
@@ -212,9 +216,12 @@ def test_several_ranks_in_one_process_say_how_to_start(
     printed = capsys.readouterr().out
     assert "4 rank(s) = tensor 1 x pipeline 1 x data 4; expert 4" in printed
     assert "checked for 4 GPU(s), which this machine does not have" in printed
+    assert "hint: " not in printed
     # Options that need GPUs are taken on trust there, and their names are not.
     gpu = ["model.transformer_impl=transformer_engine", "megatron.optimizer_cpu_offload=true"]
-    main(["check", *recipe, *gpu, "--gpus", "4"])
+    main(["check", *recipe, *gpu, "rollout.dtype=bfloat16", "--gpus", "4"])
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("hint: the engine computes logits in bfloat16") for line in printed)
     wrong = [*recipe, "megatron.optimizer_cpu_ofload=true", "--gpus", "4"]
     assert "optimizer_cpu_offload" in refused(capsys, ["check", *wrong])
 

@@ -27,14 +27,19 @@ HALF = Upcycling(8, 4, 2)
     [
         ("llama", TIED, Upcycling(4, 2), "mixtral"),
         ("llama", {}, Upcycling(9, 6, 3), "mixtral"),
-        ("llama", {}, Upcycling(8, 4, 2, like="qwen2_moe"), "qwen2_moe"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3},
+            Upcycling(8, 4, 2, like="qwen2_moe"),
+            "qwen2_moe",
+        ),
         ("qwen2", TIED, Upcycling(4, 1, 1, seed=3), None),
         ("qwen2", {}, HALF, "qwen2_moe"),
         ("qwen3", TIED, HALF, "qwen3_moe"),
     ],
 )
 def test_the_moe_computes_what_the_dense_model_computes(
-    dense: str, changes: dict[str, bool], how: Upcycling, expected: str | None, tmp_path: Path
+    dense: str, changes: dict[str, Any], how: Upcycling, expected: str | None, tmp_path: Path
 ) -> None:
     source, target = write_tiny(dense, tmp_path / "dense", **changes), tmp_path / "moe"
     if expected is None:  # renormalised weights of one expert give the router no gradient
@@ -108,7 +113,7 @@ def test_bf16_and_several_files(tmp_path: Path) -> None:
     ("dense", "changes", "how", "message"),
     [
         ("qwen3_moe", {}, HALF, "is a MoE already"),
-        ("llama", {"rope_parameters": LLAMA3}, HALF, "RoPE type 'llama3' is not supported"),
+        ("llama", {"rope_parameters": LLAMA3}, HALF, "mixtral ignores; give --like qwen2_moe"),
         ("llama", {"head_dim": 16}, HALF, "head_dim 16 times 4 heads is not the hidden size 32"),
         ("llama", {}, replace(HALF, like="qwen3_moe"), "expected mixtral or qwen2_moe"),
         ("qwen2", {}, replace(HALF, like="mixtral"), "expected qwen2_moe"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.engines.base import EngineConfig
 from mrl.engines.sglang import arguments
+from mrl.engines.sglang.limits import check_limits
 from mrl.engines.sglang.settings import server_settings
 from mrl.errors import InputError
 
@@ -57,6 +60,7 @@ def test_the_engine_computes_in_the_trainers_dtype_unless_told() -> None:
         ("moe_a2a_backend", "deep_ep", "SGLang expects one of none, deepep"),
         ("chunked_prefill_size", "4096", "SGLang expects int or null"),
         ("schedule_conservativeness", True, "SGLang expects float"),
+        ("enable_fp32_lm_head", "true", "SGLang expects bool"),
     ],
 )
 def test_a_field_that_may_not_be_set_is_refused_in_one_line(name, value, expected) -> None:
@@ -65,6 +69,28 @@ def test_a_field_that_may_not_be_set_is_refused_in_one_line(name, value, expecte
     assert expected in str(refusal.value)
     assert str(refusal.value).startswith(f"rollout.server_args.{name}: got ")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "is_refused"),
+    [
+        ({"rope_scaling": {"type": "llama3"}, "rope_theta": 1e4}, True),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, False),
+        ({"rope_theta": 1e4, "rope_scaling": None}, False),
+    ],
+)
+def test_a_kernel_that_rotates_by_other_angles_is_refused(
+    rope: dict[str, object], is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **rope}))
+    for fused in (True, False):
+        rollout = RolloutConfig(
+            max_response_len=8, server_args={"enable_fused_qk_norm_rope": fused}
+        )
+        expected = pytest.raises(InputError, match="llama3, which SGLang's fused kernel")
+        with expected if fused and is_refused else nullcontext():
+            check_limits(tmp_path, rollout, on_gpu=True, return_routes=True)
 
 
 def test_every_name_here_is_a_field_of_the_installed_sglang() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mrl.diagnosis.detectors.base import MAX_LISTED, MIN_TOKENS, Finding, LossTokens
+from mrl.diagnosis.pieces import join_pieces
 
 CONCENTRATED = 0.5
 """The mismatch is concentrated if the worst sample, or the worst 1% of the tokens, has at least this
@@ -127,8 +128,8 @@ def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str,
 
 
 def text_of(token_ids: torch.Tensor, pieces: Any) -> str:
-    """Return the concatenated text of token ids i64[n].
+    """Return the text of token ids i64[n].
 
     pieces: the text of each token id; an id without an entry adds no text.
     """
-    return "".join(pieces.get(token, "") for token in token_ids.tolist())
+    return join_pieces(pieces.get(token, "") for token in token_ids.tolist())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from mrl.config import RolloutConfig
 from mrl.engines.sglang.arguments import check_server_args
@@ -41,11 +43,24 @@ def check_limits(
         raise InputError(f"model.path: {file} cannot be read: {error}") from None
     refuse_unknown(str(getattr(hf_config, "model_type", "")))
     refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
+    _refuse_fused_rope(hf_config, config.server_args)
     check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
     if capability is not None:
         check_gpu(config, capability)
     if config.return_routing_weights:
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
+
+
+def _refuse_fused_rope(hf_config: Any, server_args: Mapping[str, Any]) -> None:
+    """Raise InputError if SGLang would rotate with wrong angles: its kernel that fuses the norm of
+    queries and keys with RoPE computes YaRN for every RoPE type except `default`."""
+    rope = getattr(hf_config, "rope_scaling", None) or getattr(hf_config, "rope_parameters", None)
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if kind == "llama3" and server_args.get("enable_fused_qk_norm_rope"):
+        raise InputError(
+            "rollout.server_args.enable_fused_qk_norm_rope is true, but the model has RoPE type "
+            "llama3, which SGLang's fused kernel computes as yarn; leave it out"
+        )
 
 
 def cache_len(config: RolloutConfig, *, on_gpu: bool) -> int | None:

@@ -143,5 +143,5 @@ class SampleRecords:
             entropy=torch.full((len(ids),), math.nan),
             advantages=known,
             weight_versions=torch.tensor(versions, dtype=torch.int32),
-            pieces={token: self._tokenizer.text([token]) for token in sorted(set(ids))},
+            pieces=self._tokenizer.pieces(sorted(set(ids))),
         )

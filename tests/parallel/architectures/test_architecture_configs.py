@@ -31,10 +31,12 @@ EVERY: list[tuple[dict[str, Any], str]] = [
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((name, changes, text) for name in SETTINGS for changes, text in EVERY),
-    ("qwen3", {"rope_parameters": YARN}, "only default"),
+    ("qwen3", {"rope_parameters": YARN}, "only default and llama3"),
     ("llama", {"rope_parameters": YARN}, "only default and llama3"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
-    ("qwen2", {"rope_parameters": LLAMA3}, "only default"),
+    ("mixtral", {"rope_parameters": LLAMA3}, "SGLang's Mixtral ignores it"),
+    ("mixtral", {"rope_parameters": {"rope_theta": 10000.5}}, "SGLang's Mixtral rounds it down"),
+    ("deepseek_v3", {"rope_parameters": LLAMA3}, "only default and yarn"),
     ("qwen3_moe", {"num_experts_per_tok": 1}, "no gradient"),
     ("qwen2_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
     ("mixtral", {"num_experts_per_tok": 1}, "no gradient"),

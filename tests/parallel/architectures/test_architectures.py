@@ -46,13 +46,23 @@ PARITY = 4e-6
 MOE_TYPES = [name for name in SETTINGS if name not in DENSE]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in SETTINGS},
-    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3 tied, llama3 rope": (
+        "qwen3",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "qwen2 tied, llama3 rope": (
+        "qwen2",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
     "llama tied, llama3 rope": (
         "llama",
         {"tie_word_embeddings": True, "head_dim": 24, "rope_parameters": LLAMA3},
     ),
-    "qwen2_moe renormalised, no bias": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False}),
+    "qwen3_moe llama3 rope": ("qwen3_moe", {"rope_parameters": LLAMA3}),
+    "qwen2_moe renormalised, no bias, llama3 rope": (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "qkv_bias": False, "rope_parameters": LLAMA3},
+    ),
     "qwen2_moe mlp_only": ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}),
     "deepseek_v3 no q latent, no yarn, no groups": (
         "deepseek_v3",
