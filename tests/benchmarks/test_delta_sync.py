@@ -1,4 +1,4 @@
-"""`python -m benchmarks.delta_sync`: figures of made-up runs, what is demanded, and a short real one."""
+"""`python -m benchmarks.delta_sync`: figures of made-up runs, demands, and short real runs."""
 
 from __future__ import annotations
 
