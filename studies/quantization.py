@@ -155,7 +155,8 @@ def checks(rows: Sequence[dict[str, Any]], num_failed: int) -> dict[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--model", choices=STUDIES, default="toy")
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="dense, MoE: of --model smollm")
+    names = [model.name for model in STUDIES["smollm"].models]
+    parser.add_argument("--only", nargs="+", choices=names, help="of --model smollm")
     parser.add_argument("--seeds", type=int, help="5; 2 for smollm")
     parser.add_argument("--steps", type=int, help="10; 4 for smollm")
     parser.add_argument("--formats", nargs="+", choices=STUDIES["toy"].formats)
@@ -168,7 +169,7 @@ def main() -> None:
     num_steps = arguments.steps or study.num_steps
     folder = (arguments.folder or ROOT / "runs" / study.result).absolute()
     if not models:
-        parser.error(f"--only: expected some of {', '.join(m.name for m in study.models)}")
+        parser.error("--only needs --model smollm")
     if study.num_workers == 1:
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     rows: list[dict[str, Any]] = []
