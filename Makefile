@@ -127,7 +127,7 @@ slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6
 stability: setup  ## MoE stability: 6 corrections x 5 seeds, bf16 engine, fp32 trainer; 30 minutes
 	$(BIN)/python -W ignore -m studies.stability $(BENCH_ARGS)
 
-quantization: setup  ## quantised engines: 4 formats x 4 corrections x 5 seeds, continues; 80 minutes
+quantization: setup  ## quantised engines: 4 formats x 4 corrections x 5 seeds, continues; 80 minutes. BENCH_ARGS="--model smollm": a pretrained model, an hour
 	$(BIN)/python -W ignore -m studies.quantization $(BENCH_ARGS)
 
 rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route bytes, replay; 7 minutes

@@ -4,9 +4,10 @@
 Part `ways`: a trainer rank takes Adam steps at the learning rate of real runs, and sends its weights
 after each step to two worker processes on this machine, to one whole and to the other as deltas, in
 turn and in one run. Models: the demo's, and SmolLM2-135M-Instruct (`make smollm` makes its folder).
-Part `runs`: the demo in bfloat16 with an engine on a rank of its own, for 50 steps, with whole versions
-and with deltas. Its checkpoints must have the same bits, and every sync compares the digests of trainer
-and engine.
+Part `runs` (`benchmarks.delta_runs`): both models train in bfloat16 for 50 steps with an engine on a
+rank of its own, in bfloat16 and in fp8_block, with whole versions and with deltas. Runs that are done
+are on file in --work, and the same command continues after an interruption. docs/rollout-weights.md
+gets the table.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,11 +29,11 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.delta_runs import FORMATS, MODELS, SMOLLM, compare, is_good, table
 from benchmarks.evidence.digest import ROOT
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from mrl.config import ModelConfig, OptimizerConfig
 from mrl.engine_pool.remote.rendezvous import open_store
-from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 from mrl.weight_sync.delta import LastVersion
 from mrl.weight_sync.load import Canaries
@@ -45,21 +45,14 @@ from tests.parallel.conftest import make_samples
 from tests.parallel.layouts import join_mesh, loss, ready_batch, replay_of
 from tests.ranks import run_ranks, start_fork
 
-SMOLLM = ROOT / "runs" / "smollm" / "dense"
 CPU = torch.device("cpu")
 LR = 1e-6
 DTYPES = ("bfloat16", "float32")
 WAYS = {"full": 0, "delta": 10**6}
 """`max_deltas` of each way's sender."""
 TIMEOUT_S = 300.0
-RECIPE = "launch/recipes/toy_moe.yaml"
-APART = ("rollout.placement=disaggregated", "rollout.num_ranks=1")
-SMALL = (
-    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "checkpoint.keep=1"),
-    *("rollout.max_response_len=12", "rollout.min_response_len=0"),
-)
-RUN_LR = 1e-5
-LIMIT_S = 1800
+NUM_STEPS = 50
+DOCUMENT = ROOT / "docs/rollout-weights.md"
 
 
 def serve(pipe: Connection, name: str, num_versions: int) -> None:
@@ -193,81 +186,58 @@ def _summary(
     }
 
 
-def run_demo(model: Path, output: Path, steps: int, *keys: str) -> list[dict[str, Any]]:
-    """Train the demo in bfloat16 with an engine on a rank of its own; return its metrics."""
-    launcher = (sys.executable, "-m", "mrl.launch", "--standalone", "--nproc-per-node=2")
-    words = (f"model.path={model}", f"output_dir={output}", f"train.num_steps={steps}")
-    dtype = ("model.dtype=bfloat16", f"optimizer.lr={RUN_LR}")
-    command = [*launcher, "-m", "mrl", "train", RECIPE, *APART, *SMALL, *dtype, *words, *keys]
-    with output.with_suffix(".log").open("w") as log:
-        subprocess.run(
-            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=True
-        )
-    return RunFolder(output).read_metrics()
-
-
-def checkpoint_bits(output: Path, step: int) -> dict[str, bytes]:
-    folder = output / "checkpoints" / f"iter_{step:07d}"
-    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.distcp"))}
-
-
-def compare_runs(scratch: Path, steps: int) -> dict[str, Any]:
-    """Train with whole versions and with deltas."""
-    model = scratch / "model"
-    write_toy_model(model)
-    full, delta = scratch / "full", scratch / "delta"
-    run_demo(model, full, steps)
-    rows = run_demo(model, delta, steps, "rollout.weight_encoding=delta")
-    bits = checkpoint_bits(delta, steps)
-    deltas = [row for row in rows if not row["rollout/sync_full_workers"]]
-    sent = [row["rollout/sync_sent_bytes"] for row in rows]
-    whole = [row["rollout/sync_sent_bytes"] / row["rollout/sync_sent_share"] for row in rows]
-    return {
-        "lr": RUN_LR,
-        "syncs": len(rows),
-        "whole_versions": len(rows) - len(deltas),
-        "resent_buckets": sum(row["rollout/sync_resent_buckets"] for row in rows),
-        "sent_share": round(sum(sent) / sum(whole), 4),
-        "sent_share_of_deltas": _median_of(deltas, "rollout/sync_sent_share"),
-        "changed": _median_of(deltas, "rollout/sync_changed_share"),
-        "same_bits_as_full": bool(bits) and bits == checkpoint_bits(full, steps),
-    }
-
-
-def _median_of(rows: list[dict[str, Any]], key: str) -> float:
-    return round(statistics.median(row[key] for row in rows), 4)
+def measure_ways(rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each model and dtype."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        write_toy_model(scratch / "toy")
+        for name, model in (("toy", scratch / "toy"), ("SmolLM2-135M", SMOLLM)):
+            for dtype in DTYPES:
+                out = scratch / f"{name}_{dtype}"
+                row = run_ranks(1, measure, model, dtype, rounds, folder=out)[0]
+                rows.append({"model": name} | row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--part", choices=("ways", "runs"), help="only this, which is not written")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/delta_sync")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs that are on file")
     options = parser.parse_args()
     if not SMOLLM.exists():
         parser.error(f"there is no {SMOLLM.relative_to(ROOT)}; make it with `make smollm` first")
+    work = options.work.absolute()
+    if options.fresh:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
     content: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        if options.part != "runs":
-            write_toy_model(scratch / "toy")
-            content["ways"] = []
-            for name, model in (("toy", scratch / "toy"), ("SmolLM2-135M", SMOLLM)):
-                for dtype in DTYPES:
-                    out = scratch / f"{name}_{dtype}"
-                    row = run_ranks(1, measure, model, dtype, options.rounds, folder=out)[0]
-                    content["ways"].append({"model": name} | row)
-        if options.part != "ways":
-            content["runs"] = [compare_runs(scratch, options.steps)]
-    good = []
-    for row in (row for rows in content.values() for row in rows):
+    if options.part != "runs":
+        content["ways"] = measure_ways(options.rounds)
+    for row in content.get("ways", ()):
         print(json.dumps(row), flush=True)
-        good.append(row["resent_buckets"] == 0 and row.get("same_bits_as_full", True))
-    if not options.part:
+    if options.part != "ways":
+        content["runs"] = []
+        for name in options.models:
+            for quantization in options.formats:
+                content["runs"].append(compare(name, quantization, options.steps, work))
+                print(json.dumps(content["runs"][-1]), flush=True)
+        print(f"\n{table(content['runs'])}\n")
+    good = [row["resent_buckets"] == 0 for row in content.get("ways", ())]
+    good += [is_good(row) for row in content.get("runs", ())]
+    all_runs = (NUM_STEPS, list(MODELS), list(FORMATS))
+    if not options.part and (options.steps, options.models, options.formats) == all_runs:
         write_result(
             "delta_sync", content, passed=sum(good), failed=len(good) - sum(good),
             packages=("torch", "megatron-core", "sglang"),
         )  # fmt: skip
+        text = between_markers(DOCUMENT.read_text(), "runs", table(content["runs"]))
+        DOCUMENT.write_text(text)
     finish(sum(good), len(good) - sum(good))
 
 

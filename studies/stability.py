@@ -57,20 +57,27 @@ def open_folder(folder: Path, num_steps: int, *, fresh: bool) -> list[dict[str, 
     """Return the results that are on file for the same settings; make the model that runs start
     from.
     """
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    file, wanted = folder / "settings.json", json.dumps(settings_of(num_steps), indent=1)
-    if file.exists() and file.read_text() != wanted:
-        sys.exit(
-            f"error: {folder} holds a study of other settings; give --fresh, or another --folder"
-        )
-    file.write_text(wanted)
+    results = open_results(folder, settings_of(num_steps), fresh=fresh)
     if not (folder / "start").exists():
         print("making the start: a toy model and its supervised steps", flush=True)
         command = [sys.executable, "-W", "ignore", "-m", "studies.stability_study.start"]
         with (folder / "start.log").open("w") as log:
             subprocess.run([*command, folder], check=True, cwd=ROOT, stdout=log, stderr=log)
+    return results
+
+
+def open_results(folder: Path, settings: dict[str, Any], *, fresh: bool) -> list[dict[str, Any]]:
+    """Make the folder of a study, and return the results that are on file there. Exits if they were
+    made with other settings; `fresh` forgets them instead."""
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    file, wanted = folder / "settings.json", json.dumps(settings, indent=1)
+    if file.exists() and file.read_text() != wanted:
+        sys.exit(
+            f"error: {folder} holds a study of other settings; give --fresh, or another --folder"
+        )
+    file.write_text(wanted)
     return read_lines(folder / "results.jsonl")
 
 
@@ -89,9 +96,10 @@ def jobs(folder: Path, num_seeds: int, num_steps: int) -> list[Job]:
     ]
 
 
-def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[Any]) -> None:
-    """Run job after job in one worker process, from a thread; the worker exits when the thread ends."""
-    worker = JsonWorker("studies.stability_study.worker", "stability study", str(folder), str(core))
+def work(cores: str, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[Any]) -> None:
+    """Run job after job in one worker process, from a thread; the worker exits when the thread ends.
+    `cores` are those of the worker, such as `0` or `0+1`."""
+    worker = JsonWorker("studies.stability_study.worker", "stability study", str(folder), cores)
     try:
         while True:
             job = waiting.get_nowait()
@@ -99,7 +107,7 @@ def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[A
             try:
                 done.put((job, worker.call(dataclasses.asdict(job), RUN_TIMEOUT_S)))
             except WorkerLost as error:
-                done.put((job, f"the worker was lost: {error}; see {folder}/worker_{core}.log"))
+                done.put((job, f"the worker was lost: {error}; see {folder}/worker_{cores}.log"))
             shutil.rmtree(job.folder, ignore_errors=True)
     except queue.Empty:
         pass
@@ -108,17 +116,20 @@ def work(core: int, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[A
         done.put(None)
 
 
-def run_all(folder: Path, wanted: Iterable[Job]) -> Iterable[tuple[Job, dict[str, Any] | str]]:
-    """Yield each result as it comes, or why there is none."""
+def run_all(
+    folder: Path, wanted: Iterable[Job], num_workers: int = NUM_WORKERS
+) -> Iterable[tuple[Job, dict[str, Any] | str]]:
+    """Yield each result as it comes, or why there is none. With one worker it has all cores."""
     waiting: queue.Queue[Job] = queue.Queue()
     done: queue.Queue[tuple[Job, dict[str, Any] | str] | None] = queue.Queue()
     for job in wanted:
         waiting.put(job)
-    cores = sorted(os.sched_getaffinity(0))
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    shares = ["+".join(cores)] if num_workers == 1 else cores[:num_workers]
     threads = [
         # Daemons: after Ctrl-C nothing is waited for, and the workers die with their threads.
-        threading.Thread(target=work, args=(cores[i], folder, waiting, done), daemon=True)
-        for i in range(min(NUM_WORKERS, len(cores), waiting.qsize()))
+        threading.Thread(target=work, args=(share, folder, waiting, done), daemon=True)
+        for share in shares[: waiting.qsize()]
     ]
     for thread in threads:
         thread.start()

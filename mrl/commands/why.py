@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 8
 MAX_CHARS = 40
 """The largest number of characters that are printed of a question, and of its answer."""
+MEASURES = {"logprob_abs_mean": "mean |d|", "k3": "k3", "extreme_share": "extreme"}
+"""The measures of a decomposition, and their headings."""
 
 
 def add_to(commands: Any) -> None:
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(found.as_json(), allow_nan=False))
         return
     _show_numbers(found)
+    _show_decomposition(found)
     if found.findings:
         _show_findings(found)
         _show_samples(found)
@@ -70,6 +73,30 @@ def _show_numbers(found: Explanation) -> None:
     ]
     header = ("metric", f"step {found.step}", "median of others", "ratio", "")
     _table(f"Step {found.step} against the other steps", header, rows, limit=40)
+
+
+def _show_decomposition(found: Explanation) -> None:
+    """Print the levels of the step's decomposition, and the parts of the gap by cause."""
+    from mrl.run.gap_parts import LEVELS, quantization_in_words
+
+    if found.decomposition is None:
+        return
+    levels, parts = found.decomposition["levels"], found.decomposition["parts"]
+    rows = [
+        (LEVELS.get(level, level), *(_number(values.get(name)) for name in MEASURES))
+        for level, values in levels.items()
+    ]
+    header = ("the trainer has of the engine", *MEASURES.values())
+    _table(f"Gap by what is replayed, {found.decomposition['num_tokens']} tokens", header, rows)
+    causes = list(parts.get("logprob_abs_mean", ()))
+    rows = [
+        (text, *(_number(parts[name].get(cause)) for cause in causes))
+        for name, text in MEASURES.items()
+        if name in parts
+    ]
+    _table("Gap by cause", ("measure", *causes), rows)
+    if text := quantization_in_words(levels):
+        print(text)
 
 
 def _show_findings(found: Explanation) -> None:

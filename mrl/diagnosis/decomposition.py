@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.run.gap_parts import parts_of_gap
 from mrl.system.json_text import check_kinds, parse_row
 
 KINDS = {
@@ -26,7 +27,8 @@ LAYER_KINDS = {
 
 
 def read_decomposition(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file diagnosis/step_*.json.
+    """Return the JSON object in a file diagnosis/step_*.json. Under the key `parts` it also has the
+    parts of the gap by cause (`parts_of_gap`), for each measure that has any.
 
     Raises InputError if the file cannot be read or is damaged.
     """
@@ -44,7 +46,9 @@ def read_decomposition(file: Path) -> dict[str, Any]:
         raise InputError(
             f"{file}: the file is damaged ({error}); restore it or remove it"
         ) from None
-    return found
+    measures = dict.fromkeys(name for level in found["levels"].values() for name in level)
+    parts = {name: parts_of_gap(found["levels"], name) for name in measures}
+    return found | {"parts": {name: by_cause for name, by_cause in parts.items() if by_cause}}
 
 
 def _check_numbers(values: Any) -> None:

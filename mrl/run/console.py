@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl.run.activities import WAIT, main_cause
+from mrl.run.gap_parts import LEVELS, quantization_in_words
 from mrl.run.rollout_rows import conversation
 
 COLUMNS = (
@@ -94,7 +95,8 @@ def step_line(
     Column `step` is counted from 0, as in metrics.jsonl, in file names and in `mrl why RUN STEP`.
     Column `done` is the number of completed steps, out of `num_steps` if that is given. The heading
     is printed above every 20th step and above the first step of this start (`is_first`). `name` is
-    the tenant's name in a service, and empty otherwise.
+    the tenant's name in a service, and empty otherwise. A step with a decomposition of a quantised
+    engine's gap has the text of `gap_by_cause` on a line of its own.
     """
     console = console or _console()
     step, is_wide = int(metrics["step"]), console.width >= WIDE
@@ -113,8 +115,9 @@ def step_line(
     more = [text for text in (name, waits if fits else "") if text]
     count = f"{step:>{STEP_WIDTH}}{done:>{DONE_WIDTH}}"
     _line(console, "  ".join([f"{count}{cells}", *more]))
-    if waits and not fits:
-        _line(console, f"{'':>{STEP_WIDTH + DONE_WIDTH}}  {waits}", style="dim")
+    for text in (waits if not fits else "", gap_by_cause(metrics)):
+        if text:
+            _line(console, f"{'':>{STEP_WIDTH + DONE_WIDTH}}  {text}", style="dim")
 
 
 def who_waits(metrics: Mapping[str, float]) -> str:
@@ -131,6 +134,19 @@ def who_waits(metrics: Mapping[str, float]) -> str:
     return (
         f"rollout idle {percent('rollout')}{why}, trainer waits {percent('trainer')}, queue {queue}"
     )
+
+
+def gap_by_cause(metrics: Mapping[str, float]) -> str:
+    """Say how much of the gap between engine and trainer comes from the engine's quantised weights;
+    empty in a step without a decomposition, and if the engine does not quantise."""
+    key = "logprob_abs_mean"
+    found = {level: metrics.get(f"decompose/{level}/{key}") for level in LEVELS}
+    levels = {
+        level: {key: value if math.isfinite(value) else None}
+        for level, value in found.items()
+        if value is not None
+    }
+    return quantization_in_words(levels)
 
 
 def evaluation(metrics: Mapping[str, float], *, console: Console | None = None) -> None:

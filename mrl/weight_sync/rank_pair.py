@@ -56,6 +56,8 @@ class _Sending:
         self.has_base = False
         """Whether the worker holds the version to which deltas can be applied."""
         self.traffic = Traffic()
+        self._begun = time.monotonic()
+        """When the running transfer began."""
         threading.Thread(target=self._run, args=(join,), name="mrl-weights", daemon=True).start()
 
     def add(self, job: Job | None) -> None:
@@ -64,17 +66,24 @@ class _Sending:
             self._jobs.append(job)
             self._changed.notify_all()
 
+    def begin(self) -> None:
+        """Begin the next transfer of a job: the time limit starts again. A job calls this before every
+        message to the worker, and before it waits for an answer."""
+        with self._changed:
+            self._begun = time.monotonic()
+
     def wait(self, num_open: int = 0) -> None:
         """Wait until at most `num_open` jobs remain, or the worker has failed. A worker that
-        exceeds the time limit counts as failed."""
-        deadline = time.monotonic() + self._timeout_s + GRACE_S
+        exceeds the time limit in a transfer counts as failed."""
+        start = time.monotonic()
         with self._changed:
             while not self.failure and len(self._jobs) > num_open:
-                if time.monotonic() > deadline:
+                silent_s = time.monotonic() - max(start, self._begun)
+                if silent_s > self._timeout_s + GRACE_S:
                     self.failure = f"it received nothing for {self._timeout_s:g} s"
                     break
                 self._changed.wait(BEAT_S)
-                beat()  # the wait is bounded
+                beat()  # the wait is bounded: a job has at most three transfers
         if self.failure and self.group is not None:
             self.group.abort()
 
@@ -127,8 +136,9 @@ class PairSender:
         bucket is sent while the next one is built.
 
         Wait until each worker either has the version in host memory or has failed, and return the names
-        of those that failed. The engines load the version later. A worker that receives nothing for
-        `timeout_s` seconds counts as failed, so it delays the send only once.
+        of those that failed. The engines load the version later. A worker that takes longer than
+        `timeout_s` seconds for one transfer counts as failed, so it delays the send only once. A delta,
+        the worker's answer to it, and the whole bucket that follows a wrong delta are three transfers.
         """
         self.traffic = Traffic()
         keeps = self._max_deltas > 0 and bool(names)
@@ -253,11 +263,13 @@ def _first_job(version: int, canaries: Canaries, base: int | None) -> Job:
     header = {"version": version, "canaries": lengths, "quantization_abs_mean": effect}
 
     def send(sending: _Sending, group: PairGroup) -> None:
+        sending.begin()
         group.send_header(header if base is None else {**header, "base": base})
         if lengths:
             group.send(torch.cat(canaries.sequences).to(torch.int64))
             group.send(torch.cat(canaries.logprobs).to(torch.float32))
         if base is not None:
+            sending.begin()
             sending.has_base = group.receive_header(is_answer=True)["has_base"]
         sending.traffic.num_full += not sending.has_base
 
@@ -268,6 +280,7 @@ def _bucket_job(bucket: WeightBucket) -> Job:
     header, flat = header_of(bucket), flat_of(bucket)
 
     def send(sending: _Sending, group: PairGroup) -> None:
+        sending.begin()
         group.send_header(header)
         group.send(flat)
         sending.traffic.num_bytes += flat.numel()
@@ -282,9 +295,11 @@ def _delta_job(bucket: WeightBucket, delta: Delta, whole: Job) -> Job:
     header = {**header_of(bucket), "delta": delta.header()}
 
     def send(sending: _Sending, group: PairGroup) -> None:
+        sending.begin()
         group.send_header(header)
         group.send(delta.payload)
         sending.traffic.num_bytes += delta.payload.numel()
+        sending.begin()
         if why := group.receive_header(is_answer=True)["why"]:
             console.warning(f"weights of {sending.name}: {why}; the bucket is sent whole")
             sending.traffic.num_resent += 1

@@ -40,3 +40,5 @@ class Job:
     """The run's own folder; new or empty."""
     more: tuple[str, ...] = ()
     """Overrides on top of the arm's."""
+    recipe: str = str(RECIPE)
+    is_moe: bool = True

@@ -70,6 +70,10 @@ FIGURES: dict[str, Callable[[Result], float]] = {
     "replayed_k3": lambda r: mean(r, "paired", "replayed", "k3"),
     "disagreement": lambda r: mean(r, "paired", "routes", "disagreement"),
     "token_any_layer": lambda r: mean(r, "paired", "routes", "token_any_layer"),
+    "native_extreme": lambda r: (
+        mean(r, "paired", "native", "num_extreme") / mean(r, "paired", "native", "num_tokens")
+    ),
+    "reward_mean": lambda r: mean(r, "reward/mean"),
     "reward_first": lambda r: smoothed(r)[0],
     "reward_best": lambda r: max(smoothed(r)),
     "reward_final": lambda r: smoothed(r)[-1],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.types import LossOutput, Mean, MicroBatch, SampleGroup
 from parallel.mesh import Mesh, init_mesh
-from studies.stability_study.arms import ARMS, CORRECTIONS, RECIPE, Job
+from studies.stability_study.arms import ARMS, CORRECTIONS, Job
 from tests.loop.stepped import SteppedRun
 
 TAU = 2.0
@@ -85,14 +86,17 @@ class PairedLearner(Learner):
 
     def both_ways(self, groups: list[SampleGroup]) -> dict[str, dict[str, float]]:
         """Return, for `native` and `replayed`, the mismatch of the same tokens under the same
-        weights.
+        weights. A dense model has `native` alone.
         """
         self.policy.onload()
         samples = [sample for group in groups for sample in group.samples]
         limit = self.recipe.train.micro_batch_tokens
         batch = make_train_batch(samples, [0.0] * len(samples), self.algorithm, self.mesh, limit)
         found: dict[str, dict[str, float]] = {}
-        for name, replay in (("native", Replay.off), ("replayed", Replay.rollout)):
+        ways = {"native": Replay.off}
+        if self.num_moe_layers:
+            ways["replayed"] = Replay.rollout
+        for name, replay in ways.items():
             output = self.policy.forward_only(batch.micro_batches, replay)
             d = torch.cat([
                 (old - micro.rollout_logprobs)[micro.loss_mask]
@@ -147,7 +151,7 @@ class Run(SteppedRun):
 def make_run(job: Job, mesh: Mesh | None) -> Run:
     """The run before its start; its engine, if it is to have one of its own, is not started."""
     recipe = load_recipe(
-        RECIPE,
+        Path(job.recipe),
         [
             f"model.path={job.start}", f"output_dir={job.folder}", f"seed={job.seed}",
             f"train.num_steps={job.num_steps}", "sft=null", "guards.max_nonfinite_steps=1",
@@ -163,8 +167,10 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
 
 
 def start_engine(job: Job) -> tuple[RolloutEngine, Mesh]:
-    """Start the engine for all runs of this process; it records routes, whatever the arm of `job`."""
-    run = make_run(dataclasses.replace(job, arm="R3", folder=f"{job.folder}_engine"), None)
+    """Start the engine for all runs of this process; of a MoE it records routes, whatever the arm of
+    `job`."""
+    arm = "R3" if job.is_moe else "off"
+    run = make_run(dataclasses.replace(job, arm=arm, folder=f"{job.folder}_engine"), None)
     return run.begin(None), run.mesh
 
 

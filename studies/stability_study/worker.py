@@ -1,8 +1,8 @@
 """This module does one core's share of the study, as a child process of `studies.stability`.
 
-Its arguments are FOLDER, PARENT_PID and CORE. A request is a Job, the answer its result (runs.py). One
-engine, started at the first job, serves all of them. It exits when this process does, and this process
-exits when its parent does.
+Its arguments are FOLDER, PARENT_PID and CORES, such as 0 or 0+1. A request is a Job, the answer its
+result (runs.py). One engine, started at the first job, serves all of them. It exits when this process
+does, and this process exits when its parent does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mrl.system.worker_connection import WorkerConnection
 
 
 def main() -> None:
-    folder, parent, core = sys.argv[1:]
+    folder, parent, cores = sys.argv[1:]
     connection = WorkerConnection("the stability study", int(parent))
     log = os.open(
-        Path(folder) / f"worker_{core}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+        Path(folder) / f"worker_{cores}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
     )
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.sched_setaffinity(0, {int(core)})
+    os.sched_setaffinity(0, {int(core) for core in cores.split("+")})
     # After that: what these print on import must not end up among the answers, nor on the terminal.
     from parallel import prepare
     from studies.stability_study.arms import Job

@@ -75,6 +75,30 @@ def test_a_step_without_a_record_says_which_key_writes_one(
     assert explain(run, 1).findings == []
 
 
+@pytest.mark.parametrize("step", [1, 3], ids=["without a token record", "with one"])
+def test_a_decomposition_is_shown_with_words(
+    step: int, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gaps = {"none": 0.1, "ids": 0.066, "quantized": 0.036}
+    levels = {
+        level: {"logprob_abs_mean": gap, "k3": gap / 10, "extreme_share": None}
+        for level, gap in gaps.items()
+    }
+    found = {"step": step, "num_tokens": 96, "levels": levels, "layers": []}
+    run.diagnosis_file(step).parent.mkdir()
+    run.diagnosis_file(step).write_text(json.dumps({**found, "first_divergent_layer": None}))
+    main(["why", str(run.root), str(step)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Gap by what is replayed, 96 tokens" in shown
+    assert "replay of ids, quantised weights 0.036 0.0036 -" in shown
+    assert "measure total routes quantization rest mean |d| 0.1 0.034 0.03 0.036 k3 0.01" in shown
+    assert "0.03 from the engine's quantised weights (quantization)" in shown
+    main(["why", str(run.root), str(step), "--json"])
+    parts = json.loads(capsys.readouterr().out)["decomposition"]["parts"]
+    assert parts.keys() == {"logprob_abs_mean", "k3"}
+    assert parts["k3"]["quantization"] == pytest.approx(0.003)
+
+
 def test_a_step_that_died_is_explained_from_its_record(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

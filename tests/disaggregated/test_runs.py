@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,18 @@ def processes_of(output: Path) -> list[psutil.Process]:
     found = []
     for each in psutil.process_iter(["cmdline"]):
         if any(f"output_dir={output}" in word for word in each.info["cmdline"] or ()):
-            found += [each, *each.children(recursive=True)]
+            with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                found += [each, *each.children(recursive=True)]
     return list(dict.fromkeys(found))
 
 
 def workers_of(output: Path) -> list[psutil.Process]:
-    return [p for p in processes_of(output) if p.cmdline()[-2:] == ["-m", "mrl.engine_pool.remote"]]
+    found = []
+    for each in processes_of(output):
+        with suppress(psutil.NoSuchProcess):
+            if each.cmdline()[-2:] == ["-m", "mrl.engine_pool.remote"]:
+                found.append(each)
+    return found
 
 
 def test_staleness_0_has_the_bits_of_a_colocated_run(model: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_replay_and_the_engines_weights_explain_the_gap(toy: Toy, tmp_path: Path
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[2] < 0.8 * gaps[1]
     assert gaps[2] > 1e-3, "the engine quantises the inputs of its layers too"
+    assert "from the engine's quantised weights (quantization)" in " ".join(done.stdout.split())
     merged = toy.run(tmp_path / "lora", *keys, "lora.rank=2", "lora.rollout=merged")
     assert merged.returncode == 0, merged.stderr
     text = (tmp_path / "lora/metrics.jsonl").read_text()

@@ -199,3 +199,24 @@ def test_a_prompt_of_messages_is_printed_as_a_conversation() -> None:
         ["user", "text", "3"],
         ["assistant", "=\\n5"],
     ]
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_a_step_says_what_its_quantised_engine_adds_to_the_gap(is_quantized) -> None:
+    """A dim line after that of the step; a step without a decomposition has none."""
+    gaps = {"none": 0.1, "ids": 0.066, **({"quantized": 0.036} if is_quantized else {})}
+    measured = {f"decompose/{level}/logprob_abs_mean": gap for level, gap in gaps.items()}
+    log = capture()
+    console.step_line(METRICS | measured | {"step": 1}, console=log)
+    console.step_line(METRICS | {"step": 2}, console=log)
+    lines = text_of(log).splitlines()
+    assert len(lines) == 2 + is_quantized
+    assert ("0.03 from the engine's quantised weights (quantization)" in lines[1]) == is_quantized
+
+
+def test_a_gap_that_is_not_finite_is_not_split() -> None:
+    levels = {"none": 0.1, "ids": math.nan, "quantized": 0.03}
+    assert (
+        console.gap_by_cause({f"decompose/{k}/logprob_abs_mean": v for k, v in levels.items()})
+        == ""
+    )

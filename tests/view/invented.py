@@ -124,7 +124,12 @@ def rollout(i: int) -> dict[str, object]:
 def decomposition() -> dict[str, object]:
     levels = {
         name: {"logprob_abs_mean": value, "k3": value / 10, "extreme_share": 0.0}
-        for name, value in (("none", 0.02), ("ids", 0.004), ("weights", 0.001))
+        for name, value in (
+            ("none", 0.02),
+            ("ids", 0.004),
+            ("weights", 0.001),
+            ("quantized", 0.0015),
+        )
     }
     layers = [
         {"layer": n, "gap_without": 0.01 * n, "gap_first": None, "hidden_rel_diff": 1e-3 * n}

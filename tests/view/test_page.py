@@ -102,6 +102,10 @@ def test_mismatch_dashboard(opened):
     assert opened.text(".heatmap .chart-title") == "moe/load_entropy"
     table = opened.text("#decomposition")
     assert re.search(r"replay of expert ids\s+0.004\s+4e-4", table)
+    assert re.search(r"replay of ids, quantised weights\s+0.0015\s+1.5e-4", table)
+    assert re.search(r"measure\s+total\s+routes\s+quantization\s+rest", table)
+    assert re.search(r"logprob_abs_mean\s+0.02\s+0.016\s+0.0025\s+0.0015", table)
+    assert "engine's quantised weights remove" in table
     assert "diverge first in layer 2" in table
     assert "stale weights" in opened.text("#findings")
     axes = "[...document.querySelectorAll('#curves .axis')].map((a) => a.textContent)"

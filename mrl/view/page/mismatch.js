@@ -114,8 +114,22 @@ function decomposed(found) {
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "level"), columns.map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, levels.map(([name, values]) => h("tr", {}, h("th", { scope: "row" }, LEVELS[name] || name),
         columns.map((column) => h("td", {}, number(values && values[column])))))))),
+    gapByCause(found.parts || {}, columns),
     layers.length ? layerBars(layers, first) : null),
     h("p", { class: "note" }, first === null || first === undefined ? "No layer where activations diverge." : `Activations diverge first in layer ${first}.`));
+}
+
+/** Make a table of the parts of each measure: by routes, by the engine's quantised weights, and the rest. */
+function gapByCause(parts, measures) {
+  const rows = measures.filter((name) => parts[name]);
+  if (!rows.length) return null;
+  const causes = Object.keys(parts[rows[0]]);
+  return h("div", { class: "scroll" }, h("table", {},
+    h("caption", {}, "Gap by cause"),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "measure"), causes.map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, rows.map((name) => h("tr", {}, h("th", { scope: "row" }, name), causes.map((cause) => h("td", {}, number(parts[name][cause]))))))),
+  h("p", { class: "note" }, "routes: what the replay of expert ids removes from the gap."
+    + (causes.includes("quantization") ? " quantization: what the engine's quantised weights remove after that. rest: what remains, from the engine's quantised inputs and rounding." : "")));
 }
 
 /** Make a table with one bar per layer and measure. The longest bar of a measure fills its column. */
