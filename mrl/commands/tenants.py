@@ -1,4 +1,4 @@
-"""`mrl tenants add | list | pause | resume | remove | status | key` manages the tenants of a service."""
+"""`mrl tenants add | list | pause | resume | remove | status | key` manages a service's tenants."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The checkpoints of models: what is listed, how long it is kept, and how it leaves the service as a PEFT
-folder.
+"""The checkpoints of models: what is listed, how long it is kept, and how it leaves the service as a
+PEFT folder.
 
-A checkpoint is written down when its operation is posted. Whether it is complete is looked up when it is
-needed: its folder then is in the run folder of its model.
+A checkpoint is written down when its operation is posted. Whether it is complete is looked up when it
+is needed: its folder then is in the run folder of its model.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from mrl.tinker.paths import Kind
 from parallel.hf_config import HfModel
 
 IDLE_S = 600.0
-"""A client that has sent no heartbeat for this many seconds is taken to have ended. Its models stay, until
-another client needs their place."""
+"""A client that has sent no heartbeat for this many seconds is taken to have ended. Its models stay,
+until another client needs their place."""
 SEEN_S = 5.0
 """How exactly it is written down when a client was last seen, in seconds."""
 REQUESTS_S = 7 * 86400.0
@@ -147,7 +147,7 @@ class Door:
         return self.registry.add(name, tree, loop="client", request=request)
 
     def _make_room(self) -> bool:
-        """End the oldest session of the service whose client has ended. Return whether there was one."""
+        """End the oldest session of the service whose client has ended. Return whether there is."""
         for table in ("models", "samplers"):
             for row in self.ledger.find(table):
                 tenant = self.tenant(row["tenant"] or "")
@@ -269,8 +269,8 @@ class Door:
             if (found := self.look(row))["state"] == "lost":
                 raise Refused(
                     410,
-                    f"{row['kind']} {row['id']} was {found['reason']}; load a checkpoint, or make a new "
-                    "training client from one",
+                    f"{row['kind']} {row['id']} was {found['reason']}; load a checkpoint, or make a "
+                    "new training client from one",
                 )
         self._whole.add((tenant.name, shown["life"]))
 
@@ -291,8 +291,8 @@ class Door:
         return self.registry.root / "runs" / tenant
 
     def saved(self, tenant: str, kind: Kind, name: str) -> Saved | None:
-        """Return what a session of the service has written under the name of a checkpoint; None if there
-        is nothing complete."""
+        """Return what a session of the service has written under the name of a checkpoint; None if
+        there is nothing complete."""
         if not tenant:
             return None
         return saved.look(self.run_folder(tenant), FOLDERS[kind], saved_name(kind, name))

@@ -34,8 +34,8 @@ class Incoming:
     def page(self, limit: int) -> tuple[int, int]:
         """Return `offset` and `limit` of the query; `limit` is the default. Raises Refused."""
         given = {"offset": 0, "limit": limit}
-        for name in given:
-            text = self.query.get(name, str(given[name]))
+        for name, default in given.items():
+            text = self.query.get(name, str(default))
             if not text.isascii() or not text.isdigit() or len(text) > 9:
                 raise Refused(400, f"{name} is {text[:80]!r}, expected a number of 0 or more")
             given[name] = int(text)
@@ -43,8 +43,8 @@ class Incoming:
 
 
 async def read_content(request: Request, most: int, limit_s: float) -> bytes:
-    """Return the body of a request, decompressed. Raises Refused if it has more than `most` bytes, before
-    or after, or does not arrive within `limit_s` seconds."""
+    """Return the body of a request, decompressed. Raises Refused if it has more than `most` bytes,
+    compressed or not, or does not arrive within `limit_s` seconds."""
     declared = request.headers.get("content-length", "0")
     if not declared.isdigit() or int(declared[:16]) > most:
         raise Refused(413, f"the body has {declared[:16]} bytes; at most {most} are read")

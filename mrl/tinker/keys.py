@@ -1,5 +1,5 @@
-"""The keys of the API's users. SERVICE_DIR/tinker/keys.json holds the SHA-256 of each key, by user, so a
-key cannot be read back; only its owner has it."""
+"""The keys of the API's users. SERVICE_DIR/tinker/keys.json holds the user and the SHA-256 of each key,
+so a key cannot be read back; only its owner has it."""
 
 from __future__ import annotations
 

@@ -21,6 +21,10 @@ MLP_MODULES = frozenset({"gate_proj", "up_proj", "down_proj"})
 UNEMBED = (
     "train_unembed, which is on by default, has no effect: the output layer has no adapter here"
 )
+MLP = (
+    "train_mlp has no effect either: this service allows no adapters of MLPs and experts (its "
+    "lora.targets and lora.experts)"
+)
 Answer = dict[str, Any]
 
 
@@ -52,9 +56,7 @@ class Models:
         }
 
     def _limits(self) -> list[str]:
-        mlp = [] if self._has_mlp() else ["train_mlp has none either: this service allows no adapters "
-                                           "of MLPs and experts (lora.experts, lora.targets)"]  # fmt: skip
-        return [UNEMBED, *mlp]
+        return [UNEMBED] if self._has_mlp() else [UNEMBED, MLP]
 
     def heartbeat(self, owner: str, body: bodies.Heartbeat) -> Answer:
         """Note that a client is alive."""

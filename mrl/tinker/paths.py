@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from mrl.service.callers import Refused
 
 Kind = Literal["training", "sampler", "external"]
-"""What a checkpoint holds, in the SDK's words: everything that training needs, the adapter alone, or the
-adapter as a PEFT folder."""
+"""What a checkpoint holds, in the SDK's words: everything that training needs, the adapter alone, or
+the adapter as a PEFT folder."""
 SEGMENTS: dict[Kind, str] = {
     "training": "weights",
     "sampler": "sampler_weights",

@@ -22,7 +22,7 @@ Answer = dict[str, Any]
 
 
 class Samplers:
-    """Creates samplers and posts requests to sample. Every method takes the user that owns them, first."""
+    """Creates samplers and posts requests to sample. Every method takes the user that owns them."""
 
     def __init__(self, door: Door, checkpoints: Checkpoints, lora: Any) -> None:
         """`lora` returns the adapter of a model, as `Models.lora` does."""
@@ -176,7 +176,8 @@ class Samplers:
         if last is not None and (not body.prompt_logprobs or last >= len(tokens)):
             raise Refused(
                 400,
-                f"prompt_logprobs_last_n is {last}; expected 1 to {len(tokens) - 1}, with prompt_logprobs",
+                f"prompt_logprobs_last_n is {last}; expected 1 to {len(tokens) - 1}, with "
+                "prompt_logprobs",
             )
         room = self._door.bounds.context_len - len(tokens)
         max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens

@@ -43,8 +43,8 @@ Answer = dict[str, Any]
 
 
 class Training:
-    """Posts the operations of models. Every method takes the user that owns the model, first, and returns
-    the request's id."""
+    """Posts the operations of models. Every method takes the user that owns the model, and returns the
+    request's id."""
 
     def __init__(self, door: Door, checkpoints: Checkpoints, samplers: Samplers) -> None:
         self._door, self._checkpoints, self._samplers = door, checkpoints, samplers
