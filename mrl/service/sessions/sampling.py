@@ -6,6 +6,7 @@ The routes of a sample are the experts that the engine's router chose for each o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections import OrderedDict
@@ -47,6 +48,8 @@ class Samples:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Tensor, RoutingTrace]] = OrderedDict()
+        self._newest: dict[bytes, str] = {}
+        """The name of the newest kept sample with these tokens, by their digest."""
         self._num_bytes = 0
 
     def keep(self, name: str, sample: Sample) -> None:
@@ -55,10 +58,19 @@ class Samples:
         if sample.routing is None:
             return
         self._kept[name] = sample.token_ids, sample.routing
+        self._newest[_digest(sample.token_ids)] = name
         self._num_bytes += sample.routing.num_bytes
         while self._num_bytes > MAX_ROUTE_BYTES and len(self._kept) > 1:
-            _, (_, oldest) = self._kept.popitem(last=False)
+            dropped, (tokens, oldest) = self._kept.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
+            if self._newest.get(key := _digest(tokens)) == dropped:
+                del self._newest[key]
+
+    def routes_like(self, tokens: Tensor) -> RoutingTrace | None:
+        """Return the routes of the newest kept sample whose tokens are `tokens` i64[T]; None if there
+        is none."""
+        name = self._newest.get(_digest(tokens))
+        return None if name is None else self._kept[name][1]
 
     def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
         """Return the routes of the sample with the id `name`. Raises InputError if the routes are
@@ -75,6 +87,10 @@ class Samples:
                 "ones, or leave `sample` out"
             )
         return routing
+
+
+def _digest(tokens: Tensor) -> bytes:
+    return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).digest()
 
 
 class SessionSampler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,12 +100,16 @@ class SessionTrainer:
         return {"logprobs": passed.logprobs}
 
     def _forward_backward(self, body: ForwardBackwardBody) -> dict[str, Any]:
-        sequences = [self._weighted(each) for each in body.sequences]
-        passed = self._steps.compute_gradients(sequences, LOSSES[body.loss], body.config())
+        matches = self._replays and body.replay == "match"
+        sequences = [self._weighted(each, matches=matches) for each in body.sequences]
+        passed = self._steps.compute_gradients(
+            sequences, LOSSES[body.loss], body.options(), scores_all=body.all_logprobs
+        )
         self._gradients.add()
         loss = passed.metrics.get(self._policy.loss_key, math.nan)
         self._loss += loss
-        return {"loss": loss, "logprobs": passed.logprobs, "metrics": passed.metrics}
+        metrics = passed.metrics | _replayed(sequences)
+        return {"loss": loss, "logprobs": passed.logprobs, "metrics": metrics}
 
     def _optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         failed, self._failed = self._failed, ""
@@ -119,7 +123,7 @@ class SessionTrainer:
             raise InputError("there are no gradients; forward_backward comes before optim_step")
         try:
             self._gradients.put_back()
-            grad_norm, lr = self._policy.apply_gradients(body.lr)
+            grad_norm, lr = self._policy.apply_gradients(body.settings())
         finally:
             loss = self._loss
             self._forget_gradients()
@@ -158,10 +162,11 @@ class SessionTrainer:
             self._folder.add_metrics(row)
             console.step_line(row, name=self._policy.name)
 
-    def _weighted(self, given: SequenceBody) -> Weighted:
-        """Return a sequence in the form that the trainer takes. Raises InputError if the sequence
-        names a sample although the session does not replay routes, or if the sample's routes are
-        not kept."""
+    def _weighted(self, given: SequenceBody, *, matches: bool = False) -> Weighted:
+        """Return a sequence in the form that the trainer takes. `matches`: whether a sequence that
+        names no sample replays the routes of a kept sample with its tokens, if there is one. Raises
+        InputError if the sequence names a sample although the session does not replay routes, or if
+        the sample's routes are not kept."""
         tokens = torch.tensor(given.tokens)
         routing = None
         if given.sample is not None:
@@ -171,6 +176,9 @@ class SessionTrainer:
                     "`sample` out"
                 )
             routing = self._samples.routes_of(given.sample, tokens)
+        elif matches:
+            routing = self._samples.routes_like(tokens)
+        mask = None if given.ratio_mask is None else torch.tensor(given.ratio_mask) != 0
         return Weighted(
             token_ids=tokens,
             factors=torch.tensor(factors_of(given), dtype=torch.float32),
@@ -179,4 +187,16 @@ class SessionTrainer:
             else torch.tensor(given.logprobs, dtype=torch.float32),
             weight=given.weight,
             routing=routing,
+            targets=None if given.targets is None else torch.tensor(given.targets),
+            in_loss=mask,
         )
+
+
+def _replayed(sequences: Sequence[Weighted]) -> dict[str, float]:
+    """Return how many rows (tokens but the last of each sequence) had replayed routes, and for how many
+    the trainer's routers chose."""
+    rows = [(len(each.token_ids) - 1, each.routing is not None) for each in sequences]
+    return {
+        "session/replayed_rows": float(sum(count for count, has in rows if has)),
+        "session/native_rows": float(sum(count for count, has in rows if not has)),
+    }
