@@ -44,8 +44,9 @@ def packed_logprobs(
     `logits` [n, V_loc] belong to this context-parallel rank's tokens; the row of token t predicts
     token t + 1. Return log-probs f32[N] and entropies f32[N] of all tokens, both differentiable.
     Both are 0 at the first token of a sequence and at tokens without loss (or outside of
-    `batch.scored`); the rows that predict these tokens are not read. The backward pass overwrites the logits. `temperature` is the
-    sampling temperature, so that the numbers are comparable with the engine's.
+    `batch.scored`); the rows that predict these tokens are not read. The backward pass overwrites
+    the logits. `temperature` is the sampling temperature, so that the numbers are comparable with
+    the engine's.
     """
     predicts = _predicts(batch)
     logprobs, entropy = vp_logprob(

@@ -98,7 +98,7 @@ def dro(logprobs: Tensor, batch: MicroBatch, options: LossOptions) -> LossOutput
 
 
 def stable_reinforce(logprobs: Tensor, batch: MicroBatch, options: LossOptions) -> LossOutput:
-    """Return the sum of `-min(r_t, MAX_RATIO) A_t logp + kl_coeff / 2 (logp - old)^2`, where the bounded
+    """Return the sum of `-min(r_t, MAX_RATIO) A_t logp + kl_coeff / 2 (logp - old)^2`. The bounded
     ratio is a constant in the gradient."""
     advantages, apart, weights = _parts(logprobs, batch)
     ratios = apart.detach().clamp(max=math.log(MAX_RATIO)).exp()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe.provenance import without_stale_tokens
 from moe.routes import Replay
+from mrl.config import AlgorithmConfig
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import share_bytes
 from mrl.learn.batching import make_train_batches

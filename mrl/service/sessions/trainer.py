@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +14,23 @@ from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.learn.named_losses import LOSSES
-from mrl.learn.saves import make_checkpoints
+from mrl.learn.saves import make_checkpoints, make_named_checkpoints
 from mrl.learn.sequences import SequenceTrainer, Weighted
 from mrl.run import console
 from mrl.run.folder import RunFolder
+from mrl.service.sessions import saved
 from mrl.service.sessions.bodies import (
     ForwardBackwardBody,
     ForwardBody,
     LoadBody,
     OptimStepBody,
     SaveBody,
+    SaveSamplerBody,
     SequenceBody,
     factors_of,
 )
-from mrl.service.sessions.sampling import Samples
+from mrl.service.sessions.samplers import Samplers
+from mrl.service.sessions.samples import Samples
 from parallel.checkpoint.manifest import candidates, folder_name, step_of
 from parallel.kept_gradients import KeptGradients
 from parallel.mesh import Mesh
@@ -45,7 +49,9 @@ class SessionTrainer:
     def __init__(
         self, recipe: Recipe, mesh: Mesh, folder: RunFolder, policy: Policy, samples: Samples
     ) -> None:
-        self._mesh, self._folder, self._policy, self._samples = mesh, folder, policy, samples
+        self._recipe, self._mesh, self._folder = recipe, mesh, folder
+        self._policy, self._samples = policy, samples
+        self.samplers = Samplers(mesh, folder, policy, recipe.seed)
         self._steps = SequenceTrainer(
             policy,
             mesh,
@@ -77,6 +83,7 @@ class SessionTrainer:
             ForwardBackwardBody: self._forward_backward,
             OptimStepBody: self._optim_step,
             SaveBody: self._save,
+            SaveSamplerBody: self._save_sampler,
             LoadBody: self._load,
         }
         return actions[type(body)](body)
@@ -131,22 +138,54 @@ class SessionTrainer:
         return {"version": self.version, "grad_norm": grad_norm, "lr": lr}
 
     def _save(self, body: SaveBody) -> dict[str, Any]:
-        self.save()
-        folder = self._folder.checkpoints / folder_name(self.version)
-        return {"version": self.version, "folder": str(folder)}
+        if body.name is None:
+            self.save()
+            folder = self._folder.checkpoints / folder_name(self.version)
+            return {"version": self.version, "folder": str(folder)}
+        root, name = self._folder.root, body.name
+        if not body.overwrite and saved.find(root, "states", name) is not None:
+            raise InputError(
+                f"there is a state {name!r} already; take another name, or set overwrite"
+            )
+        place = saved.place(root, "states", name)
+        store = make_named_checkpoints(place, self._mesh, self._recipe.seed)
+        folder = store.save(self.version, self._policy, {"session": self.version})
+        store.finish()
+        if self._mesh.rank == 0:
+            saved.keep_one(place, self.version)
+        return {"version": self.version, "folder": str(folder), "name": name}
+
+    def _save_sampler(self, body: SaveSamplerBody) -> dict[str, Any]:
+        folder = self.samplers.save(body.name, self.version, overwrite=body.overwrite)
+        return {"version": self.version, "folder": str(folder), "name": body.name}
 
     def _load(self, body: LoadBody) -> dict[str, Any]:
         self.checkpoints.finish()
-        if body.version not in (saved := self._saved()):
-            there = ", ".join(map(str, sorted(saved))) or "none"
-            raise InputError(
-                f"there is no checkpoint of version {body.version}; there are: {there}"
-            )
-        self.checkpoints.load(body.version, self._policy)
+        folder = self._folder_of(body)
+        store = self.checkpoints
+        if body.folder is not None:  # whose seed is not taken over
+            store = make_named_checkpoints(folder, self._mesh, self._recipe.seed)
+        loaded = store.load_folder(folder, self._policy, with_optimizer=body.optimizer)
+        if not body.optimizer:
+            self._policy.make_optimizer(self._recipe.optimizer)
         self._forget_gradients()
         self._failed = ""
-        self._next_version({"session/loaded_version": float(body.version)})
+        self._next_version({"session/loaded_version": float(loaded.step)})
         return {"version": self.version}
+
+    def _folder_of(self, body: LoadBody) -> Path:
+        """Return the checkpoint folder that `load` asks for. Raises InputError if there is none."""
+        if body.name is not None:
+            return saved.require(self._folder.root, "states", body.name)
+        if body.folder is not None:
+            return saved.checked(Path(body.folder), with_optimizer=body.optimizer)
+        if body.version not in (there := self._saved()):
+            raise InputError(
+                f"there is no checkpoint of version {body.version}; there are: "
+                f"{', '.join(map(str, sorted(there))) or 'none'}"
+            )
+        assert body.version is not None
+        return self._folder.checkpoints / folder_name(body.version)
 
     def _saved(self) -> set[int]:
         return {step_of(each) for each in candidates(self._folder.checkpoints)}
@@ -156,6 +195,7 @@ class SessionTrainer:
         self._loss = 0.0
 
     def _next_version(self, metrics: dict[str, float]) -> None:
+        self.samplers.note_change()
         row = {"step": self.version, **metrics, "time/timestamp": time.time()}
         self.version += 1
         if self._mesh.rank == 0:
