@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,8 @@ from mrl.errors import RunFailed, WrongWeights
 from mrl.service.sessions import sampling
 from mrl.service.sessions.bodies import SampleBody
 from mrl.service.sessions.recipe import session_tree
+from mrl.service.sessions.samplers import Source
+from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.sampling import MAX_ENDED, SessionSampler
 from mrl.types import VersionSpan
 
@@ -68,13 +70,15 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> SessionSampler:
     mesh: Any = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
     part: Any = Part()
     policy: Any = None  # which no test sends
-    return SessionSampler(Recipe.model_validate(tree), mesh, part, policy)
+    return SessionSampler(
+        Recipe.model_validate(tree), mesh, part, policy, Samples(), lambda source: nullcontext()
+    )
 
 
 def turn(sampler: SessionSampler, *tokens: int) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Ask for an answer to each token by an operation of its own; return the answers and the errors."""
     body = {n: SampleBody(kind="sample", prompts=[[t]], max_tokens=4) for n, t in enumerate(tokens)}
-    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()}, 0)
+    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()}, Source(None, 0, 0))
     part: Any = sampler.part
     while True:
         before = part.num_lost
