@@ -4,12 +4,13 @@ model."""
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from typing import Any
 
 from mrl.errors import InputError
 from mrl.service.callers import Refused
-from mrl.service.sessions.saved import copy_saved
+from mrl.service.sessions.saved import place
 from mrl.tinker import bodies, paths
 from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
@@ -93,10 +94,11 @@ class Samplers:
         host = self._host(owner, lora)
         name = hashlib.sha256(path.encode()).hexdigest()[:32]
         if self._door.saved(host, "sampler", name) is None:
-            try:
-                copy_saved(folder, self._door.run_folder(host), "samplers", name)
-            except InputError as error:
-                raise Refused(400, str(error)) from None
+            target = place(self._door.run_folder(host), "samplers", name)
+            partial = target.with_name(f".{name}.new")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(folder.parent, partial)
+            partial.rename(target)
         return host, name, model["id"]
 
     def _can_skip_mlp(self) -> bool:

@@ -1,0 +1,70 @@
+"""A service with the Tinker API and the real engine on a toy model, and programs that call it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.tinker.keys import Keys
+from tests.tenants.serving import ROOT, Service, environment, wait_for
+
+FOLDER = Path(os.environ.get("MRL_TINKER_SDK", Path(sys.prefix) / "tinker"))
+"""Where `make tinker` installs the SDK."""
+LIMIT_S = 300.0
+
+needs_sdk = pytest.mark.skipif(
+    not (FOLDER / "tinker").is_dir() and importlib.util.find_spec("tinker") is None,
+    reason="the Tinker SDK is not installed; `make tinker` installs it",
+)
+
+
+def tinker_service(folder: Path, model: Path, **more: Any) -> Service:
+    """Return a service that speaks the Tinker API, and write its configuration."""
+    service = Service(folder / "service", model)
+    service.write(**{"control": {"tinker": 0}, "tenants": {"max_number": 8}, **more})
+    service.folder.mkdir(exist_ok=True)
+    return service
+
+
+@contextmanager
+def served(service: Service) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a service in the block; yields the address of its Tinker API."""
+    address = service.folder / "tinker" / "address"
+    address.unlink(missing_ok=True)
+    process = service.start()
+    try:
+        wait_for(address.exists, process)
+        yield address.read_text().strip(), process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def key_of(service: Service, user: str = "ann") -> str:
+    return Keys(service.folder).add(user)
+
+
+def sdk_environment(key: str) -> dict[str, str]:
+    own = environment()
+    path = os.pathsep.join([own["PYTHONPATH"], str(FOLDER)])
+    return {**own, "PYTHONPATH": path, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"}
+
+
+def run_program(name: str, url: str, key: str) -> Any:
+    """Return what a program of programs.py has found."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.tinker.programs", name, url],
+        cwd=ROOT, env=sdk_environment(key), capture_output=True, text=True, timeout=LIMIT_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
