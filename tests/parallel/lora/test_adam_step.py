@@ -11,6 +11,7 @@ from mrl.config import OptimizerConfig
 from mrl.errors import NotFinite
 from mrl.types import Sample
 from parallel.adam_step import AdamStep
+from parallel.mesh import Mesh
 from parallel.policy import Policy
 from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
 from tests.parallel.lora.tenants import TENANTS, differences, make, state
@@ -31,9 +32,10 @@ def settings(policy: Policy) -> list[Any]:
     return [groups, [part.config.clip_grad for part in parts]]
 
 
-def stepped(path: Path, name: str, samples: list[Sample], *, plain: bool) -> dict[str, Any]:
+def stepped(
+    path: Path, mesh: Mesh, name: str, samples: list[Sample], *, plain: bool
+) -> dict[str, Any]:
     """Two steps: by a recipe with these settings if `plain`, else by replacing another recipe's."""
-    mesh = join_mesh(path, {})
     policy = make(name, path, mesh)
     before = exported(policy)
     distributed = TENANTS[name].optimizer.use_distributed_optimizer
@@ -56,7 +58,8 @@ def stepped(path: Path, name: str, samples: list[Sample], *, plain: bool) -> dic
 
 
 def both(path: Path, name: str, samples: list[Sample]) -> list[dict[str, Any]]:
-    return [stepped(path, name, samples, plain=plain) for plain in (True, False)]
+    mesh = join_mesh(path, {})
+    return [stepped(path, mesh, name, samples, plain=plain) for plain in (True, False)]
 
 
 @pytest.mark.parametrize("name", ["a", "c"])
