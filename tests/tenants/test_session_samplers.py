@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mrl.cli import main
 from mrl.client import Datum, OperationFailed, OperationLost, Sample, ServiceClient, Session
 from mrl.toy_model import write_toy_model
 from tests.tenants.serving import Service, wait_for
@@ -74,6 +75,9 @@ def test_a_sampler_keeps_its_bits_while_training_goes_on(model: Path, tmp_path: 
         assert matched.loss == pytest.approx(passed.loss, rel=1e-6)
         rows = sum(len(each.tokens) - 1 for each in plain)
         assert matched.metrics["session/replayed_rows"] == rows
+    main(["export", str(saved.folder), str(tmp_path / "peft")])
+    assert (tmp_path / "peft/adapter_model.safetensors").is_file()
+    assert "routing replay" in (tmp_path / "peft/README.md").read_text()
     with served(service) as (client, _):  # from the disk
         session = client.session("ann")
         session.wait_open()
