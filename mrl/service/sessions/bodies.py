@@ -115,8 +115,9 @@ class ForwardBackwardBody(Branch):
     """Whether the result has the log-probs of all tokens, not only of those in the loss. Then there
     may also be no token in the loss; the gradients are 0."""
     replay: Literal["named", "match"] = "named"
-    """`match`: a sequence without `sample` whose tokens are those of a sample that is kept replays the
-    routes of the newest such sample. `named`: it replays none."""
+    """`named`: sequences replay the routes of their `sample`, which must be kept. `match`: of their
+    `sample` if it is kept and has their tokens, else of the newest kept sample that has; else the
+    trainer's routers choose."""
 
     @model_validator(mode="after")
     def _fits_the_loss(self) -> Self:
@@ -151,7 +152,7 @@ class ForwardBackwardBody(Branch):
 
 class OptimStepBody(Branch):
     kind: Literal["optim_step"]
-    lr: Annotated[float, Strict(), Field(gt=0, le=1e3)] | None = None
+    lr: Annotated[float, Strict(), Field(ge=0, le=1e3)] | None = None
     """Replaces the recipe's learning rate in this step; None keeps it. So do the others."""
     beta1: Share | None = None
     beta2: Share | None = None

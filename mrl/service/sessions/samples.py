@@ -40,11 +40,13 @@ class Samples:
             if self._newest.get(key := _digest(tokens)) == dropped:
                 del self._newest[key]
 
-    def routes_like(self, tokens: Tensor) -> RoutingTrace | None:
-        """Return the routes of the newest kept sample whose tokens are `tokens` i64[T]; None if there
-        is none."""
-        name = self._newest.get(_digest(tokens))
-        return None if name is None else self._kept[name][1]
+    def find(self, name: str | None, tokens: Tensor) -> RoutingTrace | None:
+        """Return the routes of the sample `name` if it is kept and has the tokens `tokens` i64[T], else
+        those of the newest kept sample with these tokens; None if there is none."""
+        if name in self._kept and torch.equal(self._kept[name][0], tokens):
+            return self._kept[name][1]
+        newest = self._newest.get(_digest(tokens))
+        return None if newest is None else self._kept[newest][1]
 
     def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
         """Return the routes of the sample with the id `name`. Raises InputError if the routes are

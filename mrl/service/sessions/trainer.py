@@ -107,7 +107,7 @@ class SessionTrainer:
         return {"logprobs": passed.logprobs}
 
     def _forward_backward(self, body: ForwardBackwardBody) -> dict[str, Any]:
-        matches = self._replays and body.replay == "match"
+        matches = body.replay == "match"
         sequences = [self._weighted(each, matches=matches) for each in body.sequences]
         passed = self._steps.compute_gradients(
             sequences, LOSSES[body.loss], body.options(), scores_all=body.all_logprobs
@@ -203,21 +203,21 @@ class SessionTrainer:
             console.step_line(row, name=self._policy.name)
 
     def _weighted(self, given: SequenceBody, *, matches: bool = False) -> Weighted:
-        """Return a sequence in the form that the trainer takes. `matches`: whether a sequence that
-        names no sample replays the routes of a kept sample with its tokens, if there is one. Raises
-        InputError if the sequence names a sample although the session does not replay routes, or if
-        the sample's routes are not kept."""
+        """Return a sequence in the form that the trainer takes. `matches`: whether it replays the
+        routes of a kept sample with its tokens, if there is one. Otherwise raises InputError if the
+        sequence names a sample although the session does not replay routes, or if the sample's routes
+        are not kept."""
         tokens = torch.tensor(given.tokens)
         routing = None
-        if given.sample is not None:
+        if matches:
+            routing = self._samples.find(given.sample, tokens) if self._replays else None
+        elif given.sample is not None:
             if not self._replays:
                 raise InputError(
                     "sample names routes to replay, but the session has moe.routing_replay=off; leave "
                     "`sample` out"
                 )
             routing = self._samples.routes_of(given.sample, tokens)
-        elif matches:
-            routing = self._samples.routes_like(tokens)
         mask = None if given.ratio_mask is None else torch.tensor(given.ratio_mask) != 0
         return Weighted(
             token_ids=tokens,
