@@ -36,7 +36,7 @@ API = "/api/v1"
 PROTO = "application/x-protobuf"
 HOLD_S = 20.0
 """How long a request for a result waits before it is told to ask again, in seconds."""
-FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1
+FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.25
 INLINE_BYTES = 1 << 20
 """A result with more bytes is announced first, if the client wants that."""
 MAX_ERROR_CHARS = 2000
@@ -47,7 +47,6 @@ class App:
 
     def __init__(self, calls: Calls, limits: Limits) -> None:
         self._calls, self._limits = calls, limits
-        self._num_answered = 0
         models, training = calls.models, calls.training
         samplers, checkpoints = calls.samplers, calls.checkpoints
         posts: dict[str, tuple[type[BaseModel], Callable[[str, Any], Any]]] = {
@@ -155,9 +154,10 @@ class App:
         """Return the result of a request, for which the client waits."""
         body = bodies.read(bodies.Retrieve, incoming.json())
         end, pause_s = time.monotonic() + HOLD_S, FIRST_LOOK_S
+        futures = self._calls.futures
+        row = await run_in_threadpool(futures.request, incoming.owner, body.request_id)
         while True:
-            find = self._calls.futures.find
-            found = await run_in_threadpool(find, incoming.owner, body.request_id)
+            found = await run_in_threadpool(futures.find, row)
             if found is not None:
                 break
             if time.monotonic() >= end or self._calls.is_closing:
@@ -168,7 +168,7 @@ class App:
                 }
                 return _json(408, again)
             await asyncio.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, LAST_LOOK_S)
+            pause_s = min(1.5 * pause_s, LAST_LOOK_S)
         is_proto = found.proto is not None and PROTO in incoming.accept
         payload = found.proto if is_proto else await run_in_threadpool(as_json, found.json)
         assert payload is not None

@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 import time
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mrl.service.record import Tenant
 from mrl.service.registry import NoTenant, Registry, WrongState
 from mrl.service.sessions import saved
 from mrl.service.sessions.bodies import Bounds, read_body
-from mrl.service.sessions.operations import LOST, NoOperation, TooMany
+from mrl.service.sessions.operations import LOST, NoOperation, OtherLife, TooMany
 from mrl.service.sessions.saved import Saved
 from mrl.tinker.ledger import Ledger, Row
 from mrl.tinker.paths import Kind
@@ -170,13 +171,9 @@ class Door:
     def end(self, name: str) -> None:
         """Save and close a session of the service. Its run folder and checkpoints stay."""
         tenant = self.tenant(name)
-        if tenant is not None and tenant.state in ("queued", "running", "paused"):
-            try:
-                if tenant.state == "queued":  # it was never opened, so there is nothing to save
-                    self.registry.move(name, "paused", "its client has ended")
+        if tenant is not None and tenant.is_active:
+            with suppress(WrongState):  # somebody else was faster
                 self.registry.move(name, "done")
-            except WrongState:
-                pass  # somebody else was faster
 
     def post(
         self,
@@ -207,8 +204,9 @@ class Door:
             asked = read_body(body, self.bounds)
             key = hashlib.sha256(request.encode()).hexdigest()[:40]
             operation = self.registry.operations.post(tenant.incarnation, asked, None, key)
-        except TooMany as error:
-            raise Refused(429, str(error)) from None
+        except (TooMany, OtherLife) as error:
+            status = 429 if isinstance(error, TooMany) else 410
+            raise Refused(status, str(error)) from None
         except InputError as error:
             raise Refused(400, str(error)) from None
         self.note(owner, request, kind, tenant_name, operation, mark, about)

@@ -40,14 +40,17 @@ class Futures:
     def __init__(self, door: Door) -> None:
         self._door = door
 
-    def find(self, owner: str, request: str) -> Result | None:
+    def request(self, owner: str, request: str) -> Row:
+        """Return a request that `owner` has made. Raises Refused."""
+        return self._door.owned("requests", owner, request)
+
+    def find(self, row: Row) -> Result | None:
         """Return the result of a request, or its failure in the SDK's form; None if it is not done.
 
         Raises Refused with 410 if a sample was lost, so that the SDK samples again.
         """
-        row = self._door.owned("requests", owner, request)
         if row["kind"] == "unload_model":
-            return Result({"type": "unload_model", "model_id": request.rpartition(":")[0]})
+            return Result({"type": "unload_model", "model_id": row["id"].rpartition(":")[0]})
         if row["kind"] == "create_model":
             return self._created(row)
         found = self._door.look(row)

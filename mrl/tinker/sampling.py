@@ -39,12 +39,7 @@ class Samplers:
         if body.model_path is None:
             if body.base_model is None:
                 raise Refused(400, "give base_model or model_path")
-            lora = (
-                bodies.Lora(rank=1, train_mlp=False)
-                if self._can_skip_mlp()
-                else bodies.Lora(rank=1)
-            )
-            tenant, name, model = self._host(owner, lora), BASE, None
+            tenant, name, model = self._host(owner, self._smallest()), BASE, None
         else:
             tenant, name, model = self._saved(owner, body.model_path)
         self.note(owner, body.session_id, sampler, tenant, name, model, body.model_path)
@@ -101,10 +96,15 @@ class Samplers:
             partial.rename(target)
         return host, name, model["id"]
 
-    def _can_skip_mlp(self) -> bool:
-        """Whether an adapter of the attention alone is allowed."""
-        targets = self._door.config.lora.targets
-        return targets == "attention" or any(name.endswith("_proj") for name in targets)
+    def _smallest(self) -> bodies.Lora:
+        """Return the smallest adapter that the service allows, for a session that samples from the
+        base model alone."""
+        small = bodies.Lora(rank=1, train_mlp=False)
+        try:
+            self._lora(small)
+        except Refused:  # it allows adapters of MLPs alone
+            return bodies.Lora(rank=1)
+        return small
 
     def _host(self, owner: str, lora: bodies.Lora) -> str:
         """Return a session of the service that is never trained, and only samples for a user: from the

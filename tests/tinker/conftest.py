@@ -1,4 +1,4 @@
-"""The Tinker API of a service whose sessions nobody carries out: tests answer its operations by hand."""
+"""The Tinker API of a service without a trainer: tests answer operations of sessions by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Api:
     key: str
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def call(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> httpx.Response:
+    def call(
+        self, path: str, body: Any = None, method: str = "POST", **headers: str
+    ) -> httpx.Response:
         own = {"X-API-Key": self.key, **headers}
         url = f"{self.server.address}/api/v1/{path}"
         if isinstance(body, bytes):

@@ -1,5 +1,5 @@
-"""Programs that use the unmodified SDK, run in a process of their own: its packages are in a folder apart
-from those of mrl. `python -m tests.tinker.programs NAME URL` prints what a program found as JSON.
+"""Programs that use the unmodified SDK, run in a process of their own: its packages are in a folder
+apart from those of mrl. `python -m tests.tinker.programs NAME URL` prints what a program found as JSON.
 """
 
 from __future__ import annotations
@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import urllib.request
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,11 +152,11 @@ def saves(url: str) -> Found:
     rest.delete_checkpoint_from_tinker_path(named).result()
     left = rest.list_user_checkpoints().result().checkpoints
     found["left"] = [[c.tinker_path, c.expires_at is not None] for c in left]
-    found["gone"] = failure_of(
-        lambda: client.create_sampling_client(model_path=named).result()
-    )
+    found["gone"] = failure_of(lambda: client.create_sampling_client(model_path=named).result())
     client.close("success").result()
-    found["closed"] = failure_of(lambda: tinker.ServiceClient(base_url=url, api_key="tml-no").holder)
+    found["closed"] = failure_of(
+        lambda: tinker.ServiceClient(base_url=url, api_key="tml-no").holder
+    )
     return found
 
 
@@ -237,8 +239,73 @@ def download(url: str) -> Found:
     return {"path": path, "sizes": sizes, "rank": config["r"], "alpha": config["lora_alpha"]}
 
 
-PROGRAMS = {each.__name__: each for each in (trains, saves, sampling, refusals, download)}
+def policy_gradient(trainer: Any, seed: int) -> Found:
+    """Take one step of RL with the share of small ids as reward."""
+    from tinker import types
+
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    settings = types.SamplingParams(max_tokens=8, seed=seed)
+    answers = sampler.sample(types.ModelInput.from_ints(PROMPT), 4, settings).result().sequences
+    rewards = np.array([np.mean(np.array(a.tokens) < 60) for a in answers])
+    data = [
+        datum(PROMPT, a.tokens, logprobs=a.logprobs, advantages=[r + 0.01] * len(a.tokens))
+        for a, r in zip(answers, (rewards - rewards.mean()).tolist(), strict=True)
+    ]
+    passed = trainer.forward_backward(data, "ppo")
+    stepped = trainer.optim_step(types.AdamParams(**ADAM)).result()
+    metrics = passed.result().metrics
+    return {
+        "tokens": [a.tokens for a in answers],
+        "logprobs": [a.logprobs for a in answers],
+        "loss": metrics["loss:sum"],
+        "native": metrics["session/native_rows:sum"],
+        "norm": stepped.metrics["unclipped_grad_l2:mean"],
+    }
+
+
+def reinforces(url: str, rank: str) -> list[Found]:
+    """Train an adapter of a rank by RL."""
+    client, base = connected(url)
+    trainer = client.create_lora_training_client(base, rank=int(rank), seed=5).result()
+    return [policy_gradient(trainer, seed) for seed in range(3)]
+
+
+def goes_on(url: str, folder: str) -> Found:
+    """Train, and wait in the middle for the file `go` in a folder; the file `ready` says when."""
+    client, base = connected(url)
+    trainer = client.create_lora_training_client(base, rank=4, seed=5).result()
+    steps = [policy_gradient(trainer, seed) for seed in range(2)]
+    Path(folder, "ready").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.05)
+    steps += [policy_gradient(trainer, seed) for seed in range(2, 4)]
+    return {"steps": steps, "saved": trainer.save_state("end").result().path}
+
+
+def loses(url: str, folder: str) -> Found:
+    """Post gradients, wait as above, and go on."""
+    from tinker import types
+
+    client, base = connected(url)
+    trainer = client.create_lora_training_client(base, rank=4, seed=5).result()
+    supervised = datum(PROMPT, ANSWER, weights=[1.0] * 4)
+    state = trainer.save_state("start").result().path
+    trainer.forward_backward([supervised], "cross_entropy").result()
+    Path(folder, "ready").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.05)
+    refused = failure_of(lambda: trainer.optim_step(types.AdamParams(**ADAM)).result())
+    again = client.create_training_client_from_state_with_optimizer(state).result()
+    passed = again.forward_backward([supervised], "cross_entropy")
+    again.optim_step(types.AdamParams(**ADAM)).result()
+    return {"refused": refused, "loss": passed.result().metrics["loss:sum"]}
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (trains, saves, sampling, refusals, download, reinforces, goes_on, loses)
+}
 
 if __name__ == "__main__":
     logging.disable(logging.ERROR)
-    print(json.dumps(PROGRAMS[sys.argv[1]](sys.argv[2])))
+    print(json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])))

@@ -59,12 +59,25 @@ def sdk_environment(key: str) -> dict[str, str]:
     return {**own, "PYTHONPATH": path, "TINKER_API_KEY": key, "TINKER_TELEMETRY": "0"}
 
 
-def run_program(name: str, url: str, key: str) -> Any:
-    """Return what a program of programs.py has found."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.tinker.programs", name, url],
-        cwd=ROOT, env=sdk_environment(key), capture_output=True, text=True, timeout=LIMIT_S,
-        check=False,
+def start_program(name: str, url: str, key: str, *words: str) -> subprocess.Popen[str]:
+    """Start a program of programs.py."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.tinker.programs", name, url, *words],
+        cwd=ROOT, env=sdk_environment(key), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+
+
+def result_of(program: subprocess.Popen[str]) -> Any:
+    """Return what a program has found, once it ends."""
+    try:
+        out, said = program.communicate(timeout=LIMIT_S)
+    finally:
+        program.kill()
+    assert program.returncode == 0, out[-2000:] + said[-6000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def run_program(name: str, url: str, key: str, *words: str) -> Any:
+    """Return what a program of programs.py has found."""
+    return result_of(start_program(name, url, key, *words))

@@ -198,9 +198,7 @@ def test_flags_of_an_adapter(api: Api) -> None:
 
 
 def test_a_disaggregated_service_has_no_such_port(tmp_path: Path, model: Path) -> None:
-    config = service(
-        tmp_path, model, control={"tinker": 0}, rollout={"placement": "disaggregated"}
-    )
+    config = service(tmp_path, model, control={"tinker": 0}, rollout={"placement": "disaggregated"})
     with Registry(config) as registry, pytest.raises(InputError, match="take turns"):
         TinkerServer(registry)
 

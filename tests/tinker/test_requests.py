@@ -225,9 +225,7 @@ def test_samples_of_a_sampler(api: Api) -> None:
     assert (body["sampler"], body["prompts"], body["n"]) == (name, [[5, 6]], 2)
     assert posted["sample_sequence_ids"] == [f"{operation.id}/0/0", f"{operation.id}/0/1"]
     answer = {"id": "x", "tokens": [7], "logprobs": [-1.5], "version": 0, "stop_reason": "stop"}
-    api.answer(
-        model, operation, {"samples": [[answer, answer]], "prompt_logprobs": [[None, -2.5]]}
-    )
+    api.answer(model, operation, {"samples": [[answer, answer]], "prompt_logprobs": [[None, -2.5]]})
     found = api.result(posted["request_id"])
     assert found["prompt_logprobs"] == [None, -2.5]
     assert [each["tokens"] for each in found["sequences"]] == [[7], [7]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 
 from mrl.toy_model import write_toy_model
-from tests.tinker.running import key_of, needs_sdk, run_program, served, tinker_service
+from tests.tenants.serving import wait_for
+from tests.tinker.running import (
+    key_of,
+    needs_sdk,
+    result_of,
+    run_program,
+    served,
+    start_program,
+    tinker_service,
+)
 
 pytestmark = [needs_sdk, pytest.mark.timeout(900), pytest.mark.release]
 
@@ -35,6 +45,48 @@ def test_stock_programs(model: Path, tmp_path: Path) -> None:
     assert download["path"].endswith("/external_weights/mine")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(download["sizes"])
     assert (download["rank"], download["alpha"]) == (4, 32)
+
+
+def test_two_clients_have_the_bits_of_each_alone(model: Path, tmp_path: Path) -> None:
+    service = tinker_service(tmp_path, model)
+    key, other = key_of(service), key_of(service, "bob")
+    with served(service) as (url, _):
+        both = [
+            start_program("reinforces", url, key, "2"), start_program("reinforces", url, other, "8"),
+        ]  # fmt: skip
+        together = [result_of(each) for each in both]
+        alone = [run_program("reinforces", url, key, rank) for rank in ("2", "8")]
+    assert together == alone
+    assert together[0] != together[1]
+    assert not any(step["native"] for steps in together for step in steps)
+
+
+def test_a_client_goes_on_after_the_service_was_killed(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    service = tinker_service(tmp_path, model, control={"tinker": port})
+    key = key_of(service)
+    programs = {}
+    with served(service) as (url, process):
+        for name in ("goes_on", "loses"):
+            (tmp_path / name).mkdir()
+            programs[name] = start_program(name, url, key, str(tmp_path / name))
+        for name in programs:
+            wait_for((tmp_path / name / "ready").exists, process)
+        process.kill()
+        process.wait()
+    with served(service) as (url, process):
+        for name in programs:
+            (tmp_path / name / "go").touch()
+        found = {name: result_of(each) for name, each in programs.items()}
+        (tmp_path / "whole").mkdir()
+        (tmp_path / "whole" / "go").touch()
+        whole = run_program("goes_on", url, key, str(tmp_path / "whole"))
+    assert found["goes_on"]["steps"] == whole["steps"]
+    kind, says = found["loses"]["refused"]
+    assert (kind, "lost" in says) == ("APIStatusError", True), says
+    assert found["loses"]["loss"] > 0
 
 
 def check_trains(found: dict) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ REQUEST = b"".join(
     [
         bytes_field(1, "s:train:0"),
         int_field(2, 9),
-        bytes_field(3, datum([5, 6], target_tokens=TARGETS, weights=WEIGHTS) + bytes_field(4, SPAN)),
+        bytes_field(
+            3, datum([5, 6], target_tokens=TARGETS, weights=WEIGHTS) + bytes_field(4, SPAN)
+        ),
         bytes_field(4, "ppo"),
         bytes_field(5, bytes_field(1, "old") + double_field(2, 1.0)),
         int_field(6, 1),
@@ -107,7 +110,7 @@ def test_bytes_that_are_no_request_are_refused(content: bytes) -> None:
 
 def test_random_changes_never_break_the_reader() -> None:
     draw = random.Random(7)
-    for _ in range(20_000):
+    for _ in range(5_000):
         content = bytearray(REQUEST)
         for _ in range(draw.randrange(1, 4)):
             at = draw.randrange(len(content))
@@ -120,10 +123,8 @@ def test_random_changes_never_break_the_reader() -> None:
                     content[at:at] = draw.randbytes(draw.randrange(1, 5))
             if not content:
                 break
-        try:
+        with suppress(WireError, BadDatum):
             read_pass(bytes(content))
-        except (WireError, BadDatum):
-            pass
 
 
 def parsed(content: bytes) -> dict[int, list[Any]]:
@@ -134,7 +135,9 @@ def parsed(content: bytes) -> dict[int, list[Any]]:
 
 
 def test_results_are_written() -> None:
-    content = parsed(write_pass([np.array([-1, -2], "f4"), np.array([-3], "f4")], {"loss:sum": 6.0}))
+    content = parsed(
+        write_pass([np.array([-1, -2], "f4"), np.array([-3], "f4")], {"loss:sum": 6.0})
+    )
     assert content[1] == [b"ArrayRecord"]
     record = parsed(content[2][0])
     assert record[3] == [2]
