@@ -115,7 +115,7 @@ class Checkpoints:
         row = self.require(owner, body.tinker_path)
         model = self._door.owned("models", owner, row["run"])
         return {
-            "base_model": self._door.model_name,
+            "base_model": model["base"],
             "optimizer_config": {"type": "adamw"},
             "is_lora": True,
             "lora_rank": model["rank"],

@@ -78,10 +78,10 @@ class Door:
         return Bounds(self.model.sizes.vocab_size, context_len)
 
     def check_base(self, name: str) -> None:
-        """Raise Refused unless `name` is that of the base model: its path, or its folder's name."""
-        given = name.partition(":")[0].rstrip("/")
-        path = self.model_name
-        if given not in (path, self.config.model.path.rstrip("/"), Path(path).name):
+        """Raise Refused unless `name` is that of the base model: the path of its folder, or the end of
+        the path, such as `Qwen/Qwen3-30B-A3B` of `/models/Qwen/Qwen3-30B-A3B`."""
+        given, path = name.partition(":")[0].strip("/"), self.model_name
+        if not given or not path.endswith(f"/{given}"):
             raise Refused(
                 400,
                 f"base_model is {name[:200]!r}, but this service has {path!r}; "

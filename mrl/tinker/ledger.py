@@ -21,11 +21,12 @@ FILE = "ledger.sqlite"
 TABLES: dict[str, tuple[str, ...]] = {
     "sessions": ("id", "owner", "name", "metadata", "created", "seen", "finished"),
     "models": (
-        *("id", "session", "owner", "tenant", "sequence", "rank", "seed"),
+        *("id", "session", "owner", "base", "tenant", "sequence", "rank", "seed"),
         *("attn", "mlp", "unembed", "metadata", "created", "since"),
     ),
     "samplers": (
-        *("id", "session", "owner", "model", "name", "path", "tenant", "clones", "created"),
+        *("id", "session", "owner", "base", "model", "name", "path", "tenant", "clones"),
+        "created",
     ),
     "requests": ("id", "owner", "kind", "digest", "tenant", "operation", "about", "created"),
     "checkpoints": (

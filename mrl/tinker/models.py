@@ -85,6 +85,7 @@ class Models:
             body.session_id,
             body.model_seq_id,
             body.lora_config,
+            body.base_model,
             body.user_metadata,
             lambda name: self._door.note(owner, f"{model}:0", "create_model", name),
         )
@@ -112,6 +113,7 @@ class Models:
             body.session_id,
             body.model_seq_id,
             lora,
+            body.base_model or source["base"],
             body.user_metadata,
             lambda name: self._door.post(owner, f"{model}:0", "load_weights", name, load, about),
         )
@@ -122,6 +124,7 @@ class Models:
         session: str,
         number: int,
         lora: bodies.Lora,
+        base: str,
         metadata: Any,
         post: Any,
     ) -> Answer:
@@ -148,6 +151,7 @@ class Models:
                 id=model,
                 session=session,
                 owner=owner,
+                base=base,
                 tenant=name,
                 sequence=tenant.sequence,
                 rank=lora.rank,
@@ -202,7 +206,7 @@ class Models:
     def info(self, owner: str, body: bodies.ModelId) -> Answer:
         """Return what a model is."""
         model = self._door.owned("models", owner, body.model_id)
-        name = self._door.model_name
+        name = model["base"]
         arch = self._door.model.architecture.model_type
         return {
             "type": "get_info",
@@ -211,7 +215,7 @@ class Models:
             "is_lora": True,
             "lora_rank": model["rank"],
             "optimizer_config": {"type": "adamw"},
-            "model_data": {"arch": arch, "model_name": name, "tokenizer_id": name},
+            "model_data": {"arch": arch, "model_name": name, "tokenizer_id": self._door.model_name},
         }
 
     def training_run(self, model: Row) -> Answer:
@@ -224,7 +228,7 @@ class Models:
         }
         return {
             "training_run_id": model["id"],
-            "base_model": self._door.model_name,
+            "base_model": model["base"],
             "model_owner": model["owner"],
             "is_lora": True,
             "lora_rank": model["rank"],

@@ -39,42 +39,42 @@ class Samplers:
         if body.model_path is None:
             if body.base_model is None:
                 raise Refused(400, "give base_model or model_path")
-            tenant, name, model = self._host(owner, self._smallest()), BASE, None
+            tenant, name = self._host(owner, self._smallest()), BASE
+            base, model = body.base_model, None
         else:
-            tenant, name, model = self._saved(owner, body.model_path)
-        self.note(owner, body.session_id, sampler, tenant, name, model, body.model_path)
+            tenant, name, saved = self._saved(owner, body.model_path)
+            base, model = saved["base"], saved["id"]
+        self.note(
+            owner,
+            body.session_id,
+            sampler,
+            base=base,
+            model=model,
+            name=name,
+            path=body.model_path,
+            tenant=tenant,
+        )
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
-    def note(
-        self,
-        owner: str,
-        session: str,
-        sampler: str,
-        tenant: str,
-        name: str,
-        model: str | None,
-        path: str | None,
-    ) -> None:
-        """Write down a sampler: the session of the service that samples, and the name of the adapter in
-        it."""
+    def note(self, owner: str, session: str, sampler: str, **more: str | None) -> None:
+        """Write down a sampler. `more`: the name of its `base` model, the `model` that was saved and
+        the `path` under which it was (None for the base model), the `tenant`, which is the session of
+        the service that samples, and the `name` of the adapter in it."""
         known = self._ledger.add(
             "samplers",
             id=sampler,
             session=session,
             owner=owner,
-            model=model,
-            name=name,
-            path=path,
-            tenant=tenant,
             clones=0,
             created=time.time(),
+            **more,
         )
-        if known is not None and (known["tenant"], known["name"]) != (tenant, name):
+        if known is not None and known["path"] != more["path"]:
             raise Refused(
-                400, f"sampler {sampler} was created before from {known['path'] or 'the base'}"
+                400, f"sampler {sampler} was created before from {known['path'] or known['base']}"
             )
 
-    def _saved(self, owner: str, path: str) -> tuple[str, str, str]:
+    def _saved(self, owner: str, path: str) -> tuple[str, str, Row]:
         """Return the session of the service that samples from a saved adapter, the adapter's name in
         it, and the model that was saved."""
         parsed = paths.parse(path)
@@ -82,7 +82,7 @@ class Samplers:
         model = self._door.owned("models", owner, parsed.run)
         tenant = self._door.tenant(model["tenant"])
         if tenant is not None and tenant.state in SETTLING:
-            return model["tenant"], parsed.name, model["id"]
+            return model["tenant"], parsed.name, model
         lora = bodies.Lora(
             rank=model["rank"], train_attn=bool(model["attn"]), train_mlp=bool(model["mlp"])
         )
@@ -94,7 +94,7 @@ class Samplers:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(folder.parent, partial)
             partial.rename(target)
-        return host, name, model["id"]
+        return host, name, model
 
     def _smallest(self) -> bodies.Lora:
         """Return the smallest adapter that the service allows, for a session that samples from the
@@ -133,7 +133,7 @@ class Samplers:
         row = self._door.owned("samplers", owner, sampler)
         return {
             "sampler_id": row["id"],
-            "base_model": self._door.model_name,
+            "base_model": row["base"],
             "model_path": row["path"],
         }
 

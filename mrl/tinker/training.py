@@ -120,7 +120,14 @@ class Training:
         sampler = paths.sampler_id(model["session"], body.sampling_session_seq_id)
         answer = self._save(owner, path, body, sampler=sampler)
         self._samplers.note(
-            owner, model["session"], sampler, model["tenant"], name, model["id"], str(path)
+            owner,
+            model["session"],
+            sampler,
+            base=model["base"],
+            model=model["id"],
+            name=name,
+            path=str(path),
+            tenant=model["tenant"],
         )
         return answer
 
