@@ -29,7 +29,9 @@ from mrl.tinker.data import BadDatum
 from mrl.tinker.futures import as_json
 from mrl.tinker.incoming import Incoming, read_content
 from mrl.tinker.messages import read_pass
+from mrl.tinker.openapi import Address, describe
 from mrl.tinker.wire import WireError
+from mrl.version import __version__
 
 T = TypeVar("T")
 API = "/api/v1"
@@ -47,6 +49,8 @@ class App:
 
     def __init__(self, calls: Calls, limits: Limits) -> None:
         self._calls, self._limits = calls, limits
+        self.addresses: list[Address] = []
+        """The addresses that need a key."""
         models, training = calls.models, calls.training
         samplers, checkpoints = calls.samplers, calls.checkpoints
         posts: dict[str, tuple[type[BaseModel], Callable[[str, Any], Any]]] = {
@@ -73,9 +77,16 @@ class App:
             self._route("POST", "/client/config", lambda i: calls.client_config()),
             self._route("POST", "/client/dynamic_config", lambda i: calls.dynamic_config()),
             self._route("POST", "/telemetry", lambda i: {"status": "accepted"}),
-            self._route("POST", "/forward_backward", partial(self._pass, forward_only=False)),
-            self._route("POST", "/forward", partial(self._pass, forward_only=True)),
-            self._route("POST", "/sessions/{session}/finish", calls.finish),
+            self._route(
+                "POST",
+                "/forward_backward",
+                partial(self._pass, forward_only=False),
+                bodies.JsonPass,
+            ),
+            self._route(
+                "POST", "/forward", partial(self._pass, forward_only=True), bodies.JsonPass
+            ),
+            self._route("POST", "/sessions/{session}/finish", calls.finish, bodies.Finish),
             self._route("GET", "/get_server_capabilities", lambda i: calls.capabilities()),
             self._route("GET", "/sessions", calls.sessions),
             self._route("GET", "/sessions/{session}", calls.session),
@@ -87,20 +98,30 @@ class App:
             self._route("GET", f"{run}/checkpoints", calls.checkpoints_of_run),
             self._route("GET", "/checkpoints", calls.checkpoints_of_user),
             self._route("DELETE", saved, calls.delete_checkpoint),
-            self._route("PUT", f"{saved}/ttl", calls.set_ttl),
+            self._route("PUT", f"{saved}/ttl", calls.set_ttl, bodies.Ttl),
             self._route("GET", f"{saved}/external_weights_urls", calls.file_urls),
             Route(f"{API}/retrieve_future", self._guarded(self._retrieve), methods=["POST"]),
             Route(f"{API}/healthz", _healthy, methods=["GET"]),
+            Route(f"{API}/openapi.json", self._described, methods=["GET"]),
             Route(f"{API}/files/{{mark}}/{{name}}", self._file, methods=["GET"]),
         ]
         errors: dict[Any, Any] = {404: _nowhere, 405: _nowhere}
         self.asgi = Starlette(routes=routes, exception_handlers=errors)
 
     def _post(self, name: str, kind: type[BaseModel], call: Callable[[str, Any], Any]) -> Route:
-        return self._route("POST", f"/{name}", lambda i: call(i.owner, bodies.read(kind, i.json())))
+        return self._route(
+            "POST", f"/{name}", lambda i: call(i.owner, bodies.read(kind, i.json())), kind
+        )
 
-    def _route(self, method: str, path: str, call: Callable[[Incoming], Any]) -> Route:
-        """Return the route of an address, whose function runs in a thread."""
+    def _route(
+        self,
+        method: str,
+        path: str,
+        call: Callable[[Incoming], Any],
+        body: type[BaseModel] | None = None,
+    ) -> Route:
+        """Return the route of an address, whose function runs in a thread. `body`: what it reads."""
+        self.addresses.append(Address(method, API + path, body))
 
         async def answer(incoming: Incoming) -> Response:
             found = await run_in_threadpool(call, incoming)
@@ -176,6 +197,10 @@ class App:
             size = {"status": "complete_metadata", "response_payload_size": len(payload)}
             return _json(200, size)
         return Response(payload, media_type=PROTO if is_proto else "application/json")
+
+    async def _described(self, _request: Request) -> Response:
+        retrieve = Address("POST", f"{API}/retrieve_future", bodies.Retrieve)
+        return _json(200, describe([*self.addresses, retrieve], __version__))
 
     async def _file(self, request: Request) -> Response:
         """Return a file of an exported checkpoint. Its address has a mark that only its owner got."""

@@ -281,3 +281,14 @@ def test_unknown_fields_are_named(api: Api) -> None:
     assert (status, says) == (422, "colour: Extra inputs are not permitted")
     assert api.refused("get_info", json.loads('{"model_id": 5}'))[0] == 422
     assert "docs/tinker.md" in api.refused("nothing", {})[1]
+
+
+def test_the_description_names_every_address(api: Api) -> None:
+    found = api.ask("openapi.json", method="GET")
+    assert found["openapi"] == "3.1.0"
+    for path in ("asample", "forward_backward", "retrieve_future", "save_weights"):
+        (content,) = found["paths"][f"/api/v1/{path}"]["post"]["requestBody"]["content"].values()
+        name = content["schema"]["$ref"].rpartition("/")[2]
+        assert found["components"]["schemas"][name]["properties"]
+    run = found["paths"]["/api/v1/training_runs/{run}"]["get"]
+    assert run["parameters"][0]["name"] == "run"
