@@ -223,7 +223,9 @@ def refusals(url: str) -> Found:
         "other": lambda: client.create_sampling_client(
             model_path="tinker://nobody:train:0/sampler_weights/x"
         ).result(),
-        "option": lambda: trainer.forward_backward([supervised], "ppo", {"temp": 1.0}).result(),
+        "option": lambda: trainer.forward_backward(
+            [supervised], "cross_entropy", {"temp": 1.0}
+        ).result(),
     }
     return {name: failure_of(call) for name, call in asked.items()}
 
