@@ -56,7 +56,7 @@ check-py312:
 test-py312: check-py312  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-py312 LOCK=requirements/cpu-py312.txt
 
-test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.tinker $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-py312
