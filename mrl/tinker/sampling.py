@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
@@ -18,6 +19,11 @@ from mrl.tinker.door import SETTLING, Door, Row
 
 BASE = "@base"
 """What an operation calls the base model."""
+COPIED = "copy."
+"""The names of copies, by which checkpoints of closed models and those of `save_state` are sampled,
+begin so."""
+OPEN_S, LOOK_S = 60.0, 0.1
+"""How long a session of the service may take to open before it gets a copy, in seconds."""
 MAX_TOP = 20
 Answer = dict[str, Any]
 
@@ -77,24 +83,36 @@ class Samplers:
     def _saved(self, owner: str, path: str) -> tuple[str, str, Row]:
         """Return the session of the service that samples from a saved adapter, the adapter's name in
         it, and the model that was saved."""
-        parsed = paths.parse(path)
-        folder = self._checkpoints.folder(owner, path, ("sampler",))
+        parsed, saved = paths.parse(path), self._checkpoints.require(owner, path)
         model = self._door.owned("models", owner, parsed.run)
         tenant = self._door.tenant(model["tenant"])
-        if tenant is not None and tenant.state in SETTLING:
+        is_open = tenant is not None and tenant.state in SETTLING
+        if is_open and parsed.kind == "sampler":
             return model["tenant"], parsed.name, model
         lora = bodies.Lora(
             rank=model["rank"], train_attn=bool(model["attn"]), train_mlp=bool(model["mlp"])
         )
-        host = self._host(owner, lora)
-        name = hashlib.sha256(path.encode()).hexdigest()[:32]
-        if self._door.saved(host, "sampler", name) is None:
-            target = place(self._door.run_folder(host), "samplers", name)
-            partial = target.with_name(f".{name}.new")
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(folder.parent, partial)
-            partial.rename(target)
-        return host, name, model
+        name = COPIED + hashlib.sha256(f"{path} {saved['created']}".encode()).hexdigest()[:32]
+        where = model["tenant"] if is_open else self._host(owner, lora)
+        self._copy(Path(saved["folder"]), where, name)
+        return where, name, model
+
+    def _copy(self, folder: Path, tenant: str, name: str) -> None:
+        """Copy a checkpoint to the samplers of a session of the service, unless it is there. The
+        session is opened first, because it takes only an empty run folder."""
+        end = time.monotonic() + OPEN_S
+        while not self._door.is_open(self._door.active(tenant)):
+            if time.monotonic() > end:
+                raise Refused(503, "the sampler is being opened; try again")
+            time.sleep(LOOK_S)
+        if self._door.saved(tenant, "sampler", name) is None:
+            target = place(self._door.run_folder(tenant), "samplers", name)
+            with self._door.making:
+                partial = target.with_name(f".{name}.new")
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(folder, partial / folder.name)
+                if not target.exists():
+                    partial.rename(target)
 
     def _smallest(self) -> bodies.Lora:
         """Return the smallest adapter that the service allows, for a session that samples from the

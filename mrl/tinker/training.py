@@ -14,7 +14,7 @@ from mrl.tinker import bodies, paths
 from mrl.tinker.checkpoints import EPHEMERAL, Checkpoints
 from mrl.tinker.data import Datum, Pass
 from mrl.tinker.door import EXPORTED, Door, Row, saved_name
-from mrl.tinker.sampling import Samplers
+from mrl.tinker.sampling import COPIED, Samplers
 
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
@@ -38,6 +38,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "stable_reinforce": ("kl_coeff",),
 }
 """What loss_fn_config may hold, by loss."""
+OWN_NAMES = (EPHEMERAL, EXPORTED, COPIED)
+"""Samplers whose names begin so are not those of clients."""
 DEFAULT_CLIP = {LOW: 0.8, HIGH: 1.2}
 Answer = dict[str, Any]
 
@@ -106,9 +108,9 @@ class Training:
 
     def save_for_sampler(self, owner: str, body: bodies.SaveForSampler) -> Answer:
         """Write the adapter, and make a sampler of it if it has no name."""
-        if body.path is not None and body.path.startswith((EPHEMERAL, EXPORTED)):
+        if body.path is not None and body.path.startswith(OWN_NAMES):
             raise Refused(
-                400, f"the name of a sampler begins with neither {EPHEMERAL} nor {EXPORTED}"
+                400, f"path begins with one of {', '.join(OWN_NAMES)}; choose another name"
             )
         if body.path is not None:
             return self._save(owner, paths.Path(body.model_id, "sampler", body.path), body)

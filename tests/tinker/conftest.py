@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ class Api:
     server: TinkerServer
     registry: Registry
     key: str
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60))
 
     def call(
         self, path: str, body: Any = None, method: str = "POST", **headers: str
@@ -38,8 +37,8 @@ class Api:
         own = {"X-API-Key": self.key, **headers}
         url = f"{self.server.address}/api/v1/{path}"
         if isinstance(body, bytes):
-            return httpx.request(method, url, content=body, headers=own, timeout=60)
-        return httpx.request(method, url, json=body, headers=own, timeout=60)
+            return self.client.request(method, url, content=body, headers=own)
+        return self.client.request(method, url, json=body, headers=own)
 
     def ask(self, path: str, body: Any = None, method: str = "POST") -> Any:
         """Return the answer to a request that is not refused."""
@@ -91,7 +90,7 @@ class Api:
 
     def another(self, user: str) -> Api:
         """The same service as another user sees it."""
-        return Api(self.server, self.registry, Keys(self.registry.root).add(user))
+        return replace(self, key=Keys(self.registry.root).add(user))
 
 
 @pytest.fixture
