@@ -129,9 +129,10 @@ def saves(url: str) -> Found:
     first = sampled(later).result().sequences
     trainer.forward_backward([supervised], "cross_entropy")
     trainer.optim_step(adam).result()
-    found["frozen"] = [s.tokens for s in sampled(later).result().sequences] == [
-        s.tokens for s in first
-    ]
+    of_state = client.create_sampling_client(model_path=state).result()
+    found["first"] = [[s.tokens, s.logprobs] for s in first]
+    found["frozen"] = [[s.tokens, s.logprobs] for s in sampled(later).result().sequences]
+    found["of state"] = [[s.tokens, s.logprobs] for s in sampled(of_state).result().sequences]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         moved = trainer.forward([supervised], "cross_entropy").result().metrics["loss:sum"]
@@ -154,6 +155,8 @@ def saves(url: str) -> Found:
     found["left"] = [[c.tinker_path, c.expires_at is not None] for c in left]
     found["gone"] = failure_of(lambda: client.create_sampling_client(model_path=named).result())
     client.close("success").result()
+    hosted = tinker.ServiceClient(base_url=url).create_sampling_client(model_path=state).result()
+    found["hosted"] = [[s.tokens, s.logprobs] for s in sampled(hosted).result().sequences]
     found["closed"] = failure_of(
         lambda: tinker.ServiceClient(base_url=url, api_key="tml-no").holder
     )

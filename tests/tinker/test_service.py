@@ -113,7 +113,7 @@ def check_saves(found: dict) -> None:
     state, named = found["paths"]
     assert state.endswith("/weights/one")
     assert named.endswith("/sampler_weights/fixed")
-    assert found["frozen"]
+    assert found["first"] == found["frozen"] == found["of state"] == found["hosted"]
     moved, back, same = found["loaded"]
     assert back == same
     assert abs(back - moved) > 1e-3
