@@ -26,6 +26,11 @@ needs_sdk = pytest.mark.skipif(
     reason="the Tinker SDK is not installed; `make tinker` installs it",
 )
 
+needs_cookbook = pytest.mark.skipif(
+    not (FOLDER / "tinker_cookbook").is_dir(),
+    reason="tinker-cookbook is not installed; `make tinker` installs it",
+)
+
 
 def tinker_service(folder: Path, model: Path, **more: Any) -> Service:
     """Return a service that speaks the Tinker API, and write its configuration."""
