@@ -71,7 +71,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(work: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """A function that runs a recipe, and returns the rows of its metrics."""
     long = {"batch_invariant": True, "context_len": 1024, "max_total_tokens": 16384}
-    service = tinker_service(work, work / NAME, rollout=long)
+    service = tinker_service(work, work / NAME, rollout=long, tenants={"max_number": 16})
     own = sdk_environment(Keys(service.folder).add("ann"))
     environment = {**own, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     with served(service) as (url, _):
