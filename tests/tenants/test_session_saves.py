@@ -16,6 +16,7 @@ from mrl.config import OptimizerConfig
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.service.sessions import samplers, saved
+from mrl.service.sessions import samples as kept_samples
 from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.trainer import SessionTrainer
 from mrl.types import Sample
