@@ -4,15 +4,19 @@ own loss."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mrl.config import OptimizerConfig
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.service.sessions import samplers, saved
+from mrl.service.sessions import samples as kept_samples
 from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.trainer import SessionTrainer
 from mrl.types import Sample
@@ -109,14 +113,13 @@ def trained_on_targets(
     kept.keep("x-1/0/0", samples[0])
     ratio = {"tokens": tokens, "advantages": [1.0] * len(tokens), "logprobs": [0.0] * len(tokens)}
     named, wanted = passed("gspo", {**ratio, "sample": "x-1/0/0"})
-    matched, got = passed(
-        "gspo", ratio, {**ratio, "tokens": changed, "weight": 0.0}, replay="match"
-    )
+    matched, got = passed("gspo", ratio, replay="match")
+    mixed, _ = passed("gspo", ratio, {**ratio, "tokens": changed}, replay="match")
     found["match"] = [named["loss"] - matched["loss"], differences(got, wanted)]
     strange = {**ratio, "tokens": changed, "sample": "y-1/0/0"}
     found["never"] = passed("ppo", strange, replay="match")[0]["metrics"]["session/native_rows"]
     rows = ("session/replayed_rows", "session/native_rows")
-    found["rows"] = [[each["metrics"][key] for key in rows] for each in (named, matched)]
+    found["rows"] = [[each["metrics"][key] for key in rows] for each in (named, matched, mixed)]
     return found
 
 
@@ -136,7 +139,7 @@ def test_targets_weights_and_routes(model_path: Path, tmp_path: Path) -> None:
     assert found["nothing"] == [0.0, False]
     assert found["never"] == size - 1
     assert found["match"] == [pytest.approx(0, abs=1e-9), []]
-    assert found["rows"] == [[size - 1, 0], [size - 1, size - 1]]
+    assert found["rows"] == [[size - 1, 0], [size - 1, 0], [size - 1, size - 1]]
 
 
 def sampled(trainer: SessionTrainer, policy: Policy, name: str | None) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def saved_and_loaded(
     found["sampler"] = differences(sampled(trainer, policy, "s"), first)
     trainer.samplers._on_host.clear()
     found["sampler"] += differences(sampled(trainer, policy, "s"), first)
-    found["label"] = trainer.samplers.source("s", 1, trainer.version)
+    found["label"] = astuple(trainer.samplers.source("s", 1, trainer.version))
     found["none"] = differences(sampled(trainer, policy, None), later)
     found["base"] = any(bool(e.any()) for e in sampled(trainer, policy, "@base").values())
     for number in range(samplers.MAX_ON_HOST + 1):
@@ -213,9 +216,10 @@ def loaded_otherwise(
 ) -> dict[str, Any]:
     """What else can be done with the state `one` and the sampler `s` of version 1."""
     found: dict[str, Any] = {}
+    run = root / "run"
     places = [
-        str(saved.require(root / "run", kind, name))
-        for kind, name in (("states", "one"), ("samplers", "s"))
+        str(saved.require(run, "states", "one")),
+        str(saved.require(run, "samplers", "s")),
     ]
     # Without the optimizer: these weights, and an Adam at its beginning.
     one_step(trainer, tokens)
@@ -259,9 +263,9 @@ def check_saves(found: dict[str, Any]) -> None:
     assert found["kinds"] == [kinds, {"model", "random"}]
     assert found["listed"] == [[("one", 1, True)], [("s", 1, True)]]
     assert not found["sampler"]
-    assert (found["label"].name, found["label"].version) == ("s", 1)
-    assert found["label"].label >= samplers.FIRST_LABEL
-    assert found["second"] > found["label"].label
+    name, label, version = found["label"]
+    assert (name, version) == ("s", 1)
+    assert samplers.FIRST_LABEL <= label < found["second"]
     assert not found["replaced"]
     assert "adapter" in found["strange"]
     assert not found["none"]
@@ -299,6 +303,36 @@ def test_so_they_are_on_two_ranks(sizes: dict[str, int], model_path: Path, tmp_p
     arguments = model_path, sizes, make_samples(), tmp_path
     for found in run_ranks(2, saved_and_loaded, *arguments, folder=tmp_path / "out"):
         check_saves(found)
+
+
+def test_samples_are_found_by_tokens_and_log_probs() -> None:
+    kept, (one, other) = Samples(), make_samples()[:2]
+    twins = [
+        replace(one, rollout_logprobs=torch.where(one.loss_mask, value, 0.0), routing=each.routing)
+        for value, each in ((-1.0, one), (-2.0, replace(one, routing=copy(one.routing))))
+    ]
+    for name, each in zip("ab", twins, strict=True):
+        kept.keep(name, each)
+    first, second = (each.routing for each in twins)
+    tokens, given = one.token_ids, torch.full((len(one.token_ids),), -1.0)
+    assert kept.find(None, tokens, None) is second  # the newest
+    assert kept.find(None, tokens, given) is first
+    assert kept.find(None, tokens, 3 * given) is second
+    assert kept.find("a", tokens, 2 * given) is first
+    assert kept.find("c", other.token_ids, given) is None
+
+
+def test_routes_beyond_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_samples()[0]
+    assert one.routing is not None
+    monkeypatch.setattr(kept_samples, "MAX_ROUTE_BYTES", 2 * one.routing.num_bytes)
+    kept = Samples()
+    for name in "abc":
+        kept.keep(name, replace(one, routing=copy(one.routing)))
+    with pytest.raises(InputError, match="'a' are not kept"):
+        kept.routes_of("a", one.token_ids)
+    assert kept.find("a", one.token_ids, None) is kept.routes_of("c", one.token_ids)
+    assert kept._alike == {key: ["b", "c"] for key in kept._alike}
 
 
 def test_a_damaged_sampler_is_not_listed(tmp_path: Path) -> None:

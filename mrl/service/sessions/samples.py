@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,26 @@ MAX_ROUTE_BYTES = 256 << 20
 dropped first."""
 
 
+class _Kept(NamedTuple):
+    """A sample that is kept."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    """f32[T]: the engine's; 0 for tokens that the policy did not sample."""
+    routing: RoutingTrace
+
+    def was_drawn_with(self, logprobs: Tensor) -> bool:
+        """Return whether these are the log-probs of the tokens that the policy sampled."""
+        return torch.equal(torch.where(self.logprobs == 0, 0.0, logprobs), self.logprobs)
+
+
 class Samples:
     """Keeps the routes of the newest samples, by sample id, so that training can replay them."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[Tensor, RoutingTrace]] = OrderedDict()
-        self._newest: dict[bytes, str] = {}
-        """The name of the newest kept sample with these tokens, by their digest."""
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._alike: dict[bytes, list[str]] = {}
+        """The names of the kept samples with the same tokens, newest last, by the tokens' digest."""
         self._num_bytes = 0
 
     def keep(self, name: str, sample: Sample) -> None:
@@ -31,22 +45,29 @@ class Samples:
         limit."""
         if sample.routing is None:
             return
-        self._kept[name] = sample.token_ids, sample.routing
-        self._newest[_digest(sample.token_ids)] = name
+        self._kept[name] = _Kept(sample.token_ids, sample.rollout_logprobs, sample.routing)
+        self._alike.setdefault(_digest(sample.token_ids), []).append(name)
         self._num_bytes += sample.routing.num_bytes
         while self._num_bytes > MAX_ROUTE_BYTES and len(self._kept) > 1:
-            dropped, (tokens, oldest) = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
-            if self._newest.get(key := _digest(tokens)) == dropped:
-                del self._newest[key]
+            dropped, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.routing.num_bytes
+            alike = self._alike[key := _digest(oldest.tokens)]
+            alike.remove(dropped)
+            if not alike:
+                del self._alike[key]
 
-    def find(self, name: str | None, tokens: Tensor) -> RoutingTrace | None:
-        """Return the routes of the sample `name` if it is kept and has the tokens `tokens` i64[T], else
-        those of the newest kept sample with these tokens; None if there is none."""
-        if name in self._kept and torch.equal(self._kept[name][0], tokens):
-            return self._kept[name][1]
-        newest = self._newest.get(_digest(tokens))
-        return None if newest is None else self._kept[newest][1]
+    def find(
+        self, name: str | None, tokens: Tensor, logprobs: Tensor | None
+    ) -> RoutingTrace | None:
+        """Return the routes of the sample `name` if it is kept and has the tokens `tokens` i64[T]. Else
+        return those of the newest kept sample with these tokens, preferably of one with these
+        `logprobs` f32[T] where the policy sampled; None if there is none."""
+        if name in self._kept and torch.equal(self._kept[name].tokens, tokens):
+            return self._kept[name].routing
+        alike = [self._kept[each] for each in self._alike.get(_digest(tokens), ())]
+        same = [each for each in alike if logprobs is not None and each.was_drawn_with(logprobs)]
+        found = same or alike
+        return found[-1].routing if found else None
 
     def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
         """Return the routes of the sample with the id `name`. Raises InputError if the routes are
@@ -56,13 +77,12 @@ class Samples:
                 f"the routes of sample {name[:80]!r} are not kept: it is none of the newest samples "
                 "since the session was opened; sample again, or leave `sample` out"
             )
-        token_ids, routing = kept
-        if not torch.equal(token_ids, tokens):
+        if not torch.equal(kept.tokens, tokens):
             raise InputError(
                 f"the tokens are not those of sample {name}, its prompt and its answer; give the same "
                 "ones, or leave `sample` out"
             )
-        return routing
+        return kept.routing
 
 
 def _digest(tokens: Tensor) -> bytes:

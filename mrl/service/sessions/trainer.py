@@ -208,9 +208,13 @@ class SessionTrainer:
         sequence names a sample although the session does not replay routes, or if the sample's routes
         are not kept."""
         tokens = torch.tensor(given.tokens)
+        old = None
+        if given.logprobs is not None:
+            old = torch.tensor(given.logprobs, dtype=torch.float32)
         routing = None
         if matches:
-            routing = self._samples.find(given.sample, tokens) if self._replays else None
+            found = self._samples.find(given.sample, tokens, old)
+            routing = found if self._replays else None
         elif given.sample is not None:
             if not self._replays:
                 raise InputError(
@@ -222,9 +226,7 @@ class SessionTrainer:
         return Weighted(
             token_ids=tokens,
             factors=torch.tensor(factors_of(given), dtype=torch.float32),
-            old_logprobs=None
-            if given.logprobs is None
-            else torch.tensor(given.logprobs, dtype=torch.float32),
+            old_logprobs=old,
             weight=given.weight,
             routing=routing,
             targets=None if given.targets is None else torch.tensor(given.targets),
