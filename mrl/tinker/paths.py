@@ -43,8 +43,8 @@ def parse(path: str) -> Path:
             f"the path is {path[:200]!r}; expected tinker://RUN/weights/NAME, "
             "tinker://RUN/sampler_weights/NAME or tinker://RUN/external_weights/NAME",
         )
-    kind = next(kind for kind, segment in SEGMENTS.items() if segment == found[2])
-    return Path(found[1], kind, found[3])
+    kinds: list[Kind] = [kind for kind, segment in SEGMENTS.items() if segment == found[2]]
+    return Path(found[1], kinds[0], found[3])
 
 
 def model_id(session: str, number: int) -> str:
