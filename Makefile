@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability quantization rollout-bench peers smollm gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability quantization rollout-bench peers smollm tinker gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -56,7 +56,7 @@ check-py312:
 test-py312: check-py312  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-py312 LOCK=requirements/cpu-py312.txt
 
-test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.tinker $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-py312
@@ -138,6 +138,14 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 
 peers: setup $(VENV)/.peers  ## The demo and long answers beside TRL, generation beside transformers; 25 minutes
 	$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
+
+tinker: setup $(VENV)/.tinker  ## The unmodified Tinker SDK against a service with the toy model; 5 minutes
+	$(BIN)/python -m pytest -q -n 0 tests/tinker $(PYTEST_ARGS)
+
+# The SDK and what it needs, in a folder of its own: requirements/tinker.txt says why.
+$(VENV)/.tinker: $(VENV)/.installed requirements/tinker.txt
+	$(STAGE) "setup: the Tinker SDK" $(PIP) --upgrade --target $(VENV)/tinker -r requirements/tinker.txt
+	@touch $@
 
 smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped
 	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)

@@ -40,10 +40,8 @@ class Prompt:
     """All other columns of the row, such as `answer` and `info`; the reward receives them."""
     source: str
     """`file:line`, for error messages."""
-    reward: str | None = None
-    """Key into `DataConfig.rewards` if the prompt's data source has its own reward, else None."""
-    source_name: str | None = None
-    """Name of the prompt's data source if there are several (`data.sources`), else None."""
+    reward: str | None = None  # key into `DataConfig.rewards`, if the data source has its own
+    source_name: str | None = None  # the prompt's data source, if there are several
 
 
 @dataclass(frozen=True)
@@ -253,6 +251,10 @@ class MicroBatch:
     """Tokens kept at each of the N positions, on the CPU, with `rollout.sampling_mask`; else None."""
     shared: SharedPrefixes | None = None
     """Rows that sequences share; None if the model computes a row for every token."""
+    targets: Tensor | None = None
+    """i64[N]: the tokens whose log-probs are computed, at their indices; None takes `input_ids`."""
+    scored: Tensor | None = None
+    """bool[N]: true where a log-prob is computed; None takes `loss_mask`, which it must contain."""
 
     @property
     def num_tokens(self) -> int:

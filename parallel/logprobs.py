@@ -43,14 +43,15 @@ def packed_logprobs(
 
     `logits` [n, V_loc] belong to this context-parallel rank's tokens; the row of token t predicts
     token t + 1. Return log-probs f32[N] and entropies f32[N] of all tokens, both differentiable.
-    Both are 0 at the first token of a sequence and at tokens without loss; the rows that predict
-    these tokens are not read. The backward pass overwrites the logits. `temperature` is the
-    sampling temperature, so that the numbers are comparable with the engine's.
+    Both are 0 at the first token of a sequence and at tokens without loss (or outside of
+    `batch.scored`); the rows that predict these tokens are not read. The backward pass overwrites
+    the logits. `temperature` is the sampling temperature, so that the numbers are comparable with
+    the engine's.
     """
     predicts = _predicts(batch)
     logprobs, entropy = vp_logprob(
         logits,
-        context.take(batch.input_ids.roll(-1)),
+        context.take(_labels(batch)),
         context.take_any(predicts),
         temperature=temperature,
         group=group,
@@ -79,7 +80,7 @@ def chunked_logprobs(
     hidden = projection.gathered(hidden)
     mine = context.take_any(_predicts(on_cpu))
     rows = mine.nonzero().squeeze(1).to(hidden.device, non_blocking=True)
-    labels = context.take(batch.input_ids.roll(-1))[rows]
+    labels = context.take(_labels(batch))[rows]
     kept = None
     if on_cpu.sampling_mask is not None:
         places = mine.nonzero().squeeze(1)
@@ -95,9 +96,15 @@ def chunked_logprobs(
 
 
 def _predicts(batch: MicroBatch) -> Tensor:
-    """Return bool[N]: true for rows whose next token is a loss token and not the first token of a
-    sequence."""
-    return (batch.loss_mask & (batch.position_ids > 0)).roll(-1)
+    """Return bool[N]: true for rows that predict a token whose log-prob is computed: by default the
+    next token if it is a loss token and not the first token of a sequence."""
+    wanted = batch.loss_mask if batch.scored is None else batch.scored
+    return (wanted & (batch.position_ids > 0)).roll(-1)
+
+
+def _labels(batch: MicroBatch) -> Tensor:
+    """Return i64[N]: for each row, the token whose log-prob it gives."""
+    return (batch.input_ids if batch.targets is None else batch.targets).roll(-1)
 
 
 def _in_packed_order(

@@ -20,6 +20,7 @@ from mrl.config.adapter import Adapter
 from mrl.errors import NotFinite
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
+from parallel.adam_step import AdamStep
 from parallel.base import Attachments, Base, GatherHooks
 from parallel.forward import Head, LossFunction, PipelineRunner
 from parallel.layer_hooks import BackwardWatch
@@ -293,18 +294,17 @@ class MegatronModel:
             raise
         return output
 
-    def apply_gradients(self, lr: float | None = None) -> tuple[float, float]:
+    def apply_gradients(self, step: AdamStep = AdamStep()) -> tuple[float, float]:  # noqa: B008
         """Do the second half of `train_step`: one optimizer step with the gradients in the buffers.
 
-        Return (norm of the gradients before clipping, learning rate). `lr`, if given, replaces the
-        schedule's learning rate in this step. Raises NotFinite if a gradient is not finite.
+        Return (norm of the gradients before clipping, learning rate). `step` replaces settings of
+        Adam, and the schedule's learning rate, in this step. Raises NotFinite if a gradient is not
+        finite.
         """
-        groups = self.optimizer.param_groups
-        if lr is not None:
-            for group in groups:
-                group["lr"] = lr
-        used = float(groups[0]["lr"] if groups else self.scheduler.get_lr({}))
-        ok, grad_norm, _ = self.optimizer.step()
+        with step.applied(self.optimizer):
+            groups = self.optimizer.param_groups
+            used = float(groups[0]["lr"] if groups else self.scheduler.get_lr({}))
+            ok, grad_norm, _ = self.optimizer.step()
         if not ok:
             raise NotFinite("the optimizer refused the step: a gradient is not finite")
         self.scheduler.step(1)

@@ -12,11 +12,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config import OptimizerConfig
+from parallel.adam_step import NO_CLIPPING
 from parallel.options.read import MegatronOptions
-
-NO_CLIPPING = 1e30
-"""A clipping threshold that is never reached. It is used because Megatron reports the gradient norm
-only if it clips."""
 
 
 def build_optimizer_config(

@@ -198,6 +198,13 @@ class Policy(MegatronModel):
         with swapped, adapter_off, self.runner.replaying_gates(False):
             yield
 
+    def snapshot(self) -> ReferenceWeights:
+        """Return a host copy of the weights that are trained, which can replace them later. A
+        collective; these weights must be on the device."""
+        self.ledger.require_on_device(self._prefix + "parameters")
+        self.gather_parameters()
+        return ReferenceWeights(lambda: [entry.parameter for entry in self.trained.entries])
+
     @contextmanager
     def fake_quantized(
         self, fake_quantize: FakeQuantize, dtype: torch.dtype | None

@@ -24,7 +24,8 @@ class Datum:
     tokens: Ids
     """The token ids i64[T] of the sequence, with T at least 2."""
     weights: Numbers | None = None
-    """f32[T]: the weight of each token in `cross_entropy`; None gives every token the weight 1."""
+    """f32[T]: the weight of each token in `cross_entropy` and `linear`; None gives every token the
+    weight 1."""
     advantages: Numbers | None = None
     """f32[T]: the advantage of each token, for losses other than `cross_entropy`. Tokens with
     advantage 0 are not in the loss."""
@@ -33,14 +34,23 @@ class Datum:
     weight: float = 1.0
     """Factor by which the loss of the sequence is multiplied. The loss is a sum over tokens, so
     normalisers such as 1 / num_tokens belong here."""
+    targets: Ids | None = None
+    """i64[T]: the tokens whose log-probs are in the loss, each given the tokens before its index; the
+    first is not used. None takes `tokens`."""
+    ratio_mask: Numbers | None = None
+    """f32[T]: not 0 for the tokens over which `gspo` takes the ratio of the sequence. None takes the
+    tokens with an advantage."""
     sample: str | None = None
     """The id of the `Sample` whose routes (the experts that the engine's router chose) the trainer
     replays. The sample must have the same tokens as this datum. None: no routes are replayed."""
 
     def body(self) -> dict[str, Any]:
         """Return the sequence as a JSON object of the service's API."""
-        lists = {"weights": self.weights, "advantages": self.advantages, "logprobs": self.logprobs}
+        names = ("weights", "advantages", "logprobs", "ratio_mask")
+        lists = {name: getattr(self, name) for name in names}
         found: dict[str, Any] = {k: _floats(v) for k, v in lists.items() if v is not None}
+        if self.targets is not None:
+            found["targets"] = ids(self.targets)
         if self.sample is not None:
             found["sample"] = self.sample
         return {"tokens": ids(self.tokens), "weight": float(self.weight), **found}

@@ -7,98 +7,30 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mrl.client.data import Datum, Ids, Sample, ids
-from mrl.errors import InputError, RunFailed
+from mrl.client.futures import (
+    FIRST_POLL_S,
+    Future,
+    OperationFailed,
+    OperationLost,
+    PassResult,
+    PromptLogprobs,
+    SavedCheckpoint,
+    StepResult,
+    T,
+    arrays,
+    read_pass,
+    read_prompt_logprobs,
+    read_samples,
+    read_saved,
+)
+from mrl.errors import InputError
 from mrl.service.client import ControlClient, NobodyListens
-
-T = TypeVar("T")
-FIRST_POLL_S, LAST_POLL_S = 0.02, 1.0
-
-
-class OperationFailed(RunFailed):
-    """The service failed to carry out an operation, for the reason in the message. The session stays
-    open."""
-
-
-class OperationLost(RunFailed):
-    """An operation was lost from the queue, because its session was paused, removed, or reopened at
-    its newest checkpoint.
-
-    Attach to a reopened session again with `ServiceClient.session`.
-    """
-
-
-class PassResult(NamedTuple):
-    """The result of `forward_backward`."""
-
-    loss: float
-    """The loss, summed over all sequences."""
-    logprobs: list[NDArray[np.float32]]
-    """The current log-probs f32[T] of each sequence; 0 for tokens that are not in the loss."""
-    metrics: dict[str, float]
-
-
-class StepResult(NamedTuple):
-    """The result of `optim_step`."""
-
-    version: int
-    """The version of the new weights."""
-    grad_norm: float
-    """The global gradient norm before clipping."""
-    lr: float
-
-
-class SavedCheckpoint(NamedTuple):
-    """The result of `save`."""
-
-    version: int
-    folder: Path
-    """The checkpoint folder, which `mrl export FOLDER DIR` converts to a PEFT adapter."""
-
-
-class Future(Generic[T]):
-    """Represents the result of an operation that was posted and may still be in the queue."""
-
-    def __init__(
-        self, client: ControlClient, session: str, operation: str, read: Callable[[Any], T]
-    ) -> None:
-        self.id = operation
-        self._client, self._session, self._read = client, session, read
-        self._found: dict[str, Any] | None = None
-
-    def done(self) -> bool:
-        """Return whether the operation has ended, successfully or not. Each call asks the service,
-        unless an earlier call has already found that the operation has ended."""
-        if self._found is None:
-            found = self._client.operation(self._session, self.id)
-            if found["state"] not in ("queued", "running"):
-                self._found = found
-        return self._found is not None
-
-    def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the operation and return its result. Later calls return the same result again.
-
-        If `timeout_s` is None, the wait has no limit; otherwise TimeoutError is raised after
-        `timeout_s` seconds. Raises OperationFailed if the operation failed, OperationLost if it was
-        lost, and NobodyListens if the service has ended.
-        """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        wait_s = FIRST_POLL_S
-        while not self.done():
-            if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"operation {self.id} is not done after {timeout_s:g} s")
-            time.sleep(wait_s)
-            wait_s = min(1.5 * wait_s, LAST_POLL_S)
-        assert self._found is not None
-        if self._found["state"] == "done":
-            return self._read(self._found["result"])
-        kind = OperationFailed if self._found["state"] == "failed" else OperationLost
-        raise kind(self._found["reason"])
 
 
 class Session:
@@ -161,28 +93,38 @@ class Session:
         return found["session"]["version"]
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: str = "cross_entropy", **options: float
+        self, data: Sequence[Datum], loss: str = "cross_entropy", **options: Any
     ) -> Future[PassResult]:
         """Compute a loss. Its gradients are added to the gradients of earlier calls since the last
         optimizer step.
 
-        `loss` is cross_entropy, importance_sampling, ppo or cispo. `options` are clip_low,
-        clip_high and dual_clip, for ppo and cispo.
+        docs/client.md lists the losses and their `options`. The options `all_logprobs` and `replay` are
+        for every loss.
         """
         body = {"loss": loss, "sequences": [each.body() for each in data], **options}
-        return self._post("forward_backward", body, _read_pass)
+        return self._post("forward_backward", body, read_pass)
 
     def forward(self, data: Sequence[Datum | Ids]) -> Future[list[NDArray[np.float32]]]:
         """Compute the log-probs f32[T] of each sequence under the current weights. The log-prob of
         the first token is 0."""
         data = [each if isinstance(each, Datum) else Datum(each) for each in data]
-        body = {"sequences": [{"tokens": ids(d.tokens), "sample": d.sample} for d in data]}
-        return self._post("forward", body, lambda found: _arrays(found["logprobs"]))
+        body = {
+            "sequences": [
+                {
+                    "tokens": ids(d.tokens),
+                    "targets": None if d.targets is None else ids(d.targets),
+                    "sample": d.sample,
+                }
+                for d in data
+            ]
+        }
+        return self._post("forward", body, lambda found: arrays(found["logprobs"]))
 
-    def optim_step(self, lr: float | None = None) -> Future[StepResult]:
+    def optim_step(self, lr: float | None = None, **settings: float) -> Future[StepResult]:
         """Take a step of Adam with the accumulated gradients. `lr` replaces the recipe's learning
-        rate in this step; None keeps it."""
-        body = {} if lr is None else {"lr": lr}
+        rate in this step; None keeps it. So do the `settings` beta1, beta2, eps, weight_decay and
+        clip_grad (0 does not clip)."""
+        body = settings if lr is None else {"lr": lr, **settings}
         return self._post("optim_step", body, lambda found: StepResult(**found))
 
     def sample(
@@ -190,22 +132,47 @@ class Session:
     ) -> Future[list[list[Sample]]]:
         """Sample `n` answers to each prompt i64[P] with the current weights.
 
-        `options` are temperature, top_p, top_k, min_tokens, stop, stop_token_ids and seed.
+        `options` are temperature, top_p, top_k, min_tokens, stop, stop_token_ids, seed, and `sampler`:
+        the name of a saved sampler, or "@base" for the base model, with which to sample instead.
         """
         asked = [ids(prompt) for prompt in prompts]
         body = {"prompts": asked, "n": n, "max_tokens": max_tokens, **options}
-        return self._post("sample", body, lambda found: _read_samples(found, asked))
+        return self._post("sample", body, lambda found: read_samples(found, asked))
 
-    def save(self) -> Future[SavedCheckpoint]:
-        """Write a checkpoint of the current weights and of Adam's state."""
-        return self._post(
-            "save", {}, lambda found: SavedCheckpoint(found["version"], Path(found["folder"]))
-        )
+    def prompt_logprobs(
+        self, prompts: Sequence[Ids], *, top: int = 0, sampler: str | None = None
+    ) -> Future[list[PromptLogprobs]]:
+        """Compute the engine's log-probs of each prompt i64[P], and the `top` likeliest tokens in the
+        place of each token. `sampler` is that of `sample`."""
+        body = {"prompts": [ids(prompt) for prompt in prompts], "max_tokens": 1, "sampler": sampler}
+        asked = {"prompt_logprobs": True, "top_prompt_logprobs": top}
+        return self._post("sample", body | asked, read_prompt_logprobs)
 
-    def load(self, version: int) -> Future[int]:
-        """Load the checkpoint that this session saved at `version`, including Adam's state. The
-        loaded weights get a new version number, which is the result."""
-        return self._post("load", {"version": version}, lambda found: found["version"])
+    def save(self, name: str | None = None, *, overwrite: bool = False) -> Future[SavedCheckpoint]:
+        """Write a checkpoint of the current weights and of Adam's state. With a `name` it is kept until
+        you remove it; `overwrite` allows to replace one of that name."""
+        body = {} if name is None else {"name": name, "overwrite": overwrite}
+        return self._post("save", body, read_saved)
+
+    def save_sampler(self, name: str, *, overwrite: bool = False) -> Future[SavedCheckpoint]:
+        """Save the current weights as a sampler, which `sample` can use while training goes on."""
+        return self._post("save_sampler", {"name": name, "overwrite": overwrite}, read_saved)
+
+    def load(
+        self,
+        version: int | None = None,
+        *,
+        name: str | None = None,
+        folder: str | Path | None = None,
+        optimizer: bool = True,
+    ) -> Future[int]:
+        """Load the checkpoint that this session saved at `version`, or as `name`, or the one in
+        `folder`, which may be another session's, including Adam's state. Without `optimizer`, Adam and
+        its schedule begin anew. The loaded weights get a new version number, which is the result."""
+        path = None if folder is None else os.path.abspath(folder)
+        given = {"version": version, "name": name, "folder": path}
+        body = {key: value for key, value in given.items() if value is not None}
+        return self._post("load", {**body, "optimizer": optimizer}, lambda found: found["version"])
 
     def encode(self, text: str) -> list[int]:
         """Tokenize `text` with the tokenizer of the service's model, and return the token ids. No
@@ -304,28 +271,3 @@ class ServiceClient:
         """Attach to an existing session. Raises InputError if the service has no session of this
         name."""
         return Session(self.control, name)
-
-
-def _read_pass(found: dict[str, Any]) -> PassResult:
-    return PassResult(found["loss"], _arrays(found["logprobs"]), found["metrics"])
-
-
-def _read_samples(found: dict[str, Any], prompts: Sequence[list[int]]) -> list[list[Sample]]:
-    return [
-        [
-            Sample(
-                id=each["id"],
-                prompt=np.array(prompt, np.int64),
-                tokens=np.array(each["tokens"], np.int64),
-                logprobs=np.array(each["logprobs"], np.float32),
-                version=each["version"],
-                stop_reason=each["stop_reason"],
-            )
-            for each in answers
-        ]
-        for prompt, answers in zip(prompts, found["samples"], strict=True)
-    ]
-
-
-def _arrays(lists: Sequence[Sequence[float]]) -> list[NDArray[np.float32]]:
-    return [np.array(each, np.float32) for each in lists]

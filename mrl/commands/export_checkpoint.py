@@ -36,14 +36,14 @@ def export(
         raise InputError(f"--max-shard-size-mb {max_shard_size_mb}: expected at least 1")
     folder = _find(source)
     if merged:
-        _warn_of_other_base(folder.parent.parent, base)
+        _warn_of_other_base(_run_of(folder), base)
     with console.progress(f"exporting {folder}"):
         done: Exported = export_checkpoint(
             folder,
             target,
             base=base,
             max_bytes=max_shard_size_mb << 20,
-            notes=_notes(folder.parent.parent),
+            notes=_notes(_run_of(folder)),
             architecture=architecture,
             merged=merged,
             quantization=quantization,
@@ -71,6 +71,13 @@ def _find(source: Path) -> Path:
             "checkpoints"
         )
     return found
+
+
+def _run_of(folder: Path) -> Path:
+    """Return the folder that is the run folder of a checkpoint, if it has one: two levels up, or three
+    for the named states and samplers of a session."""
+    above = folder.parents[1:3]
+    return next((each for each in above if RunFolder(each).config.is_file()), above[0])
 
 
 def _warn_of_other_base(run: Path, base: Path | None) -> None:

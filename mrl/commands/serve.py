@@ -144,6 +144,10 @@ def _serve(
         else:
             control = undo.enter_context(Control(registry))
             pairs = [("service", str(registry.root)), ("model", config.model.path)]
+            if config.control.tinker is not None:
+                from mrl.tinker.server import TinkerServer
+
+                pairs.append(("tinker", undo.enter_context(TinkerServer(registry)).address))
             console.pairs([*pairs, ("placement", roles.describe())])
             made.append(build_service(config, roles, mesh, registry, control.publish))
         return made[0].serve(until_done=until_done)

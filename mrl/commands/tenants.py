@@ -1,4 +1,4 @@
-"""`mrl tenants add | list | pause | resume | remove | status` manages the tenants of a service."""
+"""`mrl tenants add | list | pause | resume | remove | status | key` manages a service's tenants."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.commands.recipe_arguments import add_recipe
+from mrl.commands.tenant_keys import add_keys
 from mrl.errors import InputError
 
 VARIABLE = "MRL_SERVICE"
@@ -64,6 +65,7 @@ def add_to(commands: Any) -> None:
     one("remove", run_remove, "remove a tenant after its current step; its run folder stays")
     status = one("status", run_status, "show a tenant and its newest metrics")
     status.add_argument("--watch", action="store_true", help="print each step until it stops")
+    add_keys(actions, VARIABLE)
 
 
 def run_add(args: argparse.Namespace) -> None:

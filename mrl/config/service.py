@@ -107,6 +107,13 @@ class ControlConfig(Branch):
     tcp: int | None = Field(default=None, ge=1, le=65535)
     """A loopback port on which the service answers the same requests as on its control socket.
     Callers must send the token in `OUTPUT_DIR/token`. Null opens no port."""
+    tinker: int | None = Field(default=None, ge=0, le=65535)
+    """A loopback port on which the service speaks the Tinker API. 0 takes a free port, which is
+    written to `OUTPUT_DIR/tinker/address`. Callers must send a key that `mrl tenants key add` has
+    made. Null opens no port."""
+    tinker_save_every: int = Field(default=1, ge=0)
+    """Number of optimizer steps after which a model of the Tinker API is saved, so that a killed
+    service loses only what came later; 0 saves models only when their clients ask for it."""
 
 
 class ServiceConfig(Branch):

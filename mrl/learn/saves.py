@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mrl.config import Recipe
 from mrl.run import console
 from mrl.run.folder import RunFolder
@@ -22,6 +24,14 @@ def make_checkpoints(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Checkpoin
         warn=console.warn_on(mesh.rank == 0),
         record=folder,
     )
+
+
+def make_named_checkpoints(folder: Path, mesh: Mesh, seed: int) -> Checkpoints:
+    """Return a store in `folder` that has one checkpoint, and belongs to no run's steps. A collective
+    of ranks that share the folder."""
+    if mesh.rank == 0:
+        folder.parent.mkdir(exist_ok=True)  # but not the run folder, which may have been moved
+    return Checkpoints(folder, mesh, keep=1, seed=seed, warn=console.warn_on(mesh.rank == 0))
 
 
 def make_snapshots(recipe: Recipe, mesh: Mesh, folder: RunFolder) -> Snapshots:

@@ -21,7 +21,7 @@ from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import share_bytes
 from mrl.learn.batching import make_train_batches
 from mrl.learn.guards import UpdateGuard, check_finite
-from mrl.learn.named_losses import NamedLoss
+from mrl.learn.named_losses import LossOptions, NamedLoss
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -46,13 +46,18 @@ class Weighted:
     """The weight of the sequence in the loss."""
     routing: RoutingTrace | None = None
     """The engine's routes of the first T-1 tokens; None if no routes are replayed."""
+    targets: Tensor | None = None
+    """i64[T]: the tokens whose log-probs are in the loss, given the tokens before them; None takes
+    `token_ids`."""
+    in_loss: Tensor | None = None
+    """bool[T]: the tokens in the loss, if they are not those with a factor other than 0."""
 
 
 class Passed(NamedTuple):
     """The output of a pass over sequences, which is the same on every rank."""
 
     logprobs: list[list[float]]
-    """T log-probs per sequence; 0 for tokens that are not in the loss."""
+    """T log-probs per sequence; 0 for tokens whose log-probs were not asked for."""
     metrics: dict[str, float]
 
 
@@ -76,26 +81,33 @@ class SequenceTrainer:
         return Passed(self._by_sequence(batch, output.logprobs, sequences), {})
 
     def compute_gradients(
-        self, sequences: Sequence[Weighted], named: NamedLoss, config: AlgorithmConfig
+        self,
+        sequences: Sequence[Weighted],
+        named: NamedLoss,
+        options: LossOptions,
+        *,
+        scores_all: bool = False,
     ) -> Passed:
         """Compute the gradients of a loss, and leave them in the policy's gradient buffers. No
         optimizer step is taken. Return the log-probs and the metrics of the pass.
 
-        config: the options of the loss. Raises NotFinite, on all ranks, if a log-prob, the loss or
-        a gradient is not finite.
+        scores_all: whether the log-probs of all tokens are computed, not only those of tokens in the
+        loss. Raises NotFinite, on all ranks, if a log-prob, the loss or a gradient is not finite.
         """
 
         def loss(logprobs: Tensor, batch: MicroBatch) -> LossOutput:
-            return named.loss(logprobs, batch, config)
+            return named.loss(logprobs, batch, options)
 
-        batch, replay = self._batch(sequences)
+        batch, replay = self._batch(sequences, scores_all=scores_all)
         rows = [f"sequence {number}" for number in range(len(sequences))]
         guard = UpdateGuard(0, same_weights=False, clip=None, rows=rows)
         output = self.policy.compute_gradients(batch, guard.watch(loss), replay, guard.check)
         metrics = reduce_statistics(self.policy.statistics(output))
         return Passed(self._by_sequence(batch, output.logprobs, sequences), metrics)
 
-    def _batch(self, sequences: Sequence[Weighted]) -> tuple[TrainBatch, Replay]:
+    def _batch(
+        self, sequences: Sequence[Weighted], *, scores_all: bool = False
+    ) -> tuple[TrainBatch, Replay]:
         """Pack this rank's share of the sequences into micro-batches.
 
         Returns the micro-batches, and which routes a pass over them replays: those of the
@@ -113,7 +125,7 @@ class SequenceTrainer:
             self.exchange.deliver if has_routes else None,
             stale=stale,
         )
-        micro_batches = [_with_factors(each, sequences) for each in batch.micro_batches]
+        micro_batches = [_with_factors(b, sequences, scores_all) for b in batch.micro_batches]
         replay = Replay.rollout if has_routes else Replay.off
         return dataclasses.replace(batch, micro_batches=micro_batches), replay
 
@@ -155,7 +167,7 @@ class _Given:
 
 def _sample(number: int, given: Weighted) -> Sample:
     num_tokens = len(given.token_ids)
-    in_loss = given.factors != 0
+    in_loss = (given.factors != 0) if given.in_loss is None else given.in_loss.clone()
     in_loss[0] = False
     old, routing = given.old_logprobs, given.routing
     rows = () if routing is None else routing.row_versions
@@ -171,13 +183,25 @@ def _sample(number: int, given: Weighted) -> Sample:
     )
 
 
-def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted]) -> MicroBatch:
-    """Return the micro-batch with the factors and the old log-probs of its tokens, f32[N]."""
-    factors = torch.zeros(batch.num_tokens)
+def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted], scores_all: bool) -> MicroBatch:
+    """Return the micro-batch with the factors and the old log-probs of its tokens, f32[N], with their
+    targets if some differ from the tokens, and with `scored` if log-probs of all tokens are wanted."""
+    factors, targets = torch.zeros(batch.num_tokens), batch.input_ids.clone()
+    scored = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    has_targets = False
     for number, place in _sequence_starts(batch):
-        own = sequences[number].factors
-        factors[place : place + len(own)] = own
-    return dataclasses.replace(batch, token_advantages=factors, old_logprobs=batch.rollout_logprobs)
+        given = sequences[number]
+        own = slice(place, place + len(given.token_ids))
+        factors[own], scored[own] = given.factors, True
+        if given.targets is not None:
+            targets[own], has_targets = given.targets, True
+    return dataclasses.replace(
+        batch,
+        token_advantages=factors,
+        old_logprobs=batch.rollout_logprobs,
+        targets=targets if has_targets else None,
+        scored=scored if scores_all else None,
+    )
 
 
 def _sequence_starts(batch: MicroBatch) -> list[tuple[int, int]]:

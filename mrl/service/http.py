@@ -175,7 +175,7 @@ class RequestReader:
             self._receive(limits.request_s)
         if len(self._data) > int(length):
             raise Refused(400, f"more bytes follow than the Content-Length of {int(length)}")
-        body = _object(self._data, limits.depth) if self._data else None
+        body = read_object(self._data, limits.depth) if self._data else None
         return Request(self._method, self._path, body)
 
     def _receive(self, limit_s: float) -> None:
@@ -204,7 +204,7 @@ def _headers(lines: list[bytes], most: int) -> dict[str, str]:
     return found
 
 
-def _object(body: bytearray, depth: int) -> dict[str, Any]:
+def read_object(body: bytes | bytearray, depth: int) -> dict[str, Any]:
     """Return the JSON object that `body` holds. Raises Refused."""
     try:
         value = json.loads(

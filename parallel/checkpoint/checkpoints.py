@@ -13,8 +13,7 @@ import copyreg
 import dataclasses
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from mrl.system.torch_names import TORCH
 from mrl.version import __version__
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import failed, find_damage, first_reason, on_first_rank, on_ranks
+from parallel.checkpoint.loaded import Loaded, Models, by_prefix
 from parallel.checkpoint.model_identity import describe_model, other_model, refusal
 from parallel.checkpoint.pending_save import PendingSave, Record, start_folder
 from parallel.checkpoint.pickle_scan import check_pickles
@@ -56,27 +56,6 @@ copyreg.pickle(TORCH.take("_MEM_FORMAT_ENCODING"), lambda member: (type(member),
 
 
 RESCUE_S = 60.0
-
-Models = Mapping[str, MegatronModel]
-"""Maps the prefix that a model's keys have in a checkpoint to the model. The prefix is empty for
-the policy, and `critic_` for the critic."""
-
-
-def by_prefix(policy: MegatronModel, critic: MegatronModel | None) -> Models:
-    return {"": policy} | ({} if critic is None else {"critic_": critic})
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The result of loading a checkpoint, apart from the models' state, which is loaded into the
-    models."""
-
-    step: int
-    trainer: dict[str, Any]
-    """The trainer state that was passed to `save`."""
-    same_layout: bool
-    """Whether the checkpoint was saved in this layout. If so, the random states were restored;
-    otherwise they were reseeded."""
 
 
 class Checkpoints:
@@ -120,8 +99,11 @@ class Checkpoints:
         policy: MegatronModel,
         trainer: dict[str, Any],
         critic: MegatronModel | None = None,
+        *,
+        with_optimizer: bool = True,
     ) -> Path:
-        """Save the policy, the critic if there is one, and the JSON-able `trainer` state.
+        """Save the policy, the critic if there is one, and the JSON-able `trainer` state. Without the
+        optimizer, the checkpoint can be loaded only without it.
 
         Waits first for an earlier save in flight. Returns the folder that the checkpoint will have.
         After a crash at any moment, the previous checkpoint is untouched, and the file LATEST still
@@ -137,9 +119,8 @@ class Checkpoints:
             common[f"{prefix}adam_step"] = steps_done(model.optimizer, mesh.device)
             common[f"{prefix}scheduler"] = model.scheduler.state_dict()
             model.gather_parameters()
-            shards += state_shards(
-                model.trained, optimizer_shards(model.optimizer), own_key(prefix)
-            )
+            state = optimizer_shards(model.optimizer) if with_optimizer else {}
+            shards += state_shards(model.trained, state, own_key(prefix))
         shards.append(self._random_shard())
         writer = ShardWriter(unnamed, mesh.rank, mesh.dims.world)
         num_bytes = self._needed_bytes(writer, shards)
@@ -244,23 +225,39 @@ class Checkpoints:
     def load(self, step: int, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
         """Load one checkpoint. Raises InputError if it is damaged or of another model."""
         folder = self.root / manifest.folder_name(step)
-        if reason := find_damage(self.mesh, folder):
-            raise InputError(
-                f"checkpoint {folder.name} is damaged: {reason}; put an older step into "
-                f"{self.root / manifest.LATEST}"
-            )
-        return self._load(folder, by_prefix(policy, critic))
+        advice = f"put an older step into {self.root / manifest.LATEST}"
+        return self.load_folder(folder, policy, critic, advice=advice)
 
-    def _load(self, folder: Path, models: Models) -> Loaded:
-        for model in models.values():
-            model.require_state()
+    @phase("load:checkpoint")
+    def load_folder(
+        self,
+        folder: Path,
+        policy: MegatronModel,
+        critic: MegatronModel | None = None,
+        *,
+        with_optimizer: bool = True,
+        advice: str = "take another",
+    ) -> Loaded:
+        """Load the checkpoint in `folder`. Without the optimizer, only the weights are loaded, and the
+        optimizer need not be on the device. Raises InputError if the checkpoint is damaged (the
+        message ends with `advice`) or of another model."""
+        if reason := find_damage(self.mesh, folder):
+            raise InputError(f"checkpoint {folder.name} is damaged: {reason}; {advice}")
+        return self._load(folder, by_prefix(policy, critic), with_optimizer=with_optimizer)
+
+    def _load(self, folder: Path, models: Models, *, with_optimizer: bool = True) -> Loaded:
+        trained = {
+            p for p, model in models.items() if with_optimizer and model.optimizer is not None
+        }
+        for prefix, model in models.items():
+            (model.require_state if prefix in trained else model.require_parameters)()
         content = manifest.read_manifest(folder)
         same_layout = all(content[key] == value for key, value in self._layout().items())
         check_pickles(folder)
         saved = FileSystemReader(folder).read_metadata()
         shards = []
         states = {
-            prefix: {} if model.optimizer is None else optimizer_shards(model.optimizer)
+            prefix: optimizer_shards(model.optimizer) if prefix in trained else {}
             for prefix, model in models.items()
         }
         for prefix, model in models.items():
@@ -276,7 +273,7 @@ class Checkpoints:
                 raise InputError(f"checkpoint {folder} {reason}")
             shards += own
         random = None
-        if same_layout:
+        if same_layout and with_optimizer:
             size = tuple(saved.state_dict_metadata[self._random_key].size)  # pyright: ignore[reportAttributeAccessIssue]
             random = self._random_shard(torch.empty(size, dtype=torch.uint8))
             shards.append(random)
@@ -285,11 +282,13 @@ class Checkpoints:
         common: Any = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         for prefix, model in models.items():
             write_back(states[prefix])
-            if model.optimizer is None:
-                continue  # the model is only evaluated
+            if prefix not in trained:
+                continue
             set_step(model.optimizer, common[f"{prefix}adam_step"])
             model.scheduler.num_steps = 0  # loading adds to it
             model.scheduler.load_state_dict(common[f"{prefix}scheduler"])
+        if not with_optimizer:
+            return Loaded(content["step"], content["trainer"], same_layout)
         self.seed = common["seed"]
         if random is not None:
             assert random.data is not None

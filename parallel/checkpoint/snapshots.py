@@ -24,8 +24,9 @@ from mrl.system.files import bytes_in_words
 from mrl.system.heartbeat import phase
 from parallel.checkpoint import manifest
 from parallel.checkpoint.agreement import first_reason, on_ranks
-from parallel.checkpoint.checkpoints import Checkpoints, Loaded, by_prefix
+from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.checkpoint.file_moves import Move, move_files
+from parallel.checkpoint.loaded import Loaded, by_prefix
 from parallel.checkpoint.node_folder import KEY, NodeFolder
 from parallel.checkpoint.pending_save import Record
 from parallel.checkpoint.shard_writer import ShardWriter

@@ -79,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.service", "parallel"},
     "mrl.client": {"mrl.service"},
+    "mrl.tinker": {"mrl.run", "mrl.service", "parallel"},
     "mrl.launch": {"mrl.run"},
     "mrl.watch": {"mrl.run"},
     "mrl.drill": {"mrl.run", "parallel.checkpoint"},
@@ -91,7 +92,8 @@ ROOMS: dict[str, set[str]] = {
     "mrl.commands": {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.drill", "mrl.engine_pool"),
         *("mrl.engines", "mrl.jobs", "mrl.learn", "mrl.planner", "mrl.preflight", "mrl.rewards"),
-        *("mrl.run", "mrl.service", "mrl.toy_model", "mrl.trainer", "mrl.view", "mrl.watch"),
+        *("mrl.run", "mrl.service", "mrl.tinker", "mrl.toy_model", "mrl.trainer", "mrl.view"),
+        "mrl.watch",
         "parallel",
     },
     "mrl.cli": {"mrl.commands", "mrl.jobs", "mrl.run"},

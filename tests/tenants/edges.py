@@ -30,6 +30,8 @@ def random_body(draw: random.Random, context_len: int) -> dict[str, Any]:
         "stop_token_ids": lambda: draw.choice(
             [[0], [127], [128], list(range(64)), list(range(65)), [3] * 200, list(range(128))]
         ),
+        "prompt_logprobs": lambda: draw.choice([True, False]),
+        "top_prompt_logprobs": lambda: draw.choice([0, 1, 20, 21, -1]),
         "seed": lambda: draw.choice([0, (1 << 53) - 1, 1 << 53, -1]),
     }
     return body | {name: make() for name, make in some.items() if draw.random() < 0.3}

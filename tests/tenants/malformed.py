@@ -34,7 +34,7 @@ OPERATIONS: tuple[Any, ...] = (
     {"kind": "sample", "prompts": [["1"]], "max_tokens": 1}, {"kind": "save", "life": "other"},
     {"kind": "sample", "prompts": [[1]], "max_tokens": 0}, {"kind": "load", "version": -1},
     {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "temperature": -1}, {"kind": "load"},
-    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "n": 10**9}, {"kind": "optim_step", "lr": 0},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "n": 10**9}, {"kind": "optim_step", "lr": -1},
     {"kind": "sample", "prompts": [[1 << 40]], "max_tokens": 1}, {"kind": "optim_step", "lr": "1"},
     {"kind": "sample", "prompts": [[True]], "max_tokens": 1}, {"kind": "load", "version": "1"},
     {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "stop": [""]}, {"kind": "forward"},
@@ -53,6 +53,21 @@ OPERATIONS: tuple[Any, ...] = (
         {"tokens": [1, 2]}]},
     {"kind": "forward_backward", "loss": "cross_entropy", "sequences": [
         {"tokens": [1, 2], "sample": 5}]},
+    {"kind": "load", "name": "../x"}, {"kind": "load", "folder": "x"}, {"kind": "save", "name": ""},
+    {"kind": "save_sampler"}, {"kind": "save_sampler", "name": 3}, {"kind": "load", "name": 1},
+    {"kind": "save", "name": "a" * 101}, {"kind": "optim_step", "beta1": 1},
+    {"kind": "optim_step", "clip_grad": None, "eps": 0}, {"kind": "optim_step", "beta2": -0.1},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "sampler": "@other"},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "sampler": "a/b"},
+    {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "top_prompt_logprobs": 10**6},
+    {"kind": "forward", "sequences": [{"tokens": [1, 2], "targets": [1]}]},
+    {"kind": "forward", "sequences": [{"tokens": [1, 2], "targets": [1, 1 << 30]}]},
+    {"kind": "forward_backward", "loss": "dro", "beta": -1, "sequences": [
+        {"tokens": [1, 2], "advantages": [0, 1], "logprobs": [0, -1]}]},
+    {"kind": "forward_backward", "loss": "cross_entropy", "replay": "all", "sequences": [
+        {"tokens": [1, 2]}]},
+    {"kind": "forward_backward", "loss": "gspo", "sequences": [
+        {"tokens": [1, 2], "advantages": [0, 1], "logprobs": [0, -1], "ratio_mask": [0, 2]}]},
     {"kind": "forward_backward", "loss": "ppo", "dual_clip": 1.2, "sequences": [
         {"tokens": [1, 2], "advantages": [0, 1], "logprobs": [0, -1]}]},
 )  # fmt: skip

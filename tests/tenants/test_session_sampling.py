@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +12,17 @@ import torch
 
 from mrl.config import Recipe
 from mrl.engines.base import Completion, EndsEngine, EngineLost, Request, RequestFailed
-from mrl.errors import RunFailed, WrongWeights
+from mrl.errors import InputError, RunFailed, WrongWeights
 from mrl.service.sessions import sampling
 from mrl.service.sessions.bodies import SampleBody
 from mrl.service.sessions.recipe import session_tree
+from mrl.service.sessions.samplers import Source
+from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.sampling import MAX_ENDED, SessionSampler
 from mrl.types import VersionSpan
 
 REFUSED, LETHAL = 70, 77
+UNSCORED, LETHAL_SCORE = 71, 78
 
 
 class Engine:
@@ -41,8 +44,17 @@ class Engine:
             if token == LETHAL:
                 self.num_deaths[rid] = self.num_deaths.get(rid, 0) + 1
                 raise EngineLost("it died")
-            spans = (VersionSpan(0, 1, 2),)
+            spans = (VersionSpan(0, 2, 3),)
             yield Completion(rid, torch.tensor([token]), torch.zeros(1), "stop", spans, None)
+
+    def sequence_logprobs(self, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Refuse to score token 71, and end with token 78."""
+        first = {int(each[0]) for each in sequences}
+        if UNSCORED in first:
+            raise RuntimeError("it is not scored")
+        if LETHAL_SCORE in first:
+            raise EngineLost("it died of a prompt")
+        return [-torch.arange(len(each)).float() for each in sequences]
 
 
 class Part:
@@ -68,13 +80,19 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> SessionSampler:
     mesh: Any = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
     part: Any = Part()
     policy: Any = None  # which no test sends
-    return SessionSampler(Recipe.model_validate(tree), mesh, part, policy)
+    return SessionSampler(
+        Recipe.model_validate(tree), mesh, part, policy, Samples(), lambda source: nullcontext()
+    )
 
 
-def turn(sampler: SessionSampler, *tokens: int) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Ask for an answer to each token by an operation of its own; return the answers and the errors."""
-    body = {n: SampleBody(kind="sample", prompts=[[t]], max_tokens=4) for n, t in enumerate(tokens)}
-    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()}, 0)
+def turn(
+    sampler: SessionSampler, *tokens: int, what: str = "", **keys: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Ask for an answer to each token by an operation of its own; return the answers, or `what` of the
+    results, and the errors."""
+    given: dict[str, Any] = {"kind": "sample", "max_tokens": 4, **keys}
+    body = {n: SampleBody(prompts=[[t, 1]], **given) for n, t in enumerate(tokens)}
+    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()}, Source(None, 0, 0))
     part: Any = sampler.part
     while True:
         before = part.num_lost
@@ -82,7 +100,8 @@ def turn(sampler: SessionSampler, *tokens: int) -> tuple[dict[str, list[int]], d
         sampler.end_generation(was_lost=part.num_lost > before)
         if (found := sampler.finish()) is not None:
             results, failures = found
-            return {k: v["samples"][0][0]["tokens"] for k, v in results.items()}, failures
+            own = {k: v["samples"][0][0]["tokens"] for k, v in results.items()}
+            return ({k: v[what] for k, v in results.items()} if what else own), failures
 
 
 def test_a_refused_sample_fails_alone(sampler: SessionSampler) -> None:
@@ -123,3 +142,44 @@ def test_wrong_weights_are_no_operations_own(
     monkeypatch.setattr(Engine, "generate", generate)
     with pytest.raises(WrongWeights):
         turn(sampler, 5)
+
+
+def test_prompts_are_scored_beside_their_answers(sampler: SessionSampler) -> None:
+    asked = {"what": "prompt_logprobs", "prompt_logprobs": True}
+    results, failures = turn(sampler, 5, UNSCORED, REFUSED, 6, **asked)
+    assert results == {"1-0": [[None, -1.0]], "1-3": [[None, -1.0]]}
+    assert failures.keys() == {"1-1", "1-2"}
+    assert failures["1-1"] == "it is not scored"
+    assert turn(sampler, 8) == ({"1-0": [8]}, {})  # not asked for
+
+
+def test_a_prompt_that_ends_engines_fails_alone(sampler: SessionSampler) -> None:
+    asked = {"what": "prompt_logprobs", "prompt_logprobs": True}
+    results, failures = turn(sampler, 5, LETHAL_SCORE, 6, **asked)
+    assert results == {"1-0": [[None, -1.0]], "1-2": [[None, -1.0]]}
+    assert failures == {"1-1": "it died of a prompt"}
+    part: Any = sampler.part
+    assert part.num_lost == 2
+    assert turn(sampler, 5, top_prompt_logprobs=2)[1] == {
+        "1-0": "this engine does not return the likeliest tokens of prompts; leave "
+        "top_prompt_logprobs out"
+    }
+
+
+def test_a_sampler_that_cannot_be_read_fails_its_samples(sampler: SessionSampler) -> None:
+    def in_place(source: Source) -> Any:
+        raise InputError("checkpoint iter_0000003 is damaged")
+
+    sampler._in_place = in_place
+    part: Any = sampler.part
+    part.endpoint.weight_version = 0
+    sampler._policy = SimpleNamespace(mount=lambda **keys: None)  # pyright: ignore[reportAttributeAccessIssue]
+    body = SampleBody(kind="sample", prompts=[[5]], max_tokens=4, sampler="x")
+    sampler.begin({"1-0": (body, 0)}, Source("x", 1 << 30, 3))
+    sampler.prepare_sync()
+    sampler.send()
+    sampler.check_sync()
+    assert not sampler.num_remaining
+    sampler.generate()
+    sampler.end_generation(was_lost=False)
+    assert sampler.finish() == ({}, {"1-0": "checkpoint iter_0000003 is damaged"})

@@ -16,7 +16,7 @@ from mrl.errors import InputError, NotFinite
 from mrl.learn.sft import run_sft
 from mrl.run.folder import RunFolder
 from mrl.service.sessions.bodies import Bounds, read_body
-from mrl.service.sessions.sampling import Samples
+from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.trainer import SessionTrainer
 from mrl.types import Sample
 from parallel.mesh import Mesh

@@ -14,9 +14,10 @@ from mrl.engines.sglang.adapter.manifest import AdapterManifest
 from mrl.engines.sglang.adapter.update import AdapterUpdater
 from mrl.engines.sglang.core import ServerCore
 from mrl.engines.sglang.in_flight import InFlightRequests
-from mrl.engines.sglang.requests import check_requests, check_sequences, sequence_logprobs
+from mrl.engines.sglang.requests import check_requests, check_sequences, top_logprobs
 from mrl.engines.sglang.weights.tensor import TensorPush
 from mrl.engines.sglang.weights.update import WeightUpdater
+from mrl.engines.top_logprobs import TopLogprobs
 from mrl.types import WeightBucket
 
 
@@ -222,20 +223,23 @@ class SGLangEndpoint:
                 self.drop_unused()
 
     def sequence_logprobs(self, sequences: Sequence[Tensor]) -> list[Tensor]:
+        return [logprobs for logprobs, _ in self.top_logprobs(sequences, 0)]
+
+    def top_logprobs(self, sequences: Sequence[Tensor], num_top: int) -> list[TopLogprobs]:
         core, vocab_size = self._core, self._core.launch.vocab_size
         check_sequences(sequences, core.longest)
         if self._shares_server:  # requests of others may be in the queue before these
             version = self.ready_version("sequence_logprobs", may_be_busy=True)
             name, limit_s = self._adapter_name(version), core.config.request_timeout_s
-            return sequence_logprobs(
-                core.connection, sequences, vocab_size, name, timeout_s=limit_s
+            return top_logprobs(
+                core.connection, sequences, vocab_size, num_top, name, timeout_s=limit_s
             )
         with self.in_flight.quiet(lambda: self.ready_version("sequence_logprobs")):
             self._drop_cache()
             assert self._version is not None
             self.in_flight.fill_cache(self._version)
             name = self._adapter_name(self._version)
-            return sequence_logprobs(core.connection, sequences, vocab_size, name)
+            return top_logprobs(core.connection, sequences, vocab_size, num_top, name)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self.in_flight.abort(request_ids)

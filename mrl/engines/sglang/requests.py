@@ -12,6 +12,7 @@ from torch import Tensor
 from mrl.engines.base import Request, SamplingParams
 from mrl.engines.sampling import check_sampling_params
 from mrl.engines.sglang.connection import ServerConnection
+from mrl.engines.top_logprobs import TopLogprobs
 from mrl.errors import InputError
 
 RESERVED_TOKENS = 7
@@ -82,15 +83,17 @@ def check_sequences(sequences: Sequence[Tensor], longest: int) -> None:
             )
 
 
-def sequence_logprobs(
+def top_logprobs(
     connection: ServerConnection,
     sequences: Sequence[Tensor],
     vocab_size: int,
+    num_top: int,
     adapter: str | None = None,
     *,
     timeout_s: float | None = None,
-) -> list[Tensor]:
-    """Return log-probs f32[T] of sequences i64[T] under the server's weights. The first token gets 0.
+) -> list[TopLogprobs]:
+    """Return log-probs f32[T] of sequences i64[T] under the server's weights, and the `num_top`
+    likeliest tokens in the place of each token. The first token gets 0 and has no others.
 
     `adapter` is SGLang's name of the adapter to use; None is the base model. `timeout_s` is passed to
     `ServerConnection.post`.
@@ -101,10 +104,12 @@ def sequence_logprobs(
         "return_logprob": True,
         "logprob_start_len": 0,
     }
+    if num_top:
+        body["top_logprobs_num"] = num_top
     if adapter is not None:
         body["lora_path"] = adapter
     answers = connection.post("/generate", body, timeout_s=timeout_s)
-    found = []
+    found: list[TopLogprobs] = []
     for sequence, answer in zip(sequences, answers, strict=True):
         entries = answer["meta_info"]["input_token_logprobs"]
         # SGLang reports the last id of the vocabulary as 0 (logprob_result_processor.py).
@@ -115,5 +120,14 @@ def sequence_logprobs(
             )
         # The first token has no log-prob. If any other has none, it becomes NaN.
         values = [math.nan if entry[0] is None else entry[0] for entry in entries[1:]]
-        found.append(torch.tensor([0.0, *values]))
+        tops = answer["meta_info"].get("input_top_logprobs") if num_top else None
+        likeliest = [
+            [(int(token), float(logprob)) for logprob, token, *_ in each]
+            for each in (tops or [])[1:]
+        ]
+        if num_top and len(likeliest) != len(values):
+            raise RuntimeError(
+                f"top_logprobs: the server returned {len(likeliest)} lists for {len(values)} tokens"
+            )
+        found.append((torch.tensor([0.0, *values]), likeliest))
     return found

@@ -15,7 +15,8 @@ from mrl.config.branch import Branch
 from mrl.config.explain import first_problem
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams, check_sampling_params
 from mrl.errors import InputError
-from mrl.learn.named_losses import LOSSES
+from mrl.learn.named_losses import LOSSES, LossOptions
+from parallel.adam_step import AdamStep
 
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens in one operation: in its sequences, or in its prompts and the longest
@@ -27,6 +28,14 @@ LARGEST = 3.4e38
 TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Strict(), Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[int, Strict(), Field(ge=1)]
+NotNegative = Annotated[float, Strict(), Field(ge=0, le=LARGEST)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Name = Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""The name of a saved state or sampler, which is the name of its folder."""
+BASE = "@base"
+"""The sampler without an adapter: the base model."""
+MAX_TOP = 20
+"""Maximum number of likeliest tokens that are returned for each token of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +46,28 @@ class Bounds:
     context_len: int
 
 
+PER_TOKEN = ("weights", "advantages", "logprobs", "ratio_mask")
+"""The lists of a sequence with one number for each token that only losses read."""
+
+
 class SequenceBody(Branch):
     """A sequence to train on. Index t of each list belongs to token t; the first token is never in
     the loss."""
 
     tokens: list[TokenId] = Field(min_length=2)
+    targets: list[TokenId] | None = None
+    """The tokens whose log-probs are in the loss and in the result, each given the tokens before its
+    index. None takes `tokens`. The first one is not used."""
     weights: list[Number] | None = None
-    """The weight of each token in `cross_entropy`; None gives every token the weight 1."""
+    """The weight of each token in `cross_entropy` and `linear`; None gives every token the weight 1."""
     advantages: list[Number] | None = None
     """The advantage of each token, for losses other than `cross_entropy`. Tokens with advantage 0
     are not in the loss."""
     logprobs: list[Number] | None = None
     """The log-prob with which each token was sampled, for losses other than `cross_entropy`."""
+    ratio_mask: list[Annotated[float, Strict(), Field(ge=0, le=1)]] | None = None
+    """In `gspo`, not 0 for the tokens over which the ratio of the sequence is taken. None takes the
+    tokens whose advantage is not 0."""
     weight: Number = 1.0
     """Factor by which the loss of the sequence is multiplied."""
     sample: Annotated[str, Field(max_length=100)] | None = None
@@ -57,7 +76,7 @@ class SequenceBody(Branch):
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
-        for name in ("weights", "advantages", "logprobs"):
+        for name in ("targets", *PER_TOKEN):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.tokens):
                 raise ValueError(
@@ -73,22 +92,37 @@ class ForwardBody(Branch):
     @model_validator(mode="after")
     def _has_tokens_alone(self) -> Self:
         for number, each in enumerate(self.sequences):
-            _forbid(number, each, ("weights", "advantages", "logprobs"), "forward")
+            _forbid(number, each, PER_TOKEN, "forward")
         return self
+
+
+OPTIONS = ("clip_low", "clip_high", "dual_clip", "beta", "kl_coeff")
 
 
 class ForwardBackwardBody(Branch):
     kind: Literal["forward_backward"]
-    loss: Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
+    loss: Literal[
+        "cross_entropy", "linear", "importance_sampling", "ppo", "cispo", "gspo", "dro",
+        "stable_reinforce",
+    ]  # fmt: skip
     sequences: list[SequenceBody] = Field(min_length=1, max_length=MAX_SEQUENCES)
     clip_low: Annotated[float, Strict(), Field(gt=0, le=1)] | None = None
     clip_high: Annotated[float, Strict(), Field(gt=0)] | None = None
     dual_clip: Annotated[float, Strict(), Field(gt=1)] | None = None
+    beta: NotNegative | None = None
+    kl_coeff: NotNegative | None = None
+    all_logprobs: bool = False
+    """Whether the result has the log-probs of all tokens, not only of those in the loss. Then there
+    may also be no token in the loss; the gradients are 0."""
+    replay: Literal["named", "match"] = "named"
+    """`named`: sequences replay the routes of their `sample`, which must be kept. `match`: of their
+    `sample` if it is kept and has their tokens, else of the newest kept sample that has; else the
+    trainer's routers choose."""
 
     @model_validator(mode="after")
     def _fits_the_loss(self) -> Self:
         named = LOSSES[self.loss]
-        for name in ("clip_low", "clip_high", "dual_clip"):
+        for name in OPTIONS:
             if getattr(self, name) is not None and name not in named.options:
                 raise ValueError(f"{name} is not read by the loss {self.loss}; leave it out")
         high = ppo.CLIP_HIGH if self.clip_high is None else self.clip_high
@@ -96,26 +130,40 @@ class ForwardBackwardBody(Branch):
             raise ValueError(
                 f"dual_clip is {self.dual_clip:g}, expected above 1 + clip_high = {1 + high:g}"
             )
-        other = ("advantages", "logprobs") if not named.is_ratio else ("weights",)
+        other = ("weights",) if named.is_ratio else ("advantages", "logprobs")
+        other = other if self.loss == "gspo" else (*other, "ratio_mask")
         for number, each in enumerate(self.sequences):
             _forbid(number, each, other, self.loss)
             if named.is_ratio and (each.advantages is None or each.logprobs is None):
                 raise ValueError(
                     f"sequence {number}: {self.loss} needs advantages and logprobs; give both"
                 )
-        if not any(factor for each in self.sequences for factor in factors_of(each)[1:]):
+        is_empty = not any(any(factors_of(each)[1:]) for each in self.sequences)
+        if is_empty and not self.all_logprobs:
             raise ValueError("no token has a weight or an advantage; there is nothing to train on")
         return self
 
-    def config(self) -> AlgorithmConfig:
-        """Return the options of the loss as the configuration of an algorithm."""
-        return AlgorithmConfig(**self.model_dump(include={"clip_low", "clip_high", "dual_clip"}))
+    def options(self) -> LossOptions:
+        """Return the options of the loss; those that the request leaves out have their defaults."""
+        given = self.model_dump(include=set(OPTIONS), exclude_none=True)
+        own = {name: given.pop(name) for name in ("beta", "kl_coeff") if name in given}
+        return LossOptions(AlgorithmConfig(**given), **own)
 
 
 class OptimStepBody(Branch):
     kind: Literal["optim_step"]
-    lr: Annotated[float, Strict(), Field(gt=0, le=1e3)] | None = None
-    """Replaces the recipe's learning rate in this step; None keeps it."""
+    lr: Annotated[float, Strict(), Field(ge=0, le=1e3)] | None = None
+    """Replaces the recipe's learning rate in this step; None keeps it. So do the others."""
+    beta1: Share | None = None
+    beta2: Share | None = None
+    eps: Annotated[float, Strict(), Field(gt=0, le=1)] | None = None
+    weight_decay: NotNegative | None = None
+    clip_grad: NotNegative | None = None
+    """The largest norm of the gradients; 0 does not clip."""
+
+    def settings(self) -> AdamStep:
+        """Return the settings of the step."""
+        return AdamStep(**self.model_dump(exclude={"kind"}))
 
 
 class SampleBody(Branch):
@@ -138,6 +186,13 @@ class SampleBody(Branch):
     seed: Annotated[int, Strict(), Field(ge=0, lt=1 << 53)] | None = None
     """Seed of the answers. None derives the seed from the recipe's seed and the number of the
     operation."""
+    sampler: Name | Literal["@base"] | None = None
+    """The saved sampler whose weights sample; `@base` is the base model without an adapter. None takes
+    the present weights."""
+    prompt_logprobs: bool = False
+    """Whether the result has the log-probs of the prompts' tokens, at temperature 1."""
+    top_prompt_logprobs: Annotated[int, Strict(), Field(ge=0, le=MAX_TOP)] = 0
+    """How many of the likeliest tokens the result has for each token of a prompt."""
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> Self:
@@ -167,21 +222,56 @@ class SampleBody(Branch):
 
 class SaveBody(Branch):
     kind: Literal["save"]
+    name: Name | None = None
+    """The name of the saved state; None for one of the checkpoints, of which the newest are kept."""
+    overwrite: bool = False
+    """Whether a saved state of this name may be replaced."""
+
+
+class SaveSamplerBody(Branch):
+    kind: Literal["save_sampler"]
+    name: Name
+    overwrite: bool = False
+    """Whether a sampler of this name may be replaced."""
 
 
 class LoadBody(Branch):
     kind: Literal["load"]
-    version: Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
+    version: Annotated[int, Strict(), Field(ge=0, lt=1 << 31)] | None = None
     """The version of a checkpoint of this session, as `save` returned it."""
+    name: Name | None = None
+    """The name of a saved state of this session."""
+    folder: Annotated[str, Field(min_length=1, max_length=4096, pattern="^/")] | None = None
+    """The folder of a saved state or sampler, which may be another session's."""
+    optimizer: bool = True
+    """Whether Adam's state is loaded too. Otherwise Adam and its schedule begin anew."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        given = [key for key in ("version", "name", "folder") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"expected one of version, name and folder, got {', '.join(given) or 'none of them'}"
+            )
+        return self
 
 
-Body = ForwardBody | ForwardBackwardBody | OptimStepBody | SampleBody | SaveBody | LoadBody
+Body = (
+    ForwardBody
+    | ForwardBackwardBody
+    | OptimStepBody
+    | SampleBody
+    | SaveBody
+    | SaveSamplerBody
+    | LoadBody
+)
 KINDS: dict[str, type[Body]] = {
     "forward_backward": ForwardBackwardBody,
     "optim_step": OptimStepBody,
     "sample": SampleBody,
     "forward": ForwardBody,
     "save": SaveBody,
+    "save_sampler": SaveSamplerBody,
     "load": LoadBody,
 }
 
@@ -201,6 +291,9 @@ def read_body(given: dict[str, Any], bounds: Bounds) -> Body:
         check_sampling_params(sampling, bounds.vocab_size, "sample: ", min_name="min_tokens")
     for number, (tokens, more) in enumerate(_lengths(body)):
         _check_tokens(f"{kind}: {'prompt' if more else 'sequence'} {number}", tokens, more, bounds)
+    for number, each in enumerate(getattr(body, "sequences", ())):
+        if each.targets is not None:
+            _check_vocabulary(f"{kind}: targets of sequence {number}", each.targets, bounds)
     if (total := num_tokens(body)) > MAX_TOKENS:
         raise InputError(
             f"{kind}: {total} tokens; an operation has at most {MAX_TOKENS}, so split it"
@@ -231,11 +324,15 @@ def _lengths(body: Body) -> list[tuple[Sequence[int], int]]:
     return []
 
 
-def _check_tokens(what: str, tokens: Sequence[int], more: int, bounds: Bounds) -> None:
+def _check_vocabulary(what: str, tokens: Sequence[int], bounds: Bounds) -> None:
     if (largest := max(tokens)) >= bounds.vocab_size:
         raise InputError(
             f"{what}: token {largest} is not below {bounds.vocab_size}, the vocabulary"
         )
+
+
+def _check_tokens(what: str, tokens: Sequence[int], more: int, bounds: Bounds) -> None:
+    _check_vocabulary(what, tokens, bounds)
     if len(tokens) + more > bounds.context_len:
         answer = f" and {more} of an answer" if more else ""
         raise InputError(

@@ -1,9 +1,10 @@
 """The operations of all sessions of a service: operations that wait or are under way, and the
 answers of operations that have ended.
 
-The operations are only in the memory of rank 0. A session begins a new *life* each time that it is
-added or resumed. The number of the life is part of the ids of its operations. An operation of an
-earlier life ended before the session was closed, or is lost; it is never carried out later.
+The operations are only in the memory of rank 0; their answers are also on disk (`journal`). A session
+begins a new *life* each time that it is added or resumed. The number of the life is part of the ids of
+its operations. An operation of an earlier life ended before the session was closed, or is lost; it is
+never carried out later.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from mrl.errors import InputError
 from mrl.run.json_lines import finite_or_null
 from mrl.service.record import name_of
 from mrl.service.sessions.bodies import Body, num_tokens
+from mrl.service.sessions.journal import Entry, Journal
+from mrl.service.sessions.turns import is_frozen, next_turn
 
 MAX_QUEUED = 32
 """Maximum number of operations of a session that wait or are under way."""
 MAX_QUEUED_TOKENS = 1 << 20
-MAX_KEPT = 64
+MAX_FROZEN, MAX_FROZEN_TOKENS = 1024, 1 << 22
+"""The same limits for samples that name a sampler, which are counted apart."""
+MAX_KEPT = 2048
 """Maximum number of answers that are kept for a session; the oldest are dropped first."""
 MAX_KEPT_BYTES = 64 << 20
 MAX_PAST = 8
@@ -64,6 +69,7 @@ class Operation:
     id: str
     body: Body
     state: State = "queued"
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,9 @@ class _Life:
     keys: OrderedDict[str, tuple[str, str]] = field(default_factory=OrderedDict)
     """For each idempotency key, the id of the operation that was posted with this key, and a digest
     of the operation's body."""
+    journal: Journal | None = None
+    recalled: set[str] = field(default_factory=set)
+    """The ids of operations of earlier lives whose answers were read from the disk."""
 
 
 class Operations:
@@ -134,14 +143,20 @@ class Operations:
                         "each operation a key of its own"
                     )
                 return operation
-            tokens = num_tokens(body) + sum(num_tokens(each.body) for each in mine.waiting)
-            if len(mine.waiting) >= MAX_QUEUED or tokens > MAX_QUEUED_TOKENS:
+            frozen = is_frozen(body)
+            alike = [each for each in mine.waiting if is_frozen(each.body) == frozen]
+            tokens = num_tokens(body) + sum(num_tokens(each.body) for each in alike)
+            limit, most = (
+                (MAX_FROZEN, MAX_FROZEN_TOKENS) if frozen else (MAX_QUEUED, MAX_QUEUED_TOKENS)
+            )
+            if len(alike) >= limit or tokens > most:
+                what = "samples of samplers" if frozen else "operations"
                 raise TooMany(
-                    f"session {name} has {len(mine.waiting)} operations in its queue, at most "
-                    f"{MAX_QUEUED} with {MAX_QUEUED_TOKENS} tokens fit; wait for the first of them"
+                    f"session {name} has {len(alike)} {what} in its queue, at most {limit} with "
+                    f"{most} tokens fit; wait for the first of them"
                 )
             mine.count += 1
-            operation = Operation(f"{mine.number}-{mine.count}", body)
+            operation = Operation(f"{mine.number}-{mine.count}", body, key=key)
             mine.waiting.append(operation)
             if key is not None:
                 mine.keys[key] = operation.id, _digest(body)
@@ -169,6 +184,7 @@ class Operations:
             lives = [life for key, life in self._lives.items() if name_of(key) == name]
             lives += [self._past[name]] if name in self._past else []
             mine = next((life for life in lives if life.number == asked[1]), None)
+            mine = next((life for life in lives if operation in life.recalled), mine)
             if mine is None:
                 return {"id": operation, "state": "lost", "reason": LOST}
             self._forget_old(mine)
@@ -183,10 +199,34 @@ class Operations:
             f"{MAX_KEPT} of them, for {KEPT_S:g} s"
         )
 
-    def begin(self, session: str, version: int) -> None:
-        """Record that a session is open, with this version of its weights."""
+    def begin(self, session: str, version: int, journal: Journal | None = None) -> None:
+        """Record that a session is open, with this version of its weights. The `journal` has the
+        answers of earlier lives; those of this life are added to it."""
+        entries = [] if journal is None else journal.open(version)
         with self._changing:
-            self._life(session).version = version
+            mine = self._life(session)
+            mine.version, mine.journal = version, journal
+            answers, keys = OrderedDict[str, _Answer](), OrderedDict[str, tuple[str, str]]()
+            for each in entries:
+                text = json.dumps(each.answer).encode()
+                answers[each.id] = _Answer(cast(State, each.state), text, time.monotonic())
+                mine.recalled.add(each.id)
+                if each.key is not None:
+                    keys[each.key] = each.id, each.digest
+            mine.answers = answers | mine.answers  # some may have been posted while it was opened
+            mine.keys = keys | mine.keys
+
+    def cancel(self, session: str, operation: str) -> bool:
+        """Take an operation out of the queue, and let it fail; return whether it waited there."""
+        with self._changing:
+            mine = self._life(session)
+            for each in mine.waiting:
+                if each.id == operation and each.state == "queued":
+                    mine.waiting.remove(each)
+                    text = json.dumps("cancelled").encode()
+                    mine.answers[operation] = _Answer("failed", text, time.monotonic())
+                    return True
+        return False
 
     def close(self, session: str) -> None:
         """Accept no more operations for a session. Operations that wait are lost; operations under
@@ -229,11 +269,8 @@ class Operations:
             return max(1, sum(samples)) if turn else 0
 
     def take(self, session: str) -> list[Operation]:
-        """Return the operations of a session's next turn, and mark them as under way.
-
-        A turn consists of the `sample` operations at the front of the queue, and of the operations
-        behind them up to the next `sample`.
-        """
+        """Return the operations of a session's next turn (`turns.next_turn`), and mark them as under
+        way."""
         with self._changing:
             turn = self._turn(session)
             for each in turn:
@@ -249,6 +286,12 @@ class Operations:
         text = json.dumps(error or finite_or_null(result)).encode()
         with self._changing:
             mine = self._life(session)
+            ended = next((each for each in mine.waiting if each.id == operation), None)
+        if mine.journal is not None and ended is not None:  # before anyone can know the answer
+            said = json.loads(text)
+            kind, digest = ended.body.kind, _digest(ended.body)
+            mine.journal.add(Entry(operation, kind, ended.key, digest, state, version, said))
+        with self._changing:
             mine.version = version
             mine.waiting = [each for each in mine.waiting if each.id != operation]
             mine.answers[operation] = _Answer(state, text, time.monotonic())
@@ -268,12 +311,7 @@ class Operations:
     def _turn(self, session: str) -> list[Operation]:
         """Return the operations of a session's next turn, see `take`; empty if the queue is
         empty."""
-        turn: list[Operation] = []
-        for each in self._life(session).waiting:
-            if turn and each.body.kind == "sample" and turn[-1].body.kind != "sample":
-                break
-            turn.append(each)
-        return turn
+        return next_turn(self._life(session).waiting)
 
     def _forget_old(self, mine: _Life) -> None:
         """Drop the oldest answers until the number, size and age of the answers are within the
@@ -284,6 +322,7 @@ class Operations:
             if fits and time.monotonic() - oldest.since_s <= KEPT_S:
                 return
             del mine.answers[operation]
+            mine.recalled.discard(operation)
             total -= len(oldest.text)
 
 

@@ -19,7 +19,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "moe": ("routing_replay",),
     "train": ("micro_batch_tokens",),
     "rollout": ("temperature",),
-    "checkpoint": ("keep",),
+    "checkpoint": ("keep", "save_every"),
 }
 """The top-level keys that a session's recipe may have, each with the keys that are allowed in that
 section. An empty tuple means that there is no restriction."""
@@ -50,6 +50,8 @@ def session_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key, inner, value in (("train", "num_steps", 0), ("rollout", "max_response_len", 1)):
         if isinstance(branch := filled.setdefault(key, {}), dict):
             branch[inner] = value
+    if isinstance(branch := filled.setdefault("checkpoint", {}), dict):
+        branch.setdefault("save_every", 0)  # a session saves when it is asked to
     return filled
 
 

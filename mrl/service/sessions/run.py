@@ -25,10 +25,19 @@ from mrl.run.folder import RunFolder
 from mrl.service.consensus import SERVICE_FAULTS
 from mrl.service.local_engine import SharedLocalEngine
 from mrl.service.record import engine_name, name_of
-from mrl.service.sessions.bodies import KINDS, Body, ForwardBackwardBody, SampleBody
+from mrl.service.sessions.bodies import (
+    KINDS,
+    Body,
+    ForwardBackwardBody,
+    OptimStepBody,
+    SampleBody,
+)
+from mrl.service.sessions.journal import Journal
 from mrl.service.sessions.operations import Operations
 from mrl.service.sessions.recipe import check_session
 from mrl.service.sessions.records import SampleRecords
+from mrl.service.sessions.samplers import Source
+from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.sampling import SessionSampler, canary_prompts
 from mrl.service.sessions.trainer import SessionTrainer
 from mrl.service.shared import SharedResources
@@ -93,21 +102,23 @@ class SessionRun:
                 adapter,
                 canary_prompts(model.sizes.vocab_size, recipe.rollout),
             )
-            self.sampler = SessionSampler(recipe, mesh, part, self.policy)
+            samples = Samples()
+            self._trainer = SessionTrainer(recipe, mesh, self.folder, self.policy, samples)
+            in_place = self._trainer.samplers.in_place
+            self.sampler = SessionSampler(recipe, mesh, part, self.policy, samples, in_place)
             undo.callback(self.sampler.close)
-            self._trainer = SessionTrainer(
-                recipe, mesh, self.folder, self.policy, self.sampler.samples
-            )
             self._trainer.resume(step)
             undo.pop_all()
         self._records = SampleRecords(
             self.folder, ServiceTokenizer(model), recipe.rollout.temperature
         )
         if operations is not None:
-            operations.begin(incarnation, self._trainer.version)
+            operations.begin(incarnation, self._trainer.version, Journal(self.folder.root))
         self.tokens_of_step = 0
         """Number of tokens in the `sample` operations of the next turn, as last reported by rank 0;
         0 if no operation waits."""
+        self._source = Source(None, self.step, self.step)
+        """The weights that sample in the current turn."""
         self._asked: dict[str, SampleBody] = {}
         """The `sample` operations of the current turn, by id."""
         self._turn: list[tuple[str, Body]] = []
@@ -139,10 +150,16 @@ class SessionRun:
         if self._operations is not None:
             taken = self._operations.take(self._incarnation)
             bodies = [(each.id, each.body.model_dump(mode="json")) for each in taken]
-            said = json.dumps(bodies).encode()
+            sampler = next((e.body.sampler for e in taken if isinstance(e.body, SampleBody)), None)
+            version, failure = -1, ""
+            try:
+                version = self._trainer.samplers.version_of(sampler)
+            except InputError as error:
+                failure = str(error)
+            said = json.dumps([bodies, sampler, version, failure]).encode()
+        bodies, sampler, version, failure = json.loads(share_bytes(said)[0])
         turn: list[tuple[str, Body]] = [
-            (name, KINDS[body["kind"]].model_validate(body))
-            for name, body in json.loads(share_bytes(said)[0])
+            (name, KINDS[body["kind"]].model_validate(body)) for name, body in bodies
         ]
         asked = {
             name: (body, self._seed(name) if body.seed is None else body.seed)
@@ -151,7 +168,12 @@ class SessionRun:
         }
         self._asked = {name: body for name, (body, _) in asked.items()}
         self._turn = [(name, body) for name, body in turn if name not in asked]
-        self.sampler.begin(asked, self.step)
+        if failure:  # there is no such sampler
+            for name in asked:
+                self._answer(name, None, failure)
+            asked, self._asked = {}, {}
+        self._source = self._trainer.samplers.source(sampler, version, self.step)
+        self.sampler.begin(asked, self._source)
 
     def _seed(self, operation: str) -> int:
         """Return the seed of a `sample` operation whose body has no seed."""
@@ -165,7 +187,7 @@ class SessionRun:
         results, failures = found
         for name in self._asked:
             self._answer(name, results.get(name), failures.get(name, ""))
-        for name, result in results.items():
+        for name, result in results.items() if self._source.name is None else ():
             self._record(partial(self._records.add, self.step, self._asked[name], result))
         self.sampler.check_behaviour()
 
@@ -182,6 +204,8 @@ class SessionRun:
             if failure:
                 self._trainer.note_failure(name, body)
             self._answer(name, result, failure)
+            if isinstance(body, OptimStepBody) and not failure:
+                self._save_if_due()
             if isinstance(body, ForwardBackwardBody) and not failure:
                 self._record(partial(self._records.train, self.step, body, result))
         self.cost.update_s = time.perf_counter() - start
@@ -199,6 +223,13 @@ class SessionRun:
                 raise
             failure = " ".join(str(error).split()) or type(error).__name__
         return result, self._agree(failure)
+
+    def _save_if_due(self) -> None:
+        """Save a checkpoint after every `checkpoint.save_every` optimizer steps. Their answers are in
+        the journal by now, so a step whose effect is in a checkpoint is never repeated."""
+        every = self._recipe.checkpoint.save_every
+        if every and self.step % every == 0:
+            self._trainer.save()
 
     def _record(self, write: Callable[[], None]) -> None:
         """On rank 0, call `write`, which writes samples for the page of the run. If it fails, mrl

@@ -1,37 +1,33 @@
 """Generates the samples of a session on the service's engine, together with the requests of other
-tenants.
-
-The routes of a sample are the experts that the engine's router chose for each of its tokens.
-"""
+tenants."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import Recipe, RolloutConfig
 from mrl.engine_pool.part import EnginePart
-from mrl.engines.base import EndsEngine, PolicyEndpoint, SamplingParams
+from mrl.engines.base import EndsEngine, EngineLost, PolicyEndpoint, SamplingParams
 from mrl.errors import InputError, RunFailed, WrongWeights
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.run.rollouts import decode_groups, encode_groups
 from mrl.service.consensus import SERVICE_FAULTS
 from mrl.service.sessions.bodies import SampleBody
+from mrl.service.sessions.prompt_scores import PromptScores, score_prompts
+from mrl.service.sessions.samplers import Source
+from mrl.service.sessions.samples import Samples
 from mrl.system.memory_error import out_of_memory
-from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup
+from mrl.types import Prompt, Sample, SampleGroup
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 
-MAX_ROUTE_BYTES = 256 << 20
-"""Maximum number of bytes of routes that each rank keeps for a session; the oldest routes are
-dropped first."""
 CANARY_TOKENS = 16
 MAX_ENDED = 3
 """A session is paused after this many of its operations have killed an engine."""
@@ -42,41 +38,6 @@ ENDS_TOO_OFTEN = (
 )
 
 
-class Samples:
-    """Keeps the routes of the newest samples, by sample id, so that training can replay them."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[Tensor, RoutingTrace]] = OrderedDict()
-        self._num_bytes = 0
-
-    def keep(self, name: str, sample: Sample) -> None:
-        """Keep the routes of a sample, if it has any, and drop the oldest routes beyond the
-        limit."""
-        if sample.routing is None:
-            return
-        self._kept[name] = sample.token_ids, sample.routing
-        self._num_bytes += sample.routing.num_bytes
-        while self._num_bytes > MAX_ROUTE_BYTES and len(self._kept) > 1:
-            _, (_, oldest) = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
-
-    def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
-        """Return the routes of the sample with the id `name`. Raises InputError if the routes are
-        not kept, or if `tokens` i64[T] differ from the tokens of the sample."""
-        if (kept := self._kept.get(name)) is None:
-            raise InputError(
-                f"the routes of sample {name[:80]!r} are not kept: it is none of the newest samples "
-                "since the session was opened; sample again, or leave `sample` out"
-            )
-        token_ids, routing = kept
-        if not torch.equal(token_ids, tokens):
-            raise InputError(
-                f"the tokens are not those of sample {name}, its prompt and its answer; give the same "
-                "ones, or leave `sample` out"
-            )
-        return routing
-
-
 class SessionSampler:
     """Generates the answers that the `sample` operations of a turn ask for, on one rank of the
     trainer.
@@ -84,13 +45,22 @@ class SessionSampler:
     Every method is a collective except `generate`, which runs in a thread.
     """
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, part: EnginePart, policy: Policy) -> None:
-        """`part`: the object through which the session uses this rank's engine."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        part: EnginePart,
+        policy: Policy,
+        samples: Samples,
+        in_place: Callable[[Source], AbstractContextManager[None]],
+    ) -> None:
+        """`part`: the object through which the session uses this rank's engine. `samples` gets the
+        routes of answers. `in_place` is `Samplers.in_place`."""
+        self.samples, self._in_place = samples, in_place
         self._recipe, self._mesh, self.part, self._policy = recipe, mesh, part, policy
         tp = recipe.rollout.tensor_parallel_size
         self._number, self._num_engines = mesh.rank // tp, mesh.dims.world // tp
         self._keeps_routes = recipe.captures_routes
-        self.samples = Samples()
         self._asked: list[str] = []
         """The ids of the turn's operations, until `finish` has returned their results."""
         self._how: dict[int, tuple[SamplingParams, int]] = {}
@@ -103,7 +73,15 @@ class SessionSampler:
         """The errors on this rank, by operation id."""
         self._num_ended = 0
         """The number of operations that have killed an engine since the session was opened."""
-        self._version, self._sends = 0, False
+        self._has_lost: set[str] = set()
+        """The operations of the turn with which an engine was lost while it scored their prompts."""
+        self._source, self._sends = Source(None, 0, 0), False
+        self._unscored: dict[str, list[SampleGroup]] = {}
+        """By operation id, the groups of this rank whose prompts' log-probs are wanted and missing."""
+        self._tops: dict[str, int] = {}
+        """For each operation that wants log-probs of its prompts, how many of the likeliest tokens."""
+        self._prompts: dict[int, PromptScores] = {}
+        """The log-probs of prompts on this rank, by group id."""
         self._is_generated = True
 
     @property
@@ -113,14 +91,20 @@ class SessionSampler:
 
     @property
     def num_remaining(self) -> int:
-        """1 if this rank's engine still has rollouts to generate, otherwise 0."""
-        return int(bool(self._left))
+        """1 if this rank's engine still has rollouts to generate or prompts to score, otherwise 0."""
+        return int(bool(self._left or self._unscored))
 
-    def begin(self, asked: Mapping[str, tuple[SampleBody, int]], version: int) -> None:
+    def begin(self, asked: Mapping[str, tuple[SampleBody, int]], source: Source) -> None:
         """Begin the `sample` operations of a turn. `asked`: the body and the seed of each
-        operation, by the operation's id. `version`: the version of the weights."""
-        self._asked, self._version = list(asked), version
+        operation, by the operation's id. `source`: the weights that sample."""
+        self._asked, self._source = list(asked), source
         self._done, self._failures, self._left = [], {}, []
+        self._unscored, self._prompts, self._has_lost = {}, {}, set()
+        self._tops = {
+            name: body.top_prompt_logprobs
+            for name, (body, _) in asked.items()
+            if body.prompt_logprobs or body.top_prompt_logprobs
+        }
         self._is_generated = not asked
         groups: list[SampleGroup] = []
         how: list[tuple[SamplingParams, int]] = []
@@ -132,6 +116,9 @@ class SessionSampler:
         share = groups[self._number :: self._num_engines]
         if self.part.endpoint is not None and share:
             self._left = [self._rollout(share)]
+            for group in share:
+                if group.prompt.source in self._tops:
+                    self._unscored.setdefault(group.prompt.source, []).append(group)
         self.part.is_needed = bool(self.num_remaining)
 
     def _rollout(self, groups: Sequence[SampleGroup]) -> SingleTurnRollout:
@@ -144,17 +131,24 @@ class SessionSampler:
         The base model must be on the device."""
         self._policy.mount(adapter_only=True)
         endpoint = self.part.active_endpoint
-        lacks = endpoint is not None and endpoint.weight_version != self._version
+        lacks = endpoint is not None and endpoint.weight_version != self._source.label
         self._sends = bool(sum_over_ranks(lacks))
-        if self._sends:
-            self.part.prepare_sync(self._policy)
+        if not self._sends:
+            return
+        try:
+            with self._in_place(self._source):
+                self.part.prepare_sync(self._policy)
+        except InputError as error:  # on all ranks: the sampler cannot be read
+            self._failures = dict.fromkeys(self._asked, " ".join(str(error).split()))
+            self._left, self._unscored, self._sends = [], {}, False
 
     def send(self) -> None:
         """Send the adapter to the engine, which must be awake. Does nothing if every engine has the
         current version."""
         self._policy.mount(adapter_only=True)
         if self._sends:
-            self.part.send(self._policy, self._version)
+            with self._in_place(self._source):
+                self.part.send(self._policy, self._source.label)
             self.part.raise_failures()
 
     def check_sync(self) -> None:
@@ -173,6 +167,8 @@ class SessionSampler:
         with self.part.engine.noting_loss():
             while self._left:
                 self._generate(endpoint, self._left[0])
+            while self._unscored:
+                self._score(endpoint, next(iter(self._unscored)))
         if self._left:  # the engine was lost: try each alone, as one of them may be the cause
             self._left = [each for rollout in self._left for each in self._one_by_one(rollout)]
 
@@ -193,6 +189,32 @@ class SessionSampler:
             if len(parts) == 1:
                 self._fail(parts.pop(), error)
         self._left[:1] = parts
+
+    def _score(self, endpoint: PolicyEndpoint, name: str) -> None:
+        """Compute the log-probs of this rank's prompts of one operation, unless it has failed."""
+        groups = self._unscored[name] if name not in self._failures else []
+        try:
+            found = score_prompts(
+                endpoint, [group.prompt.token_ids for group in groups], self._tops[name]
+            )
+        except EngineLost as error:
+            if name in self._has_lost:  # otherwise it is tried once more, on the next engine
+                self._failures[name] = " ".join(str(error).split())
+                self._num_ended += 1
+                del self._unscored[name]
+            self._has_lost.add(name)
+            raise
+        except (*SERVICE_FAULTS, WrongWeights):
+            raise
+        except (ValueError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
+            self._failures[name] = " ".join(str(error).split())
+            del self._unscored[name]
+            return
+        ids = [group.samples[0].group_id for group in groups]
+        self._prompts |= dict(zip(ids, found, strict=True))
+        del self._unscored[name]
 
     def _one_by_one(self, rollout: SingleTurnRollout) -> list[SingleTurnRollout]:
         """Return one rollout for each operation that is unfinished in `rollout`."""
@@ -227,8 +249,12 @@ class SessionSampler:
         if not self._is_generated:
             return None
         failures: dict[str, str] = {}
-        for said in share_bytes(json.dumps(self._failures).encode()):
-            failures = json.loads(said) | failures
+        prompts: dict[int, PromptScores] = {}
+        own = [self._failures, list(self._prompts.items())]
+        for said in share_bytes(json.dumps(own).encode()):
+            some, scores = json.loads(said)
+            failures = some | failures
+            prompts |= {number: PromptScores(*each) for number, each in scores}
         asked, self._asked, self._left = self._asked, [], []
         groups = [each for each in self._done if each.prompt.source not in failures]
         if self._mesh.dims.world > 1:
@@ -237,15 +263,23 @@ class SessionSampler:
             groups = [group for part in parts for group in part]
         groups = sorted(groups, key=lambda group: group.samples[0].group_id)
         results: dict[str, list[Any]] = {name: [] for name in asked if name not in failures}
+        scored: dict[str, list[PromptScores]] = {name: [] for name in self._tops}
         for group in groups:
             name, number = group.prompt.source, len(results[group.prompt.source])
             results[name].append([])
             for k, sample in enumerate(group.samples):
-                own = f"{name}/{number}/{k}"
+                sample_id = f"{name}/{number}/{k}"
                 if self._keeps_routes:
-                    self.samples.keep(own, sample)
-                results[name][-1].append(_shown(own, sample))
-        return {name: {"samples": found} for name, found in results.items()}, failures
+                    self.samples.keep(sample_id, sample)
+                results[name][-1].append(_shown(sample_id, sample, self._source))
+            if name in self._tops:
+                scored[name].append(prompts[group.samples[0].group_id])
+        shown: dict[str, dict[str, Any]] = {n: {"samples": each} for n, each in results.items()}
+        for name in set(shown) & set(self._tops):
+            shown[name]["prompt_logprobs"] = [each.logprobs for each in scored[name]]
+            if self._tops[name]:
+                shown[name]["top_prompt_logprobs"] = [each.top for each in scored[name]]
+        return shown, failures
 
     def check_behaviour(self) -> None:
         """Raise RunFailed if operations of this session have killed this rank's engine too
@@ -273,12 +307,12 @@ def canary_prompts(vocab_size: int, config: RolloutConfig) -> list[Prompt]:
     return [_prompt("canary", number, tokens) for number, tokens in enumerate(lists)]
 
 
-def _shown(name: str, sample: Sample) -> dict[str, Any]:
+def _shown(name: str, sample: Sample, source: Source) -> dict[str, Any]:
     """Return an answer as the JSON object that the client gets."""
     return {
         "id": name,
         "tokens": sample.response_ids.tolist(),
         "logprobs": sample.rollout_logprobs[sample.prompt_len :].tolist(),
-        "version": sample.weight_versions[-1].version,
+        "version": source.version,
         "stop_reason": sample.finish_reason,
     }

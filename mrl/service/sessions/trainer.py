@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +14,23 @@ from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.learn.named_losses import LOSSES
-from mrl.learn.saves import make_checkpoints
+from mrl.learn.saves import make_checkpoints, make_named_checkpoints
 from mrl.learn.sequences import SequenceTrainer, Weighted
 from mrl.run import console
 from mrl.run.folder import RunFolder
+from mrl.service.sessions import saved
 from mrl.service.sessions.bodies import (
     ForwardBackwardBody,
     ForwardBody,
     LoadBody,
     OptimStepBody,
     SaveBody,
+    SaveSamplerBody,
     SequenceBody,
     factors_of,
 )
-from mrl.service.sessions.sampling import Samples
+from mrl.service.sessions.samplers import Samplers
+from mrl.service.sessions.samples import Samples
 from parallel.checkpoint.manifest import candidates, folder_name, step_of
 from parallel.kept_gradients import KeptGradients
 from parallel.mesh import Mesh
@@ -45,7 +49,9 @@ class SessionTrainer:
     def __init__(
         self, recipe: Recipe, mesh: Mesh, folder: RunFolder, policy: Policy, samples: Samples
     ) -> None:
-        self._mesh, self._folder, self._policy, self._samples = mesh, folder, policy, samples
+        self._recipe, self._mesh, self._folder = recipe, mesh, folder
+        self._policy, self._samples = policy, samples
+        self.samplers = Samplers(mesh, folder, policy, recipe.seed)
         self._steps = SequenceTrainer(
             policy,
             mesh,
@@ -77,6 +83,7 @@ class SessionTrainer:
             ForwardBackwardBody: self._forward_backward,
             OptimStepBody: self._optim_step,
             SaveBody: self._save,
+            SaveSamplerBody: self._save_sampler,
             LoadBody: self._load,
         }
         return actions[type(body)](body)
@@ -100,12 +107,16 @@ class SessionTrainer:
         return {"logprobs": passed.logprobs}
 
     def _forward_backward(self, body: ForwardBackwardBody) -> dict[str, Any]:
-        sequences = [self._weighted(each) for each in body.sequences]
-        passed = self._steps.compute_gradients(sequences, LOSSES[body.loss], body.config())
+        matches = body.replay == "match"
+        sequences = [self._weighted(each, matches=matches) for each in body.sequences]
+        passed = self._steps.compute_gradients(
+            sequences, LOSSES[body.loss], body.options(), scores_all=body.all_logprobs
+        )
         self._gradients.add()
         loss = passed.metrics.get(self._policy.loss_key, math.nan)
         self._loss += loss
-        return {"loss": loss, "logprobs": passed.logprobs, "metrics": passed.metrics}
+        metrics = passed.metrics | _replayed(sequences)
+        return {"loss": loss, "logprobs": passed.logprobs, "metrics": metrics}
 
     def _optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         failed, self._failed = self._failed, ""
@@ -119,7 +130,7 @@ class SessionTrainer:
             raise InputError("there are no gradients; forward_backward comes before optim_step")
         try:
             self._gradients.put_back()
-            grad_norm, lr = self._policy.apply_gradients(body.lr)
+            grad_norm, lr = self._policy.apply_gradients(body.settings())
         finally:
             loss = self._loss
             self._forget_gradients()
@@ -127,22 +138,54 @@ class SessionTrainer:
         return {"version": self.version, "grad_norm": grad_norm, "lr": lr}
 
     def _save(self, body: SaveBody) -> dict[str, Any]:
-        self.save()
-        folder = self._folder.checkpoints / folder_name(self.version)
-        return {"version": self.version, "folder": str(folder)}
+        if body.name is None:
+            self.save()
+            folder = self._folder.checkpoints / folder_name(self.version)
+            return {"version": self.version, "folder": str(folder)}
+        root, name = self._folder.root, body.name
+        if not body.overwrite and saved.find(root, "states", name) is not None:
+            raise InputError(
+                f"there is a state {name!r} already; take another name, or set overwrite"
+            )
+        place = saved.place(root, "states", name)
+        store = make_named_checkpoints(place, self._mesh, self._recipe.seed)
+        folder = store.save(self.version, self._policy, {"session": self.version})
+        store.finish()
+        if self._mesh.rank == 0:
+            saved.keep_one(place, self.version)
+        return {"version": self.version, "folder": str(folder), "name": name}
+
+    def _save_sampler(self, body: SaveSamplerBody) -> dict[str, Any]:
+        folder = self.samplers.save(body.name, self.version, overwrite=body.overwrite)
+        return {"version": self.version, "folder": str(folder), "name": body.name}
 
     def _load(self, body: LoadBody) -> dict[str, Any]:
         self.checkpoints.finish()
-        if body.version not in (saved := self._saved()):
-            there = ", ".join(map(str, sorted(saved))) or "none"
-            raise InputError(
-                f"there is no checkpoint of version {body.version}; there are: {there}"
-            )
-        self.checkpoints.load(body.version, self._policy)
+        folder = self._folder_of(body)
+        store = self.checkpoints
+        if body.folder is not None:  # whose seed is not taken over
+            store = make_named_checkpoints(folder, self._mesh, self._recipe.seed)
+        loaded = store.load_folder(folder, self._policy, with_optimizer=body.optimizer)
+        if not body.optimizer:
+            self._policy.make_optimizer(self._recipe.optimizer)
         self._forget_gradients()
         self._failed = ""
-        self._next_version({"session/loaded_version": float(body.version)})
+        self._next_version({"session/loaded_version": float(loaded.step)})
         return {"version": self.version}
+
+    def _folder_of(self, body: LoadBody) -> Path:
+        """Return the checkpoint folder that `load` asks for. Raises InputError if there is none."""
+        if body.name is not None:
+            return saved.require(self._folder.root, "states", body.name)
+        if body.folder is not None:
+            return saved.checked(Path(body.folder), with_optimizer=body.optimizer)
+        if body.version not in (there := self._saved()):
+            raise InputError(
+                f"there is no checkpoint of version {body.version}; there are: "
+                f"{', '.join(map(str, sorted(there))) or 'none'}"
+            )
+        assert body.version is not None
+        return self._folder.checkpoints / folder_name(body.version)
 
     def _saved(self) -> set[int]:
         return {step_of(each) for each in candidates(self._folder.checkpoints)}
@@ -152,31 +195,50 @@ class SessionTrainer:
         self._loss = 0.0
 
     def _next_version(self, metrics: dict[str, float]) -> None:
+        self.samplers.note_change()
         row = {"step": self.version, **metrics, "time/timestamp": time.time()}
         self.version += 1
         if self._mesh.rank == 0:
             self._folder.add_metrics(row)
             console.step_line(row, name=self._policy.name)
 
-    def _weighted(self, given: SequenceBody) -> Weighted:
-        """Return a sequence in the form that the trainer takes. Raises InputError if the sequence
-        names a sample although the session does not replay routes, or if the sample's routes are
-        not kept."""
+    def _weighted(self, given: SequenceBody, *, matches: bool = False) -> Weighted:
+        """Return a sequence in the form that the trainer takes. `matches`: whether it replays the
+        routes of a kept sample with its tokens, if there is one. Otherwise raises InputError if the
+        sequence names a sample although the session does not replay routes, or if the sample's routes
+        are not kept."""
         tokens = torch.tensor(given.tokens)
+        old = None
+        if given.logprobs is not None:
+            old = torch.tensor(given.logprobs, dtype=torch.float32)
         routing = None
-        if given.sample is not None:
+        if matches:
+            found = self._samples.find(given.sample, tokens, old)
+            routing = found if self._replays else None
+        elif given.sample is not None:
             if not self._replays:
                 raise InputError(
                     "sample names routes to replay, but the session has moe.routing_replay=off; leave "
                     "`sample` out"
                 )
             routing = self._samples.routes_of(given.sample, tokens)
+        mask = None if given.ratio_mask is None else torch.tensor(given.ratio_mask) != 0
         return Weighted(
             token_ids=tokens,
             factors=torch.tensor(factors_of(given), dtype=torch.float32),
-            old_logprobs=None
-            if given.logprobs is None
-            else torch.tensor(given.logprobs, dtype=torch.float32),
+            old_logprobs=old,
             weight=given.weight,
             routing=routing,
+            targets=None if given.targets is None else torch.tensor(given.targets),
+            in_loss=mask,
         )
+
+
+def _replayed(sequences: Sequence[Weighted]) -> dict[str, float]:
+    """Return how many rows (tokens but the last of each sequence) had replayed routes, and for how many
+    the trainer's routers chose."""
+    rows = [(len(each.token_ids) - 1, each.routing is not None) for each in sequences]
+    return {
+        "session/replayed_rows": float(sum(count for count, has in rows if has)),
+        "session/native_rows": float(sum(count for count, has in rows if not has)),
+    }

@@ -1,0 +1,218 @@
+"""The checkpoints of models: what is listed, how long it is kept, and how it leaves the service as a
+PEFT folder.
+
+A checkpoint is written down when its operation is posted. Whether it is complete is looked up when it
+is needed: its folder then is in the run folder of its model.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from mrl.service.callers import Refused
+from mrl.service.sessions.saved import remove_saved
+from mrl.tinker import bodies, paths
+from mrl.tinker.door import FOLDERS, NOT_YOURS, SETTLING, Door, Row, saved_name
+from parallel.checkpoint.hf_export import export_checkpoint
+
+EPHEMERAL = "ephemeral."
+"""The names of samplers that a client made without a name begin so. They are not listed, and the newest
+`KEPT_EPHEMERAL` of a model are kept."""
+KEPT_EPHEMERAL = 16
+EXPORTS = "exports"
+"""The folder of a run with the PEFT folders of its checkpoints."""
+PENDING = "this checkpoint is being written; wait for the result of the call that saves it"
+MAX_SHARD_BYTES = 2 << 30
+Answer = dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of all users. Methods raise Refused for what the caller does not own."""
+
+    def __init__(self, door: Door) -> None:
+        self._door, self._ledger = door, door.ledger
+
+    def note(
+        self,
+        path: paths.Path,
+        owner: str,
+        request: str,
+        ttl_s: int | None,
+        metadata: Any,
+    ) -> None:
+        """Write down a checkpoint that the operation of `request` writes. One that has the path already
+        is replaced."""
+        key = str(path)
+        self._ledger.remove("checkpoints", key)
+        self._ledger.add(
+            "checkpoints",
+            path=key,
+            run=path.run,
+            kind=path.kind,
+            name=path.name,
+            owner=owner,
+            folder="",
+            size=0,
+            created=time.time(),
+            expires=None if ttl_s is None else time.time() + ttl_s,
+            metadata=metadata,
+            request=request,
+        )
+        self._sweep(path.run)
+
+    def exists(self, path: paths.Path) -> bool:
+        """Whether a model has a checkpoint of this kind and name."""
+        return self._settled(self._ledger.get("checkpoints", str(path))) is not None
+
+    def folder(
+        self, owner: str, path: str, kinds: Sequence[paths.Kind] = ("training", "sampler")
+    ) -> Path:
+        """Return the folder of a checkpoint that `owner` owns, of one of these kinds."""
+        row = self.require(owner, path)
+        if row["kind"] not in kinds:
+            raise Refused(
+                400, f"{path} is of the kind {row['kind']}; expected one of {', '.join(kinds)}"
+            )
+        return Path(row["folder"])
+
+    def require(self, owner: str, path: str) -> Row:
+        """Return a checkpoint that `owner` owns and that is complete."""
+        row = self._settled(self._ledger.get("checkpoints", str(paths.parse(path))))
+        if row is None or row["owner"] != owner:
+            raise Refused(404, NOT_YOURS.format(what="checkpoint", key=path[:300]))
+        if not row["folder"]:
+            raise Refused(404, PENDING)
+        return row
+
+    def of_run(self, run: str) -> list[Answer]:
+        """Return the complete checkpoints of a model as the SDK's Checkpoint, the oldest first."""
+        rows = [self._settled(row) for row in self._ledger.find("checkpoints", run=run)]
+        return [shown(row) for row in rows if is_listed(row)]
+
+    def of_user(self, owner: str, offset: int, limit: int) -> Answer:
+        """Return a page of a user's checkpoints, the newest first."""
+        rows = [self._settled(row) for row in self._ledger.find("checkpoints", owner=owner)]
+        found = [shown(row) for row in reversed(rows) if is_listed(row)]
+        return page("checkpoints", found, offset, limit)
+
+    def set_ttl(self, owner: str, path: str, body: bodies.Ttl) -> None:
+        """Set how long a checkpoint is kept from now on; None keeps it for good."""
+        row, ttl_s = self.require(owner, path), body.ttl_seconds
+        self._ledger.set(
+            "checkpoints", row["path"], expires=None if ttl_s is None else time.time() + ttl_s
+        )
+
+    def delete(self, owner: str, path: str) -> None:
+        """Remove a checkpoint and its files."""
+        self._remove(self.require(owner, path))
+
+    def weights_info(self, owner: str, body: bodies.WeightsInfo) -> Answer:
+        """Return the shape of a checkpoint's adapter."""
+        row = self.require(owner, body.tinker_path)
+        model = self._door.owned("models", owner, row["run"])
+        return {
+            "base_model": model["base"],
+            "optimizer_config": {"type": "adamw"},
+            "is_lora": True,
+            "lora_rank": model["rank"],
+            "train_unembed": bool(model["unembed"]),
+            "train_mlp": bool(model["mlp"]),
+            "train_attn": bool(model["attn"]),
+        }
+
+    def export(self, owner: str, path: str) -> Path:
+        """Return the PEFT folder of a checkpoint. It is written when it is first asked for."""
+        row = self.require(owner, path)
+        target = self._exported(row)
+        if target is None:
+            raise Refused(404, NOT_YOURS.format(what="checkpoint", key=path[:300]))
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            export_checkpoint(
+                Path(row["folder"]), target, base=None, max_bytes=MAX_SHARD_BYTES, notes={}
+            )
+        return target
+
+    def _settled(self, row: Row | None) -> Row | None:
+        """Return a checkpoint with its folder, if its operation is done; None if there is none, or it
+        was not written, or its time is over."""
+        if row is None:
+            return None
+        if row["expires"] is not None and row["expires"] < time.time():
+            self._remove(row)
+            return None
+        model = self._ledger.get("models", row["run"])
+        row["tenant"] = "" if model is None else model["tenant"]
+        if row["folder"]:
+            return row if Path(row["folder"]).is_dir() else None
+        request = self._ledger.get("requests", row["request"])
+        if request is not None and self._door.look(request)["state"] in SETTLING:
+            return row
+        if (found := self._door.saved(row["tenant"], row["kind"], row["name"])) is None:
+            self._ledger.remove("checkpoints", row["path"])
+            return None
+        row["folder"], row["size"] = str(found.folder), found.num_bytes
+        self._ledger.set("checkpoints", row["path"], folder=row["folder"], size=row["size"])
+        return row
+
+    def _remove(self, row: Row) -> None:
+        self._ledger.remove("checkpoints", row["path"])
+        if (exported := self._exported(row)) is not None:
+            shutil.rmtree(exported, ignore_errors=True)
+        model = self._ledger.get("models", row["run"])
+        if model is not None:
+            name = saved_name(row["kind"], row["name"])
+            remove_saved(self._door.run_folder(model["tenant"]), FOLDERS[row["kind"]], name)
+
+    def _exported(self, row: Row) -> Path | None:
+        """Return where the PEFT folder of a checkpoint is written; None if its model is unknown."""
+        if (model := self._ledger.get("models", row["run"])) is None:
+            return None
+        return self._door.run_folder(model["tenant"]) / EXPORTS / row["kind"] / row["name"]
+
+    def _sweep(self, run: str) -> None:
+        """Remove the oldest samplers without a name of a model."""
+        rows = [row for row in self._ledger.find("checkpoints", run=run) if is_ephemeral(row)]
+        for row in rows[:-KEPT_EPHEMERAL]:
+            if (settled := self._settled(row)) is not None and settled["folder"]:
+                self._remove(settled)
+
+
+def is_ephemeral(row: Row) -> bool:
+    """Whether a checkpoint is a sampler that a client made without a name."""
+    return row["name"].startswith(EPHEMERAL)
+
+
+def is_listed(row: Row | None) -> TypeGuard[Row]:
+    """Whether a checkpoint is complete and has a name of its user's."""
+    return row is not None and bool(row["folder"]) and not is_ephemeral(row)
+
+
+def shown(row: Row) -> Answer:
+    """Return a checkpoint as the SDK's Checkpoint."""
+    path = paths.parse(row["path"])
+    return {
+        "checkpoint_id": path.checkpoint_id,
+        "checkpoint_type": path.kind,
+        "time": as_time(row["created"]),
+        "tinker_path": row["path"],
+        "size_bytes": row["size"],
+        "public": False,
+        "user_metadata": row["metadata"],
+        "expires_at": None if row["expires"] is None else as_time(row["expires"]),
+    }
+
+
+def page(name: str, rows: list[Any], offset: int, limit: int) -> Answer:
+    """Return a part of a list with the SDK's Cursor."""
+    cursor = {"offset": offset, "limit": limit, "total_count": len(rows)}
+    return {name: rows[offset : offset + limit], "cursor": cursor}
+
+
+def as_time(seconds: float) -> str:
+    """Return seconds since 1970 in the API's form of a time."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,0 +1,301 @@
+"""What all requests of the API share: the service behind it, who owns what, and how an operation is
+posted to a session of the service."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mrl.config import ServiceConfig
+from mrl.errors import InputError
+from mrl.service.callers import Refused
+from mrl.service.record import Tenant
+from mrl.service.registry import NoTenant, Registry, WrongState
+from mrl.service.sessions import saved
+from mrl.service.sessions.bodies import Bounds, read_body
+from mrl.service.sessions.operations import LOST, NoOperation, OtherLife, TooMany
+from mrl.service.sessions.saved import Saved
+from mrl.tinker.ledger import Ledger, Row
+from mrl.tinker.paths import Kind
+from parallel.hf_config import HfModel
+
+IDLE_S = 600.0
+"""A client that has sent no heartbeat for this many seconds is taken to have ended. Its models stay,
+until another client needs their place."""
+SEEN_S = 5.0
+"""How exactly it is written down when a client was last seen, in seconds."""
+REQUESTS_S = 7 * 86400.0
+"""How long requests are remembered, in seconds."""
+TRAINS = ("forward_backward", "optim_step", "load_weights")
+"""The kinds of requests that change a model or its gradients."""
+FOLDERS: dict[Kind, saved.Kind] = {
+    "training": "states",
+    "sampler": "samplers",
+    "external": "samplers",
+}
+"""Where in a run folder a session of the service keeps its checkpoints."""
+EXPORTED = "export."
+"""Samplers that are written to be exported have names that begin so, apart from those of clients."""
+NOT_YOURS = "there is no {what} {key!r} that this key owns"
+SETTLING = ("queued", "running")
+
+
+class Door:
+    """The registry of the service, and the ledger of the API. Any thread may call the methods; they
+    raise Refused for what the caller asks in vain."""
+
+    def __init__(self, registry: Registry, ledger: Ledger) -> None:
+        self.registry, self.ledger = registry, ledger
+        self.making = threading.Lock()
+        """Held while a model or a sampler is created."""
+        self._whole: set[tuple[str, str]] = set()
+        """Sessions of the service and their lives in which nothing was lost (see `check_whole`)."""
+        ledger.remove_older("requests", time.time() - REQUESTS_S)
+
+    @property
+    def config(self) -> ServiceConfig:
+        return self.registry.service
+
+    @cached_property
+    def model(self) -> HfModel:
+        return HfModel.read(self.config.model.path, self.config.model.architecture)
+
+    @cached_property
+    def model_name(self) -> str:
+        """The name of the base model: the absolute path of its folder, so that clients on this machine
+        find the tokenizer by it."""
+        return str(Path(self.config.model.path).absolute())
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        context_len = self.config.rollout.context_len or self.model.context_len
+        return Bounds(self.model.sizes.vocab_size, context_len)
+
+    def check_base(self, name: str) -> None:
+        """Raise Refused unless `name` is that of the base model: the path of its folder, or the end of
+        the path, such as `Qwen/Qwen3-30B-A3B` of `/models/Qwen/Qwen3-30B-A3B`."""
+        given, path = name.partition(":")[0].strip("/"), self.model_name
+        if not given or not path.endswith(f"/{given}"):
+            raise Refused(
+                400,
+                f"base_model is {name[:200]!r}, but this service has {path!r}; "
+                "get_server_capabilities lists it",
+            )
+
+    def owned(self, table: str, owner: str, key: str) -> Row:
+        """Return a row that `owner` owns. Raises Refused, with the same words whether somebody else
+        owns it or nobody."""
+        found = self.ledger.get(table, key)
+        if found is None or found["owner"] != owner:
+            raise Refused(404, NOT_YOURS.format(what=table.removesuffix("s"), key=key[:200]))
+        return found
+
+    def session(self, owner: str, key: str) -> Row:
+        """Return a client's session that is not finished, and note that it is alive."""
+        found = self.owned("sessions", owner, key)
+        self.session_seen(key)
+        return found
+
+    def session_seen(self, key: str) -> None:
+        """Note that the client of a session is alive. Raises Refused if the session is finished."""
+        found = self.ledger.get("sessions", key)
+        if found is None or found["finished"]:
+            raise Refused(410, f"session {key} is finished; make a new ServiceClient")
+        if time.time() - found["seen"] > SEEN_S:
+            self.ledger.set("sessions", key, seen=time.time())
+
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the session of the service that has this name; None if it was removed."""
+        try:
+            found = self.registry.get(name)
+        except NoTenant:
+            return None
+        return None if found.state == "removed" else found
+
+    def is_open(self, tenant: Tenant) -> bool:
+        """Whether a session of the service is open, so that the state of its operations is known."""
+        return self.registry.operations.show(tenant.incarnation)["version"] is not None
+
+    def add_tenant(self, name: str, lora: dict[str, Any], seed: int, **more: Any) -> Tenant:
+        """Add a session to the service. If the service is full, the oldest model of a client that has
+        ended gives its place. Raises InputError."""
+        routes = "r3" if self.config.moe.capture_routes else "off"
+        tree = {
+            "lora": lora,
+            "seed": seed,
+            "optimizer": {
+                "lr": 1e-4,
+                "adam_beta2": 0.95,
+                "adam_eps": 1e-12,
+                "clip_grad": 0.0,
+            },
+            "moe": {"routing_replay": routes},
+            "output_dir": str(self.registry.root / "runs" / name),
+            **more,
+        }
+        request = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+        try:
+            return self.registry.add(name, tree, loop="client", request=request)
+        except InputError as error:
+            if "tenants.max_number" not in str(error) or not self._make_room():
+                raise
+        return self.registry.add(name, tree, loop="client", request=request)
+
+    def _make_room(self) -> bool:
+        """End the oldest session of the service whose client has ended. Return whether there is."""
+        for table in ("models", "samplers"):
+            for row in self.ledger.find(table):
+                tenant = self.tenant(row["tenant"] or "")
+                if tenant is not None and tenant.is_active and self._is_left(tenant.name):
+                    self.end(tenant.name)
+                    return True
+        return False
+
+    def _is_left(self, tenant: str) -> bool:
+        """Whether all clients of a session of the service have ended."""
+        users = {
+            row["session"]
+            for table in ("models", "samplers")
+            for row in self.ledger.find(table, tenant=tenant)
+        }
+        sessions = [self.ledger.get("sessions", each) for each in users]
+        oldest = time.time() - IDLE_S
+        return all(each is None or each["finished"] or each["seen"] < oldest for each in sessions)
+
+    def end(self, name: str) -> None:
+        """Save and close a session of the service. Its run folder and checkpoints stay."""
+        tenant = self.tenant(name)
+        if tenant is not None and tenant.is_active:
+            with suppress(WrongState):  # somebody else was faster
+                self.registry.move(name, "done")
+
+    def post(
+        self,
+        owner: str,
+        request: str,
+        kind: str,
+        tenant_name: str,
+        body: dict[str, Any],
+        about: dict[str, Any] | None = None,
+    ) -> str:
+        """Post an operation to a session of the service, and return the operation's id. A request that
+        was made before is not carried out again.
+
+        `request`: the id of the request, which a repeated request has again. `about`: what is needed to
+        answer it, beside the operation's result.
+        """
+        mark = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).hexdigest()
+        if (known := self.ledger.get("requests", request)) is not None:
+            if known["digest"] != mark or known["owner"] != owner:
+                raise Refused(
+                    400,
+                    f"request {request[:200]} was made before with another body; give each request a "
+                    "seq_id of its own",
+                )
+            return known["operation"]
+        tenant = self.active(tenant_name)
+        try:
+            asked = read_body(body, self.bounds)
+            key = hashlib.sha256(request.encode()).hexdigest()[:40]
+            operation = self.registry.operations.post(tenant.incarnation, asked, None, key)
+        except (TooMany, OtherLife) as error:
+            status = 429 if isinstance(error, TooMany) else 410
+            raise Refused(status, str(error)) from None
+        except InputError as error:
+            raise Refused(400, str(error)) from None
+        self.note(owner, request, kind, tenant_name, operation, mark, about)
+        return operation
+
+    def note(
+        self,
+        owner: str,
+        request: str,
+        kind: str,
+        tenant: str,
+        operation: str = "",
+        digest: str = "",
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        """Remember a request."""
+        self.ledger.add(
+            "requests",
+            id=request,
+            owner=owner,
+            kind=kind,
+            digest=digest,
+            tenant=tenant,
+            operation=operation,
+            about=about or {},
+            created=time.time(),
+        )
+
+    def active(self, name: str) -> Tenant:
+        """Return a session of the service that takes operations."""
+        tenant = self.tenant(name)
+        if tenant is None or tenant.state not in SETTLING:
+            state = "removed" if tenant is None else tenant.state
+            why = f" ({tenant.reason})" if tenant is not None and tenant.reason else ""
+            raise Refused(
+                410,
+                f"the model is {state}{why} and takes no more requests; go on from a checkpoint with "
+                "create_training_client_from_state_with_optimizer",
+            )
+        return tenant
+
+    def check_whole(self, model: Row) -> None:
+        """Raise Refused if an operation of this model was lost since it was created or loaded, because
+        a client would go on with other weights than it believes."""
+        tenant = self.active(model["tenant"])
+        shown = self.registry.operations.show(tenant.incarnation)
+        if (tenant.name, shown["life"]) in self._whole:
+            return
+        posted = self.ledger.find("requests", tenant=tenant.name)
+        posted = [
+            row for row in posted if row["kind"] in TRAINS and row["created"] >= model["since"]
+        ]
+        if posted and shown["version"] is None:
+            raise Refused(503, f"model {model['id']} is being opened again; try again")
+        for row in posted:
+            if row["operation"].startswith(shown["life"]):
+                continue
+            if (found := self.look(row))["state"] == "lost":
+                raise Refused(
+                    410,
+                    f"{row['kind']} {row['id']} was {found['reason']}; load a checkpoint, or make a "
+                    "new training client from one",
+                )
+        self._whole.add((tenant.name, shown["life"]))
+
+    def look(self, request: Row) -> dict[str, Any]:
+        """Return the `state` of a request's operation, and its `result` or `reason`. While its session
+        is being opened, operations of an earlier life are "queued": what became of them is not known
+        yet."""
+        tenant = self.tenant(request["tenant"])
+        if tenant is not None and tenant.state in SETTLING and not self.is_open(tenant):
+            return {"state": "queued"}
+        try:
+            return self.registry.operations.look(request["tenant"], request["operation"])
+        except NoOperation:
+            return {"state": "lost", "reason": LOST}
+
+    def run_folder(self, tenant: str) -> Path:
+        """Return the run folder of a session of the service, whether or not it is still there."""
+        return self.registry.root / "runs" / tenant
+
+    def saved(self, tenant: str, kind: Kind, name: str) -> Saved | None:
+        """Return what a session of the service has written under the name of a checkpoint; None if
+        there is nothing complete."""
+        if not tenant:
+            return None
+        return saved.look(self.run_folder(tenant), FOLDERS[kind], saved_name(kind, name))
+
+
+def saved_name(kind: Kind, name: str) -> str:
+    """Return the name of a checkpoint within its session of the service."""
+    return EXPORTED + name if kind == "external" else name

@@ -1,0 +1,230 @@
+"""Samplers, and the requests to sample from them. A sampler is a saved adapter of a model, or the base
+model."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import InputError
+from mrl.service.callers import Refused
+from mrl.service.sessions.saved import place
+from mrl.tinker import bodies, paths
+from mrl.tinker.checkpoints import Checkpoints
+from mrl.tinker.data import BadDatum
+from mrl.tinker.door import SETTLING, Door, Row
+
+BASE = "@base"
+"""What an operation calls the base model."""
+COPIED = "copy."
+"""The names of copies, by which checkpoints of closed models and those of `save_state` are sampled,
+begin so."""
+OPEN_S, LOOK_S = 60.0, 0.1
+"""How long a session of the service may take to open before it gets a copy, in seconds."""
+MAX_TOP = 20
+Answer = dict[str, Any]
+
+
+class Samplers:
+    """Creates samplers and posts requests to sample. Every method takes the user that owns them."""
+
+    def __init__(self, door: Door, checkpoints: Checkpoints, lora: Any) -> None:
+        """`lora` returns the adapter of a model, as `Models.lora` does."""
+        self._door, self._ledger = door, door.ledger
+        self._checkpoints, self._lora = checkpoints, lora
+
+    def create(self, owner: str, body: bodies.CreateSampler) -> Answer:
+        """Create a sampler of a saved adapter or of the base model."""
+        self._door.session(owner, body.session_id)
+        sampler = paths.sampler_id(body.session_id, body.sampling_session_seq_id)
+        if body.base_model is not None:
+            self._door.check_base(body.base_model)
+        if body.model_path is None:
+            if body.base_model is None:
+                raise Refused(400, "give base_model or model_path")
+            tenant, name = self._host(owner, self._smallest()), BASE
+            base, model = body.base_model, None
+        else:
+            tenant, name, saved = self._saved(owner, body.model_path)
+            base, model = saved["base"], saved["id"]
+        self.note(
+            owner,
+            body.session_id,
+            sampler,
+            base=base,
+            model=model,
+            name=name,
+            path=body.model_path,
+            tenant=tenant,
+        )
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    def note(self, owner: str, session: str, sampler: str, **more: str | None) -> None:
+        """Write down a sampler. `more`: the name of its `base` model, the `model` that was saved and
+        the `path` under which it was (None for the base model), the `tenant`, which is the session of
+        the service that samples, and the `name` of the adapter in it."""
+        known = self._ledger.add(
+            "samplers",
+            id=sampler,
+            session=session,
+            owner=owner,
+            clones=0,
+            created=time.time(),
+            **more,
+        )
+        if known is not None and known["path"] != more["path"]:
+            raise Refused(
+                400, f"sampler {sampler} was created before from {known['path'] or known['base']}"
+            )
+
+    def _saved(self, owner: str, path: str) -> tuple[str, str, Row]:
+        """Return the session of the service that samples from a saved adapter, the adapter's name in
+        it, and the model that was saved."""
+        parsed, saved = paths.parse(path), self._checkpoints.require(owner, path)
+        model = self._door.owned("models", owner, parsed.run)
+        tenant = self._door.tenant(model["tenant"])
+        is_open = tenant is not None and tenant.state in SETTLING
+        if is_open and parsed.kind == "sampler":
+            return model["tenant"], parsed.name, model
+        lora = bodies.Lora(
+            rank=model["rank"], train_attn=bool(model["attn"]), train_mlp=bool(model["mlp"])
+        )
+        name = COPIED + hashlib.sha256(f"{path} {saved['created']}".encode()).hexdigest()[:32]
+        where = model["tenant"] if is_open else self._host(owner, lora)
+        self._copy(Path(saved["folder"]), where, name)
+        return where, name, model
+
+    def _copy(self, folder: Path, tenant: str, name: str) -> None:
+        """Copy a checkpoint to the samplers of a session of the service, unless it is there. The
+        session is opened first, because it takes only an empty run folder."""
+        end = time.monotonic() + OPEN_S
+        while not self._door.is_open(self._door.active(tenant)):
+            if time.monotonic() > end:
+                raise Refused(503, "the sampler is being opened; try again")
+            time.sleep(LOOK_S)
+        if self._door.saved(tenant, "sampler", name) is None:
+            target = place(self._door.run_folder(tenant), "samplers", name)
+            with self._door.making:
+                partial = target.with_name(f".{name}.new")
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(folder, partial / folder.name)
+                if not target.exists():
+                    partial.rename(target)
+
+    def _smallest(self) -> bodies.Lora:
+        """Return the smallest adapter that the service allows, for a session that samples from the
+        base model alone."""
+        small = bodies.Lora(rank=1, train_mlp=False)
+        try:
+            self._lora(small)
+        except Refused:  # it allows adapters of MLPs alone
+            return bodies.Lora(rank=1)
+        return small
+
+    def _host(self, owner: str, lora: bodies.Lora) -> str:
+        """Return a session of the service that is never trained, and only samples for a user: from the
+        base model, and from adapters of models that are closed."""
+        shape = f"{owner}/{lora.rank}/{lora.train_attn}/{lora.train_mlp}"
+        name = f"tk-host-{hashlib.sha256(shape.encode()).hexdigest()[:24]}"
+        with self._door.making:
+            number = 0
+            while (tenant := self._door.tenant(f"{name}-{number}")) is not None:
+                if tenant.state in SETTLING:
+                    return tenant.name
+                number += 1
+            try:
+                return self._door.add_tenant(f"{name}-{number}", self._lora(lora), 0).name
+            except InputError as error:
+                raise Refused(400, str(error)) from None
+
+    def join(self, owner: str, body: bodies.JoinSampler) -> Answer:
+        """Return a number for one more client of a sampler."""
+        self._door.owned("samplers", owner, body.sampling_session_id)
+        counter = self._ledger.count(body.sampling_session_id)
+        return {"type": "join_sampling_session", "client_counter": counter}
+
+    def info(self, owner: str, sampler: str) -> Answer:
+        """Return what a sampler samples from."""
+        row = self._door.owned("samplers", owner, sampler)
+        return {
+            "sampler_id": row["id"],
+            "base_model": row["base"],
+            "model_path": row["path"],
+        }
+
+    def sample(self, owner: str, body: bodies.Sample) -> Answer:
+        """Sample answers to a prompt; return the request's id and the ids of the answers."""
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise Refused(
+                422, "give sampling_session_id and seq_id; create_sampling_session makes one"
+            )
+        row = self._door.owned("samplers", owner, body.sampling_session_id)
+        self._door.session_seen(row["session"])
+        try:
+            tokens = body.prompt.ints("the prompt")
+        except BadDatum as error:
+            raise Refused(400, str(error)) from None
+        asked = self._operation(row, body, tokens)
+        request = f"{row['id']}:{body.seq_id}"
+        about = {
+            "n": body.num_samples,
+            "prompt_logprobs": bool(body.prompt_logprobs),
+            "last_n": body.prompt_logprobs_last_n,
+            "top": body.topk_prompt_logprobs,
+        }
+        operation = self._door.post(owner, request, "sample", row["tenant"], asked, about)
+        names = [f"{operation}/0/{k}" for k in range(body.num_samples)]
+        return {"request_id": request, "sample_sequence_ids": names}
+
+    def _operation(self, row: Row, body: bodies.Sample, tokens: list[int]) -> dict[str, Any]:
+        params = body.sampling_params
+        for name, is_asked in (
+            ("topk_sample_logprobs", body.topk_sample_logprobs),
+            ("target_prompt_logprobs", body.target_prompt_logprobs is not None),
+            ("prompt_alt_tokens_k", body.prompt_alt_tokens_k),
+        ):
+            if is_asked:
+                raise Refused(400, f"{name}: this service does not compute it; leave it out")
+        if body.topk_prompt_logprobs > MAX_TOP:
+            raise Refused(
+                400, f"topk_prompt_logprobs is {body.topk_prompt_logprobs}, at most {MAX_TOP}"
+            )
+        last = body.prompt_logprobs_last_n
+        if last is not None and (not body.prompt_logprobs or last >= len(tokens)):
+            raise Refused(
+                400,
+                f"prompt_logprobs_last_n is {last}; expected 1 to {len(tokens) - 1}, with "
+                "prompt_logprobs",
+            )
+        room = self._door.bounds.context_len - len(tokens)
+        max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens
+        asked: dict[str, Any] = {
+            "kind": "sample",
+            "prompts": [tokens],
+            "n": body.num_samples,
+            "max_tokens": max_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "seed": params.seed,
+            "sampler": row["name"],
+        }
+        if body.prompt_logprobs:
+            asked["prompt_logprobs"] = True
+        if body.topk_prompt_logprobs:
+            asked["top_prompt_logprobs"] = body.topk_prompt_logprobs
+        match params.stop:
+            case None:
+                pass
+            case str(text):
+                asked["stop"] = [text]
+            case []:
+                asked["min_tokens"] = max_tokens  # no token ends the answer, not even EOS
+            case [int(), *_] as ids:
+                asked["stop_token_ids"] = ids
+            case texts:
+                asked["stop"] = texts
+        return asked
