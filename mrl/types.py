@@ -32,14 +32,12 @@ class Prompt:
 
     prompt_id: str
     """The row's number as a string, counted from 0 over all files. It is the same in every run."""
-    token_ids: Tensor
-    """i64[P]: the ids of the prompt's tokens."""
+    token_ids: Tensor  # i64[P]
     content: Any
     """The prompt: a string, or a list of chat messages. `data.overlong` may have truncated it."""
     columns: dict[str, Any]
     """All other columns of the row, such as `answer` and `info`; the reward receives them."""
-    source: str
-    """`file:line`, for error messages."""
+    source: str  # `file:line`, for error messages
     reward: str | None = None  # key into `DataConfig.rewards`, if the data source has its own
     source_name: str | None = None  # the prompt's data source, if there are several
 
