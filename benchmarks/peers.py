@@ -191,7 +191,7 @@ def show(part: Part, found: dict[str, dict[str, float]]) -> None:
         table.add_row(
             side, f"{own['step_s']:.3f}", f"{own['generate_s']:.3f}", f"{own['rest_s']:.3f}",
             f"{own['tokens_per_s']:,.0f}", f"{own['start_s']:.1f}", f"{own['peak_bytes'] / 1e9:.2f}",
-            f"{own['first_reward']:.4f} -> {own['last_reward']:.4f}",
+            f"{own['first_reward']:.4f} -> {own['last_rewards']:.4f}",
         )  # fmt: skip
     for peer, over in ratios(found).items():
         cells = [f"{over[name]:.2f}" if name in over else "" for name in RATIOS]
