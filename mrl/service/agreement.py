@@ -206,9 +206,15 @@ def _beyond(service: ServiceConfig, recipe: Recipe) -> Iterator[str]:
 
 def _beyond_slots(service: ServiceConfig, recipe: Recipe) -> Iterator[str]:
     """Yield a message if the adapter does not fit into the engine's adapter slots or is larger than
-    the service allows. The sizes are computed from the model's config.json."""
+    the service allows, and if routes of a model without experts are to be replayed. Sizes are
+    computed from the model's config.json."""
     assert recipe.lora is not None
     model = HfModel.read(service.model.path, service.model.architecture)
+    if recipe.moe.routing_replay != "off" and not model.moe_layer_numbers:
+        yield (
+            f"moe.routing_replay is {recipe.moe.routing_replay}, but the service's model has no MoE "
+            "layers; set it to off"
+        )
     adapter = read_adapter(recipe.lora, model)
     widest = {"rank": 1, "targets": service.lora.targets, "experts": "none"}
     allowed = read_adapter(recipe.lora.model_copy(update=widest), model).modules

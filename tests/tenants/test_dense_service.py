@@ -42,6 +42,11 @@ def test_what_only_a_moe_has_is_refused_with_its_key(service: Service) -> None:
     config = load_service(service.config)
     with pytest.raises(InputError, match=r"capture_routes=false; set moe.routing_replay=off"):
         resolve_tenant(config, service.recipe("ann", 1, lora={"rank": 4}), "ann")
+    own = {**OFF, "moe": {"routing_replay": "r2"}}
+    with pytest.raises(
+        InputError, match=r"routing_replay is r2, but .* no MoE layers; set it to off"
+    ):
+        resolve_tenant(config, service.recipe("ann", 1, **own), "ann")
     assert resolve_tenant(config, service.recipe("ann", 1, **OFF), "ann").lora is not None
 
 
