@@ -16,7 +16,9 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -216,6 +218,8 @@ def main() -> None:
     if options.fresh:
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
+    # Ends the runs, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     content: dict[str, list[dict[str, Any]]] = {}
     if options.part != "runs":
         content["ways"] = measure_ways(options.rounds)

@@ -194,7 +194,7 @@ def main() -> None:
     )
     text = table(rows, study)
     if is_whole:
-        DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), study.result, text))
+        DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), study.marker, text))
     print(f"\n{text}\n")
     for words, holds in found.items():
         print(f"{'ok' if holds else 'FAILED'} {words}")

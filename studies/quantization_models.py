@@ -49,7 +49,9 @@ class Study:
     figures: dict[str, str]
     """Columns of the table: figures of `stability_study.report.FIGURES`, and their headings."""
     result: str
-    """The name of the result file, and of the markers in docs/quantization.md."""
+    """The name of the result file."""
+    marker: str
+    """The name of the markers in docs/quantization.md."""
 
 
 _FIGURES = {
@@ -66,6 +68,7 @@ STUDIES = {
         num_workers=2,
         figures={**_FIGURES, "mismatch_extreme": "extreme tokens", "reward_final": "final reward"},
         result="quantization",
+        marker="study",
     ),
     "smollm": Study(
         (
@@ -83,6 +86,7 @@ STUDIES = {
         num_workers=1,
         figures={**_FIGURES, "native_extreme": "extreme tokens", "reward_mean": "mean reward"},
         result="quantization_smollm",
+        marker="real",
     ),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.async_cases import LATE
+from mrl.drill.job import kill
 from mrl.errors import ExitCode
 from mrl.toy_model import write_toy_model
 from tests.disaggregated.faulty_deltas import FAULTS, VERSION
@@ -93,13 +94,14 @@ def test_a_fault_in_the_middle_of_a_delta_is_healed(
 
 
 def test_workers_that_join_or_restart_between_deltas_get_the_whole(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """One engine begins, another comes late, is killed later, and comes again."""
     output, key = tmp_path / "run", "rollout/sync_full_workers"
     free = ("async.max_staleness=2", "algorithm.importance=tis", "train.num_steps=100000")
     words = command(model, output, 3, *APART, *LATE, *BF16, *DELTA, *free)
     process = start(words, output.with_suffix(".log"))
+    request.addfinalizer(lambda: kill(processes_of(output)))  # it has no last step
     wait_for(lambda: len(workers_of(output)) == 2, process)
     late = workers_of(output)[-1]
     late.suspend()  # before it has joined

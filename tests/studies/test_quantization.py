@@ -96,7 +96,7 @@ def test_a_dense_model_is_not_asked_for_routes(tmp_path: Path) -> None:
 def test_the_page_has_a_place_for_each_table() -> None:
     text = DOCUMENT.read_text()
     for study in STUDIES.values():
-        assert between_markers(text, study.result, "| a | row |").count("| a | row |") == 1
+        assert between_markers(text, study.marker, "| a | row |").count("| a | row |") == 1
 
 
 @pytest.mark.release
