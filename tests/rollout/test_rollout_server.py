@@ -198,7 +198,7 @@ def relayed(engine, **trouble):
     server = engine.connection
     direct = server.client
     with Relay(server.process.port, **trouble) as relay:
-        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        threading.Thread(target=relay.serve_forever, args=(0.01,), daemon=True).start()
         server.client = HttpClient(relay.server_address[1], server._api_key)
         yield relay
         if server.client is not None:
