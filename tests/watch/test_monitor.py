@@ -86,7 +86,9 @@ def test_a_disk_that_hangs_does_not_keep_the_ranks_alive(
     assert killed == [7]
     assert "rank 0 is stopped (SIGSTOP)" in capsys.readouterr().err
     assert read_failure(tmp_path) is None
-    fifo.write_text("2")  # lets the thread go on
+    waited_for = fifo.rename(tmp_path / "fifo")
+    fifo.write_text("2")
+    waited_for.write_text("2")  # lets the thread go on, which reads the file once more
     for thread in set(threading.enumerate()) - before:  # those of pytest-xdist never end
         thread.join(10)
 
