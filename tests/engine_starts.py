@@ -145,12 +145,13 @@ class Fork:
 def connect(env: Mapping[str, str]) -> socket.socket:
     """A connection to this session's template for `env`, which the first one to ask starts.
 
-    There is one for each set of plug-ins, that is for each PYTHONPATH.
+    There is one for each set of plug-ins, that is for each PYTHONPATH less what is in it twice.
     """
     session = os.environ[SESSION]
     folder = Path(tempfile.gettempdir(), f"mrl-tests-{session}")  # short: a socket's path must be
     folder.mkdir(exist_ok=True)
-    name = hashlib.sha256(env["PYTHONPATH"].encode()).hexdigest()[:8]
+    folders = ":".join(dict.fromkeys(env["PYTHONPATH"].split(":")))
+    name = hashlib.sha256(folders.encode()).hexdigest()[:8]
     address, log = folder / name, folder / f"{name}.log"
     with FileLock(folder / f"{name}.lock"):
         if not address.exists():

@@ -19,7 +19,7 @@ from benchmarks.gpu_lane import run
 from benchmarks.gpu_lane.catalog import Part
 from benchmarks.gpu_lane.run import FIGURES, main
 
-LIMIT_S = int(os.environ.get("LANE_PARTS_LIMIT_S", "10"))
+LIMIT_S = int(os.environ.get("LANE_PARTS_LIMIT_S", "5"))
 """The time limit of the part that hangs, in which it must have begun."""
 PARTS = {
     part.name: part

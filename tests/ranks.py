@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,10 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path
         try:
             for rank in range(world):
                 ranks.append(start_fork(_rank, rank, world, port, function, args, folder))
-            while any(rank.is_alive() for rank in ranks):
-                for rank in ranks:
-                    rank.join(0.05)
-                    if rank.exitcode:  # the others wait for it in a collective
-                        raise AssertionError(_tracebacks(folder))
+            while running := [rank for rank in ranks if rank.exitcode is None]:
+                wait([rank.sentinel for rank in running])
+                if any(rank.exitcode for rank in ranks):  # the others wait for it in a collective
+                    raise AssertionError(_tracebacks(folder))
         finally:
             for rank in ranks:
                 rank.kill()

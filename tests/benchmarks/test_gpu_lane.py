@@ -152,7 +152,7 @@ def test_parts_that_hang_or_fail_hide_no_other_and_a_second_call_goes_on(tmp_pat
     assert lines[-1] == "2 passed, 2 failed, 1 skipped"
     assert "these need a GPU: needs_gpu" in lines
     found = lane.parts()
-    assert found["hangs"]["why"] == "killed at its limit of 10 s"
+    assert found["hangs"]["why"] == "killed at its limit of 5 s"
     assert found["hangs"]["figures"]["reached"] == 1  # what it said before it was killed
     for name in ("part", "child"):  # a child in a session of its own, too
         pid = found["hangs"]["figures"][name]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-TORCHRUN_SHIM = f"""#!{sys.executable}
+TORCHRUN_SHIM = f"""#!{sys.executable} -IS
 # As torchrun does: the ranks are children in sessions of their own.
 import json, os, subprocess, sys
 with open(os.environ["SEEN"] + "/torchrun.json", "w") as file:
@@ -25,7 +25,7 @@ open(os.environ["SEEN"] + "/rank_started", "w")
 time.sleep(float(os.environ.get("RANK_SECONDS", "0")))
 sys.exit(int(os.environ.get("RANK_CODE", "0")))
 '''
-sys.exit(subprocess.call([sys.executable, "-c", rank], start_new_session=True))
+sys.exit(subprocess.call([sys.executable, "-IS", "-c", rank], start_new_session=True))
 """
 SRUN_SHIM = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$SEEN/srun"

@@ -27,6 +27,7 @@ from parallel.mesh import init_mesh, world_size
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.stepped import collected
 from tests.ranks import run_ranks
+from tests.release import release
 
 NAN = float("nan")
 
@@ -219,8 +220,13 @@ class Poisoned:
         return compute(logprobs, batch, config)
 
 
-@pytest.mark.parametrize("what", ["log-probs", "model", "nothing"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "world"),
+    [
+        *((what, 2) for what in ("log-probs", "model", "nothing")),
+        *(release(what, 1) for what in ("log-probs", "model", "nothing")),
+    ],
+)
 def test_what_is_not_finite_stops_before_the_optimizer_and_names_its_samples(
     toy: Toy, recorded: Path, tmp_path: Path, what: str, world: int
 ) -> None:

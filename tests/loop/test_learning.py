@@ -29,9 +29,11 @@ LATER = 0.3
 """Absolute, of the mean reward of the last steps: one token sampled otherwise, and the rest differs."""
 
 
-IN_FULL = ("gspo", "vapo")
-"""Whose whole curve `make test` runs: the default, and one with a critic that warms up. The others run
-their first steps, and `make test-all` runs the whole curve of each."""
+IN_FULL = ("gspo",)
+"""Whose whole curve `make test` runs. The others run their first steps, and `make test-all` runs the
+whole curve of each."""
+NUM_FIRST = 2
+"""The second step is that of weights which an update has moved, and an engine has got."""
 OTHERS = [name for name in algorithms() if name not in IN_FULL]
 
 
@@ -41,7 +43,7 @@ def everything(scratch: Path) -> dict[str, Any]:
         return {
             "curves": {
                 **{name: curve_of(name, engine) for name in IN_FULL},
-                **{name: curve_of(name, engine, len(CLOSE)) for name in [*OTHERS, FLIPPED]},
+                **{name: curve_of(name, engine, NUM_FIRST) for name in [*OTHERS, FLIPPED]},
             },
             "resumed": whole_and_resumed(engine),
         }
@@ -65,7 +67,7 @@ def learned(curve: Curve) -> bool:
 
 def misfits(curve: Curve, golden: Curve) -> list[str]:
     """Says where the curve leaves the one on file; compares its end only if the curve is whole."""
-    assert len(curve) in (len(CLOSE), len(golden))
+    assert len(curve) in (NUM_FIRST, len(golden))
     found = [
         f"step {step} {key}: {ours[key]}, on file {theirs[key]}"
         for step, (ours, theirs, near) in enumerate(zip(curve, golden, CLOSE, strict=False))
@@ -111,7 +113,8 @@ def test_every_other_algorithm_learns_along_its_curve(tmp_path: Path) -> None:
     apart = {name: misfits(curve, read_golden(name)) for name, curve in curves.items()}
     assert apart == {name: [] for name in OTHERS}
     assert [name for name, curve in curves.items() if not learned(curve)] == []
-    assert_critic_learns(curves["ppo"])
+    for name in ("ppo", "vapo"):
+        assert_critic_learns(curves[name])
 
 
 def assert_critic_learns(rows: Curve) -> None:
@@ -132,12 +135,12 @@ def test_a_loss_with_the_wrong_sign_is_seen(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_critic_learns_and_its_warm_up_leaves_the_policy_alone(found: dict[str, Any]) -> None:
+def test_the_warm_up_of_a_critic_leaves_the_policy_alone(found: dict[str, Any]) -> None:
     curve = found["curves"]["vapo"]
     assert curve[0]["grad_norm"] == 0.0
     assert curve[0]["loss/policy"] != curve[0]["loss/policy"]  # NaN: it had none
     assert all(row["grad_norm"] > 0 for row in curve[1:])
-    assert_critic_learns(curve)
+    assert all(row["value/grad_norm"] > 0 for row in curve)
 
 
 @pytest.mark.timeout(600)

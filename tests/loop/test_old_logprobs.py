@@ -14,7 +14,7 @@ from tests.loop.conftest import Toy
 from tests.loop.test_guards import made_trainer
 from tests.ranks import run_ranks
 
-STEPS = 3
+STEPS = 2
 COMPARED = ("guard/ratio_error", "guard/clip_budget")
 """Metrics that compare two passes; without the first pass there is nothing to compare."""
 SAME = {
@@ -77,7 +77,7 @@ def test_the_pass_is_left_out_and_the_bits_stay(
     require_same(skips, passes)
     assert ["time/logprob_s" in row for row in passes["rows"]] == [True] * STEPS
     # The first update after a start is preceded by a pass, with which its guard compares it.
-    assert ["time/logprob_s" in row for row in skips["rows"]] == [True, False, False]
+    assert ["time/logprob_s" in row for row in skips["rows"]] == [True, False]
     for number, row in enumerate(skips["rows"]):
         assert row.get("guard/ratio_error", 0.0) < 1e-5
         assert ("guard/ratio_error" in row) == (number == 0)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.loop.conftest import COMMAND_TIMEOUT_S, REPOSITORY, TOY_RECIPE, Toy, environment
+from mrl.system import plugins
+from mrl.weight_sync import transports
+from tests.loop.conftest import COMMAND_TIMEOUT_S, REPOSITORY, TOY_RECIPE, Toy, environment, trained
+from tests.ranks import run_ranks
 
 TRANSPORTS = Path("mrl/weight_sync/transports")
 FILE = """
@@ -48,16 +51,31 @@ def with_one_more(folder: Path) -> None:
                 link.symlink_to(each)
 
 
+def trained_in(copy: Path, overrides: list[str]) -> None:
+    """Train on this rank with the transports of another checkout, less the imports of a new Python."""
+    plugins._ROOT = copy
+    transports.__path__[:] = [str(copy / TRANSPORTS)]
+    trained(overrides)
+
+
+def test_a_new_file_is_a_transport(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, copy = tmp_path / "notes", tmp_path / "copy"
+    with_one_more(copy)
+    monkeypatch.setenv("MRL_TEST_NOTES", str(notes))
+    overrides = toy.overrides(tmp_path / "run", "rollout.weight_sync=noted", "train.num_steps=1")
+    run_ranks(1, trained_in, copy, overrides, folder=tmp_path / "out")
+    assert set(notes.read_text().split()) == {"push"}
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("world", "more", "expected"),
     [
         (1, (), {"push"}),
-        pytest.param(
-            2,
-            ("rollout.placement=disaggregated", "rollout.num_ranks=1"),
-            {"push", "send"},
-            marks=pytest.mark.release,
-        ),
+        (2, ("rollout.placement=disaggregated", "rollout.num_ranks=1"), {"push", "send"}),
     ],
     ids=["colocated", "disaggregated"],
 )

@@ -71,7 +71,8 @@ def scripted(*answers):
 def serving(spec, **settings):
     settings = {"num_workers": 1, "timeout_s": 10.0, **settings}
     with RewardServer(str(spec), "127.0.0.1", 0, **settings) as server:
-        thread = threading.Thread(target=server.serve, daemon=True)
+        serve = partial(server._http.serve_forever, 0.01)  # as `serve`, but `stop` waits 10 ms only
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         try:
             yield server
@@ -139,13 +140,13 @@ FULL = r"HTTP 503: full(; then no answer in the \S+ s left)? \(\d tries\)"
         ((200, b"\xff[[["), BrokenReward, "expected {", "wrong type or length"),
         ((503, b'{"error": "full"}'), ServerRefused, FULL, "refused"),
         (None, ServerRefused, r"connection lost: .* \(\d tries\)", "refused"),
-        (LIMIT_S, ServerFailed, "no answer within 2.7 s", "hang"),
+        (LIMIT_S, ServerFailed, "no answer within 1.35 s", "hang"),
     ],
 )
 def test_failures(answer, error, message, kind):
     is_tried_again = not isinstance(answer, tuple) or answer[0] == 503
     with scripted(answer) as (url, _), pytest.raises(error, match=message) as caught:
-        call(url, ["a", "b"], timeout_s=3.0 if is_tried_again else LIMIT_S)
+        call(url, ["a", "b"], timeout_s=1.5 if is_tried_again else LIMIT_S)
     assert url in str(caught.value)
     assert caught.value.kind == kind
 

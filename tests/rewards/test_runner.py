@@ -1,8 +1,7 @@
 import itertools
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -196,7 +195,7 @@ def test_load_errors_come_from_the_start(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"its import ended the worker process \(exit code 9\)"):
         RewardRunner(f"{tmp_path}/dies.py:f", 10)
     (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 19)")
-    monkeypatch.setattr("mrl.rewards.worker_calls.START_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("mrl.rewards.worker_calls.START_TIMEOUT_S", 1.5)
     with pytest.raises(RunFailed, match=r"its worker was stopped \(SIGSTOP\) while"):
         RewardRunner(f"{tmp_path}/dies.py:f", 10)
     killed = {"os.kill(os.getpid(), 9)": -9, "os.kill(os.getpid(), 15)": -15}
@@ -222,24 +221,24 @@ def test_fast_enough_for_every_step():
         assert (cpu_seconds() - start) / 20 < 0.05
 
 
+def scores_for_ever(name, pids):
+    runner = RewardRunner(f"{ZOO}:{name}", 1000)
+    pids.send(runner._workers[0].pid)
+    runner.score([group(1)], [["bad"]])
+    time.sleep(1000)
+
+
 @pytest.mark.parametrize("name", ["lengths", "hangs"])
 def test_worker_dies_with_a_trainer_that_is_killed(name):
-    code = (
-        "import sys, time; from mrl.rewards.runner import RewardRunner\n"
-        "from tests.rewards.test_runner import group\n"
-        f"runner = RewardRunner('{ZOO}:{name}', 1000)\n"
-        "print(runner._workers[0].pid, flush=True)\n"
-        "runner.score([group(1)], [['bad']]); time.sleep(1000)\n"
-    )
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root
-    ) as trainer:
-        assert trainer.stdout is not None
-        worker = psutil.Process(int(trainer.stdout.readline()))
-        time.sleep(0.3)
-        assert worker.is_running()
-        trainer.kill()
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    trainer = context.Process(target=scores_for_ever, args=(name, there))
+    trainer.start()
+    worker = psutil.Process(here.recv())
+    time.sleep(0.3)
+    assert worker.is_running()
+    trainer.kill()
+    trainer.join()
     gone, alive = psutil.wait_procs([worker], timeout=LIMIT_S)
     assert gone
     assert not alive

@@ -29,6 +29,19 @@ def _no_token(monkeypatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
+@pytest.fixture(scope="module")
+def guarded():
+    """The address of a server that has the token SECRET."""
+    with served(f"{ZOO}:lengths", token=SECRET) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def unguarded():
+    with served(f"{ZOO}:lengths") as url:
+        yield url
+
+
 @contextmanager
 def busy(**settings):
     """A server whose only worker is taken."""
@@ -54,19 +67,18 @@ def ask(url, method, headers, body=None):
     "given",
     [None, "", "Bearer", "Bearer ", f"Bearer {OTHER}", f"Bearer {SECRET}x", SECRET, "Bearer \xe9"],
 )
-def test_without_the_token_nothing_is_answered(given):
+def test_without_the_token_nothing_is_answered(guarded, given):
     headers = {} if given is None else {"Authorization": given}
-    with served(f"{ZOO}:lengths", token=SECRET) as url:
-        for method, body in (("GET", None), ("POST", BODY)):
-            status, message, reply_headers = ask(url, method, headers, body)
-            assert status == 401
-            assert list(message) == ["error"]
-            assert SECRET not in str(message)
-            assert reply_headers["WWW-Authenticate"] == "Bearer"
-            assert reply_headers["Connection"] == "close"
-        right = {"Authorization": f"Bearer {SECRET}"}
-        assert ask(url, "GET", right)[:2] == (200, {"reward": f"{ZOO}:lengths"})
-        assert ask(url, "POST", right, BODY)[:2] == (200, {"rewards": [3.0]})
+    for method, body in (("GET", None), ("POST", BODY)):
+        status, message, reply_headers = ask(guarded, method, headers, body)
+        assert status == 401
+        assert list(message) == ["error"]
+        assert SECRET not in str(message)
+        assert reply_headers["WWW-Authenticate"] == "Bearer"
+        assert reply_headers["Connection"] == "close"
+    right = {"Authorization": f"Bearer {SECRET}"}
+    assert ask(guarded, "GET", right)[:2] == (200, {"reward": f"{ZOO}:lengths"})
+    assert ask(guarded, "POST", right, BODY)[:2] == (200, {"rewards": [3.0]})
 
 
 @pytest.mark.parametrize(
@@ -80,53 +92,53 @@ def test_without_the_token_nothing_is_answered(given):
         {"Host": "[::1"},
     ],
 )
-def test_web_pages_are_refused_where_no_token_is_set(headers):
-    with served(f"{ZOO}:lengths") as url:
-        for method, body in (("GET", None), ("POST", BODY)):
-            status, message, _ = ask(url, method, headers, body)
-            assert (status, list(message)) == (403, ["error"])
-        port = url.rpartition(":")[2]
-        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:1"):
-            assert ask(url, "POST", {"Host": host}, BODY)[0] == 200
-    with served(f"{ZOO}:lengths", token=SECRET) as url:
-        right = {"Authorization": f"Bearer {SECRET}"}
-        assert ask(url, "POST", headers | right, BODY)[0] == 200
+def test_web_pages_are_refused_where_no_token_is_set(guarded, unguarded, headers):
+    for method, body in (("GET", None), ("POST", BODY)):
+        status, message, _ = ask(unguarded, method, headers, body)
+        assert (status, list(message)) == (403, ["error"])
+    port = unguarded.rpartition(":")[2]
+    for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:1"):
+        assert ask(unguarded, "POST", {"Host": host}, BODY)[0] == 200
+    right = {"Authorization": f"Bearer {SECRET}"}
+    assert ask(guarded, "POST", headers | right, BODY)[0] == 200
 
 
-def test_the_body_of_a_stranger_is_not_awaited_and_no_reset_overtakes_the_answer():
-    with served(f"{ZOO}:lengths", token=SECRET) as url:
-        host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=LIMIT_S) as stranger:
-            head = b"POST / HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n"
-            stranger.sendall(head)
-            reply = b""
-            while b"expected the token" not in reply:
-                piece = stranger.recv(1000)
-                assert piece, reply
-                reply += piece
-            for _ in range(2):  # after a reset the second could not be sent
-                stranger.sendall(bytes(100_000))
-                time.sleep(0.1)
-            assert stranger.recv(1000) == b""  # it hangs up
-        assert reply.startswith(b"HTTP/1.1 401 ")
+def test_the_body_of_a_stranger_is_not_awaited_and_no_reset_overtakes_the_answer(guarded):
+    host, port = guarded.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as stranger:
+        head = b"POST / HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n"
+        stranger.sendall(head)
+        reply = b""
+        while b"expected the token" not in reply:
+            piece = stranger.recv(1000)
+            assert piece, reply
+            reply += piece
+        for _ in range(2):  # after a reset the second could not be sent
+            stranger.sendall(bytes(100_000))
+            time.sleep(0.1)
+        assert stranger.recv(1000) == b""  # it hangs up
+    assert reply.startswith(b"HTTP/1.1 401 ")
 
 
-def test_the_run_sends_the_token_of_its_environment(monkeypatch):
+def test_the_run_sends_the_token_of_its_environment(guarded, monkeypatch):
     """Also through the worker process, which inherits it."""
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
-    with served(f"{ZOO}:lengths", token=SECRET) as url, RewardRunner(url, 10) as runner:
+    with RewardRunner(guarded, 10) as runner:
         (rewards,) = runner.score([group(2)], [["a", "abc"]])
         assert rewards.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("token", [None, OTHER])
-@pytest.mark.parametrize("num_chars", [3, 32 << 20], ids=["short", "more than is read"])
-def test_a_refused_run_is_told_the_variable(monkeypatch, token, num_chars):
+@pytest.mark.parametrize(
+    ("token", "num_chars"),
+    [(None, 3), (OTHER, 3), (OTHER, 32 << 20)],
+    ids=["none", "another", "more than is read"],
+)
+def test_a_refused_run_is_told_the_variable(guarded, monkeypatch, token, num_chars):
     if token:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
     refusal = pytest.raises(ServerRefused, match=f"HTTP 401: .*; set {TOKEN_VARIABLE}")
-    with served(f"{ZOO}:lengths", token=SECRET) as url, refusal as caught:
-        call(url, ["x" * num_chars])
+    with refusal as caught:
+        call(guarded, ["x" * num_chars])
     assert not re.search(r"\(\d+ tr(y|ies)\)", str(caught.value))  # it was not tried again
     assert OTHER not in str(caught.value)
     assert SECRET not in str(caught.value)
@@ -165,28 +177,27 @@ def test_the_command_takes_the_token_of_its_environment(capfd, monkeypatch, host
     assert SECRET not in shown.out + shown.err
 
 
-def test_a_call_waits_for_a_worker_only_a_part_of_its_time():
+def test_a_call_waits_for_a_worker_only_a_part_of_its_time(unguarded):
     busy_answer = {"error": "all 1 workers are busy; start the server with more --workers"}
-    with busy(timeout_s=1.5) as server:
+    with busy(timeout_s=0.4) as server:
         waits, get = [], server._free.get
         server._free = SimpleNamespace(
             get=lambda timeout: (waits.append(timeout), get(timeout=timeout))[1],
             put=server._free.put,
         )
-        for headers in ({"X-Timeout-S": "2"}, {"X-Timeout-S": "2000"}, {}):
+        for headers in ({"X-Timeout-S": "0.6"}, {"X-Timeout-S": "2000"}, {}):
             assert ask(server.url, "POST", headers, BODY)[:2] == (503, busy_answer)
-        assert waits[0] <= 2 * WAIT_SHARE
-        assert waits[1:] == [1.5, 1.5]
+        assert waits[0] <= 0.6 * WAIT_SHARE
+        assert waits[1:] == [0.4, 0.4]
         for text in ("soon", "nan", "0", "-1"):
             status, message, _ = ask(server.url, "POST", {"X-Timeout-S": text}, BODY)
             assert status == 400
             assert "X-Timeout-S: expected seconds above 0" in message["error"]
-    with served(f"{ZOO}:lengths") as url:
-        assert ask(url, "POST", {"X-Timeout-S": "1e9"}, BODY)[:2] == (200, {"rewards": [3.0]})
+    assert ask(unguarded, "POST", {"X-Timeout-S": "1e9"}, BODY)[:2] == (200, {"rewards": [3.0]})
 
 
 def test_a_busy_server_is_no_hang_of_the_function():
-    with busy() as server, RewardRunner(server.url, 4.0) as runner:
+    with busy() as server, RewardRunner(server.url, 2.0) as runner:
         (rewards,) = runner.score([group(3)], [["a", "b", "c"]], step_samples=100)
         assert bool(rewards.isnan().all())
         assert (runner.report.num_failed, runner.report.num_repeated) == (3, 0)
@@ -201,9 +212,9 @@ def test_no_answer_after_busy_is_no_hang_either():
         scripted(full, LIMIT_S) as (url, _),
         pytest.raises(ServerRefused, match=r"HTTP 503: full; then no .* s left \(2 tries\)"),
     ):
-        call(url, ["a"], timeout_s=3.0)
+        call(url, ["a"], timeout_s=1.5)
     with scripted(None, LIMIT_S) as (url, _), pytest.raises(ServerFailed, match="no answer within"):
-        call(url, ["a"], timeout_s=1.0)  # a lost connection took none of its time
+        call(url, ["a"], timeout_s=0.8)  # a lost connection took none of its time
     with scripted(full, GOOD) as (url, _):
         assert call(url, ["a", "b"]) == [1, None]
 
@@ -220,7 +231,7 @@ def test_what_nobody_waits_for_is_not_computed(tmp_path):
     with serving(f"{module}:score") as server:
         lane = server._free.get()
         given_up = json.dumps({"prompts": ["p"], "completions": ["given up"]})
-        assert ask(server.url, "POST", {"X-Timeout-S": "0.5"}, given_up)[0] == 503
+        assert ask(server.url, "POST", {"X-Timeout-S": "0.3"}, given_up)[0] == 503
         server._free.put(lane)
         call(server.url, ["awaited"])
     assert log.read_text() == "awaited "

@@ -198,7 +198,7 @@ def relayed(engine, **trouble):
     server = engine.connection
     direct = server.client
     with Relay(server.process.port, **trouble) as relay:
-        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        threading.Thread(target=relay.serve_forever, args=(0.01,), daemon=True).start()
         server.client = HttpClient(relay.server_address[1], server._api_key)
         yield relay
         if server.client is not None:
@@ -206,13 +206,13 @@ def relayed(engine, **trouble):
         relay.shutdown()
 
 
-@pytest.mark.parametrize("trouble", [{"refuse": 2}, {"hang_up": 2}, {"refuse": 1, "hang_up": 1}])
-def test_refused_and_broken_requests_are_sent_again(engine, trouble):
+def test_refused_and_broken_requests_are_sent_again(engine):
     expected = [s.token_ids.tolist() for g in rollout(engine) for s in g.samples]
-    with relayed(engine, **trouble) as relay:
-        assert [s.token_ids.tolist() for g in rollout(engine) for s in g.samples] == expected
-        assert not relay.refuse
-        assert not relay.hang_up
+    for trouble in ({"refuse": 2}, {"hang_up": 2}):
+        with relayed(engine, **trouble) as relay:
+            assert [s.token_ids.tolist() for g in rollout(engine) for s in g.samples] == expected
+            assert not relay.refuse
+            assert not relay.hang_up
 
 
 def test_requests_that_fail_again_and_again(fresh):
@@ -266,7 +266,7 @@ def test_updates_leak_no_shared_memory(engine, toy_weights):
     """torch names its files torch_<pid>_...; other processes of this machine have some too."""
     pids = [os.getpid(), *(process.pid for process in engine.connection.process.tree())]
     ours = tuple(f"torch_{pid}_" for pid in pids)
-    for version in range(20):
+    for version in range(8):
         engine.endpoint.update_weights(make_buckets(toy_weights, version), version)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(ours)]
 

@@ -81,14 +81,16 @@ def test_a_disk_that_hangs_does_not_keep_the_ranks_alive(
     monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
     killed: list[object] = []
     monkeypatch.setattr(monitor, "kill", lambda ranks, last: killed.append(last))
+    before = set(threading.enumerate())
     monitor.end({"folder": str(tmp_path), "command": "again", "parent": 7}, [], STOPPED, None, [])
     assert killed == [7]
     assert "rank 0 is stopped (SIGSTOP)" in capsys.readouterr().err
     assert read_failure(tmp_path) is None
-    fifo.write_text("2")  # lets the thread go on
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and thread.daemon:
-            thread.join(10)
+    waited_for = fifo.rename(tmp_path / "fifo")
+    fifo.write_text("2")
+    waited_for.write_text("2")  # lets the thread go on, which reads the file once more
+    for thread in set(threading.enumerate()) - before:  # those of pytest-xdist never end
+        thread.join(10)
 
 
 def test_a_terminal_that_nobody_reads_does_not_keep_the_ranks_alive(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +99,29 @@ def save(
     return run_ranks(world, saves, *args, folder=root / "out")[0]
 
 
+Saved = Callable[[Experts, str], tuple[Path, dict[str, Any]]]
+"""Returns the folder of a run of one process, and what it returned; each is trained once."""
+
+
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    @cache
+    def of(experts: Experts, dtype: str) -> tuple[Path, dict[str, Any]]:
+        root = tmp_path_factory.mktemp("saved")
+        return root, save(base, root, experts, dtype=dtype)
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("experts", "dtype"),
     [("shared_outer", "float32"), release("per_expert", "bfloat16"), release("none", "float32")],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_goes_on(
-    experts: Experts, dtype: str, base: Path, tmp_path: Path
+    experts: Experts, dtype: str, base: Path, saved: Saved, tmp_path: Path
 ) -> None:
-    out = save(base, tmp_path, experts, dtype=dtype)
-    args = (base, {}, experts, dtype, tmp_path, make_samples())
+    root, out = saved(experts, dtype)
+    args = (base, {}, experts, dtype, root, make_samples())
     again = run_ranks(1, loads, *args, folder=tmp_path / "again")[0]
     assert_same(again["saved"], out["saved"])
     assert_same(again["next"], out["next"])
@@ -125,9 +141,9 @@ def test_a_checkpoint_loads_at_another_layout(experts: Experts, base: Path, tmp_
             assert (own - out["next"][name]).norm() <= 1e-5 * out["next"][name].norm(), name
 
 
-def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(base: Path, tmp_path: Path) -> None:
-    save(base, tmp_path, "shared_outer")
-    names = list(SavedTensors(tmp_path / "checkpoints/iter_0000002"))
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(saved: Saved) -> None:
+    root, _ = saved("shared_outer", "float32")
+    names = list(SavedTensors(root / "checkpoints/iter_0000002"))
     kinds = {name.partition(".")[0] for name in names}
     assert kinds == {"model", "exp_avg", "exp_avg_sq", "random"}
     parameters = {name.partition(".")[2] for name in names if not name.startswith("random")}
@@ -135,11 +151,11 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_alone(base: Path, tmp_
 
 
 def test_the_exported_adapter_is_that_of_the_policy(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And it is loaded by lora.path, and exported again, without a bit that changes."""
-    out = save(base, tmp_path / "run", "shared_outer")
-    main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")])
+    root, out = saved("shared_outer", "float32")
+    main(["export", str(root), str(tmp_path / "adapter")])
     assert "wrote the adapter after 2 steps" in capsys.readouterr().out
     adapter = make_adapter(HfModel.read(base), "shared_outer")
     found = PeftFolder(tmp_path / "adapter", adapter, HfModel.read(base))
@@ -176,10 +192,15 @@ def begins_with(path: Path, folder: Path, root: Path) -> None:
     [("shared_outer", "float32"), release("per_expert", "bfloat16"), release("none", "float32")],
 )
 def test_a_merged_export_has_the_bits_that_an_engine_is_sent(
-    experts: Experts, dtype: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    experts: Experts,
+    dtype: str,
+    base: Path,
+    saved: Saved,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = save(base, tmp_path / "run", experts, dtype=dtype)
-    main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"])
+    root, out = saved(experts, dtype)
+    main(["export", str(root), str(tmp_path / "merged"), "--merged"])
     assert "wrote the base with the adapter merged after 2" in capsys.readouterr().out
     found = read(tmp_path / "merged")
     assert_same(found, out["merged"])
@@ -203,11 +224,11 @@ def test_an_adapter_of_eight_ranks_is_exported_like_that_of_one(base: Path, tmp_
 
 
 def test_only_its_own_base_is_merged_with_an_adapter(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(base, tmp_path / "run", "none")
+    root, _ = saved("none", "float32")
     other = write_model(tmp_path / "other", vocab_size=128, rms_norm_eps=1e-3)
-    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]
+    arguments = ["export", str(root), str(tmp_path / "merged"), "--merged"]
     with pytest.raises(SystemExit) as error:
         main([*arguments, "--model", str(other)])
     assert error.value.code == 2
@@ -265,10 +286,10 @@ def test_checkpoints_of_another_kind_are_refused(base: Path, tmp_path: Path) -> 
         assert messages[case] == start + expected, case
 
 
-def test_they_are_refused_before_the_start_too(base: Path, tmp_path: Path) -> None:
-    save(base, tmp_path, "none")
+def test_they_are_refused_before_the_start_too(base: Path, saved: Saved, tmp_path: Path) -> None:
+    root, _ = saved("none", "float32")
     adapter = make_adapter(HfModel.read(base), "none")
-    folder = RunFolder(tmp_path)
+    folder = RunFolder(root)
     check_adapter(folder, adapter)
     with pytest.raises(InputError, match="iter_0000002 holds a LoRA adapter of rank 3 alone, and"):
         check_adapter(folder, None)
