@@ -114,6 +114,20 @@ class Samplers:
                 if not target.exists():
                     partial.rename(target)
 
+    def _reopened(self, owner: str, row: Row) -> Row:
+        """Return a sampler whose session of the service takes operations: if that was closed to make
+        room, another one samples in its place from now on."""
+        tenant = self._door.tenant(row["tenant"])
+        if tenant is not None and tenant.state != "done":
+            return row
+        if row["path"] is None:
+            moved = {"tenant": self._host(owner, self._smallest()), "name": BASE}
+        else:
+            where, name, _ = self._saved(owner, row["path"])
+            moved = {"tenant": where, "name": name}
+        self._ledger.set("samplers", row["id"], **moved)
+        return {**row, **moved}
+
     def _smallest(self) -> bodies.Lora:
         """Return the smallest adapter that the service allows, for a session that samples from the
         base model alone."""
@@ -163,6 +177,7 @@ class Samplers:
             )
         row = self._door.owned("samplers", owner, body.sampling_session_id)
         self._door.session_seen(row["session"])
+        row = self._reopened(owner, row)
         try:
             tokens = body.prompt.ints("the prompt")
         except BadDatum as error:

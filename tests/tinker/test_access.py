@@ -180,6 +180,24 @@ def test_models_whose_clients_have_ended_give_their_place(
     assert [api.tenant(model).state for model in models] == ["queued", "done", "queued"]
 
 
+def test_a_sampler_outlives_its_session_of_the_service(api: Api) -> None:
+    base = api.server.calls.door.model_name
+    asked = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": base}
+    sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
+    ledger = api.server.calls.ledger
+    first = ledger.find("samplers", id=sampler)[0]["tenant"]
+    sample = {
+        "sampling_session_id": sampler, "seq_id": 1, "sampling_params": {"max_tokens": 1},
+        "prompt": {"chunks": [{"tokens": [5]}]},
+    }  # fmt: skip
+    api.ask("asample", sample)
+    api.server.calls.door.end(first)
+    api.ask("asample", {**sample, "seq_id": 2})
+    second = ledger.find("samplers", id=sampler)[0]["tenant"]
+    assert second != first
+    assert [api.registry.get(name).state for name in (first, second)] == ["done", "queued"]
+
+
 def test_flags_of_an_adapter(api: Api) -> None:
     for flags, says in (
         ({"train_attn": False, "train_mlp": False}, "set train_attn or train_mlp"),

@@ -70,6 +70,8 @@ class Operation:
     body: Body
     state: State = "queued"
     key: str | None = None
+    is_noted: bool = False
+    """Whether the journal has its end."""
 
 
 @dataclass(frozen=True)
@@ -284,18 +286,29 @@ class Operations:
         line. `version`: the version of the session's weights after the operation."""
         state: State = "failed" if error else "done"
         text = json.dumps(error or finite_or_null(result)).encode()
+        self._note(session, operation, state, json.loads(text), version)
         with self._changing:
             mine = self._life(session)
-            ended = next((each for each in mine.waiting if each.id == operation), None)
-        if mine.journal is not None and ended is not None:  # before anyone can know the answer
-            said = json.loads(text)
-            kind, digest = ended.body.kind, _digest(ended.body)
-            mine.journal.add(Entry(operation, kind, ended.key, digest, state, version, said))
-        with self._changing:
             mine.version = version
             mine.waiting = [each for each in mine.waiting if each.id != operation]
             mine.answers[operation] = _Answer(state, text, time.monotonic())
             self._forget_old(mine)
+
+    def note_done(self, session: str, operation: str, result: Any, version: int) -> None:
+        """Write the result of an operation to the journal, before a checkpoint has its effect. The
+        operation ends with `answer`, after the checkpoint. So an operation whose answer is known is in
+        the checkpoint, and one that is in a checkpoint is never repeated."""
+        self._note(session, operation, "done", finite_or_null(result), version)
+
+    def _note(self, session: str, operation: str, state: State, said: Any, version: int) -> None:
+        """Write the end of an operation to the journal, once."""
+        with self._changing:
+            mine = self._life(session)
+            ended = next((each for each in mine.waiting if each.id == operation), None)
+        if mine.journal is not None and ended is not None and not ended.is_noted:
+            ended.is_noted = True
+            kind, digest = ended.body.kind, _digest(ended.body)
+            mine.journal.add(Entry(operation, kind, ended.key, digest, state, version, said))
 
     def _life(self, session: str) -> _Life:
         """Return the current life of a session. If it has no life yet, begin one. Earlier lives of

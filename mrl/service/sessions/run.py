@@ -203,9 +203,9 @@ class SessionRun:
             result, failure = self._carried_out(name, body)
             if failure:
                 self._trainer.note_failure(name, body)
-            self._answer(name, result, failure)
             if isinstance(body, OptimStepBody) and not failure:
-                self._save_if_due()
+                self._save_if_due(name, result)
+            self._answer(name, result, failure)
             if isinstance(body, ForwardBackwardBody) and not failure:
                 self._record(partial(self._records.train, self.step, body, result))
         self.cost.update_s = time.perf_counter() - start
@@ -224,11 +224,14 @@ class SessionRun:
             failure = " ".join(str(error).split()) or type(error).__name__
         return result, self._agree(failure)
 
-    def _save_if_due(self) -> None:
-        """Save a checkpoint after every `checkpoint.save_every` optimizer steps. Their answers are in
-        the journal by now, so a step whose effect is in a checkpoint is never repeated."""
+    def _save_if_due(self, name: str, result: Any) -> None:
+        """Save a checkpoint after every `checkpoint.save_every` optimizer steps, before the step `name`
+        is answered: a step whose answer is known is not lost. Its result is in the journal before
+        that, so that a step whose effect is in a checkpoint is never repeated."""
         every = self._recipe.checkpoint.save_every
         if every and self.step % every == 0:
+            if self._operations is not None:
+                self._operations.note_done(self._incarnation, name, result, self.step)
             self._trainer.save()
 
     def _record(self, write: Callable[[], None]) -> None:
