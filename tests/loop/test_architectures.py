@@ -50,7 +50,7 @@ def write_model(name: str, folder: Path) -> Toy:
         release("qwen2", True),
         release("qwen2", False),
         release("qwen3", False),
-        ("mixtral", False),
+        release("mixtral", False),
         ("qwen2_moe", False),
         release("mixtral", True),
         release("qwen2_moe", True),
