@@ -23,10 +23,6 @@ NUM_SHORT, NUM_LONG = 25, 600
 """Random samplings of the short form and of the long one."""
 
 
-PLUGINS = {"batch_invariant": True, "return_routing_weights": True}
-"""As in tests/rollout/test_routing_weights.py: a template with other plug-ins costs 13 CPU seconds."""
-
-
 @pytest.fixture(scope="module")
 def model(made_once: Callable[..., Path]) -> Path:
     return made_once("toy", write_toy_model)
@@ -44,7 +40,7 @@ def started(model: Path, folder: Path, **config: Any) -> RolloutEngine:
         "context_len": CONTEXT_LEN,
         "max_response_len": 8,
         "max_total_tokens": 4096,
-        **PLUGINS,
+        "batch_invariant": True,
         "start_timeout_s": 240.0,
     }
     engine = load_engine("sglang")(

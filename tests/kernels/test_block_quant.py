@@ -35,7 +35,7 @@ SIZES = st.integers(1, 300) | st.sampled_from([31, 32, 33, 127, 128, 129, 256])
     powers_of_two=st.booleans(), group=st.sampled_from([128, 64, 1, 5, 1000]),
     seed=st.integers(0, 2**31), threads=st.integers(1, 2),
 )  # fmt: skip
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bits_are_those_of_the_oracle(
     rows: int, columns: int, dtype: torch.dtype, kind: str, powers_of_two: bool, group: int,
     seed: int, threads: int,
@@ -48,7 +48,7 @@ def test_bits_are_those_of_the_oracle(
     rows=SIZES, columns=SIZES, dtype=st.sampled_from(DTYPES), kind=st.sampled_from(KINDS),
     powers_of_two=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_second_quantisation_gives_the_same_bits(
     rows: int, columns: int, dtype: torch.dtype, kind: str, powers_of_two: bool, seed: int
 ) -> None:

@@ -32,8 +32,6 @@ LATER = 0.3
 IN_FULL = ("gspo",)
 """Whose whole curve `make test` runs. The others run their first steps, and `make test-all` runs the
 whole curve of each."""
-NUM_FIRST = 2
-"""The second step is that of weights which an update has moved, and an engine has got."""
 OTHERS = [name for name in algorithms() if name not in IN_FULL]
 
 
@@ -43,7 +41,7 @@ def everything(scratch: Path) -> dict[str, Any]:
         return {
             "curves": {
                 **{name: curve_of(name, engine) for name in IN_FULL},
-                **{name: curve_of(name, engine, NUM_FIRST) for name in [*OTHERS, FLIPPED]},
+                **{name: curve_of(name, engine, len(CLOSE)) for name in [*OTHERS, FLIPPED]},
             },
             "resumed": whole_and_resumed(engine),
         }
@@ -67,7 +65,7 @@ def learned(curve: Curve) -> bool:
 
 def misfits(curve: Curve, golden: Curve) -> list[str]:
     """Says where the curve leaves the one on file; compares its end only if the curve is whole."""
-    assert len(curve) in (NUM_FIRST, len(golden))
+    assert len(curve) in (len(CLOSE), len(golden))
     found = [
         f"step {step} {key}: {ours[key]}, on file {theirs[key]}"
         for step, (ours, theirs, near) in enumerate(zip(curve, golden, CLOSE, strict=False))

@@ -13,6 +13,7 @@ from mrl.learn.updates import Updates
 from tests.loop.conftest import Toy
 from tests.loop.test_guards import made_trainer
 from tests.ranks import run_ranks
+from tests.release import release
 
 STEPS = 2
 COMPARED = ("guard/ratio_error", "guard/clip_budget")
@@ -94,7 +95,7 @@ def test_the_pass_is_left_out_and_the_bits_stay(
         assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("more", SAME.values(), ids=SAME.keys())
+@pytest.mark.parametrize("more", [SAME["EP2"], release(SAME["PP2"])], ids=list(SAME))
 def test_so_they_do_on_two_ranks(
     toy: Toy, recorded: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
@@ -105,7 +106,11 @@ def test_so_they_do_on_two_ranks(
 
 @pytest.mark.parametrize(
     "more",
-    ["train.num_steps_per_rollout=2", "train.num_epochs_per_rollout=2", "guards.min_ess=0.01"],
+    [
+        "train.num_steps_per_rollout=2",
+        release("train.num_epochs_per_rollout=2"),
+        "guards.min_ess=0.01",
+    ],
 )
 def test_who_needs_the_pass_keeps_it(toy: Toy, recorded: Path, tmp_path: Path, more: str) -> None:
     overrides = settings(toy, recorded, tmp_path / "run", more)

@@ -94,8 +94,7 @@ def test_refused_where_there_are_none() -> None:
 
 def test_a_real_server_returns_the_routers_softmax(toy_folder: Path, tmp_path: Path) -> None:
     """Prompts and generated tokens, several in a batch, against transformers' router logits."""
-    plugins = {"batch_invariant": True, "return_routing_weights": True}  # as in tests/adversary
-    engine = make_engine(toy_folder, tmp_path / "engine.log", **plugins)
+    engine = make_engine(toy_folder, tmp_path / "engine.log", return_routing_weights=True)
     engine.start()
     try:
         requests = make_requests(5, SamplingParams(12, 12))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import yaml
 
-from mrl.cli import main
 from mrl.config.load import load_service
 from mrl.service.client import ControlClient
 from mrl.service.record import read_tenants
@@ -24,7 +23,6 @@ from mrl.system.files import write_whole
 from parallel.checkpoint.saved_tensors import SavedTensors
 from tests.engine_starts import REAL
 from tests.loop.forked import Command
-from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
@@ -128,15 +126,10 @@ class Service:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Serve until no tenant is left that could run, in forks of this process where they may be.
-
-        A new Python spends 20 CPU seconds on imports, its engine's among them.
-        """
-        words = ["serve", str(self.config), "--until-done"]
-        if self.ranks > 1 and os.environ.get(REAL) != "1":
-            run_ranks(self.ranks, served, words, folder=self.folder.with_suffix(".out"))
-            return
-        if os.environ.get(REAL) != "1":
+        """Serve until no tenant is left that could run, in a fork of this process where it may be one:
+        a new Python spends 20 CPU seconds on imports, its engine's among them."""
+        if self.ranks == 1 and os.environ.get(REAL) != "1":
+            words = ["serve", str(self.config), "--until-done"]
             done = Command(words, environment(), self.folder.with_suffix(".printed")).finish(
                 LIMIT_S
             )
@@ -156,16 +149,6 @@ class Service:
             cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
-
-
-def served(words: list[str]) -> None:
-    """`mrl WORDS` on this rank, which fails where the exit code is not 0."""
-    os.environ.update(environment())
-    try:
-        main(words)
-    except SystemExit as left:
-        if left.code:
-            raise
 
 
 def environment() -> dict[str, str]:

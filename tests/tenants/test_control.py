@@ -27,7 +27,7 @@ from tests.tenants.malformed import Case, cases
 from tests.tenants.parts import service, session, tenant
 from tests.waiting import LIMIT_S
 
-REQUEST_S = 1.0
+REQUEST_S = 0.5
 """How long a request may take to arrive in these tests."""
 
 

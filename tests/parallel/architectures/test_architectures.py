@@ -38,7 +38,7 @@ from tests.parallel.models import (
     write_tiny,
 )
 from tests.ranks import run_ranks
-from tests.release import release
+from tests.release import only_in_release, release
 
 TEMPERATURE = 0.8  # of test_layouts.build
 TOLERANCE = 1e-5
@@ -172,7 +172,7 @@ def test_weights_come_back_bit_for_bit_from_stages_and_shards(
         assert_is_checkpoint(rank["loaded"], path)
 
 
-@pytest.mark.parametrize("model_type", SETTINGS)
+@pytest.mark.parametrize("model_type", only_in_release(SETTINGS, lambda n: n in DENSE[1:]))
 def test_a_parallel_step_with_recompute_equals_one_process(
     model_type: str,
     checkpoint: Callable[[str], Path],

@@ -23,6 +23,7 @@ from tests.parallel.conftest import make_samples
 from tests.parallel.layouts import build, join_mesh, loss, ready_batch
 from tests.parallel.test_critic import loss as value_loss
 from tests.ranks import run_ranks
+from tests.release import release
 
 STEP = 1
 
@@ -79,7 +80,7 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
 
 
-@pytest.mark.parametrize("layout", [(1, {}), (2, {"tensor": 2})])
+@pytest.mark.parametrize("layout", [release((1, {})), (2, {"tensor": 2})])
 def test_both_come_back_bit_for_bit(
     layout: tuple[int, dict[str, int]], model_path: Path, tmp_path: Path
 ) -> None:
