@@ -44,6 +44,24 @@ def datum(prompt: list[int], answer: list[int], **inputs: Any) -> Any:
     )
 
 
+def sourced(data: Any, answer: Any) -> Any:
+    """Return a datum of PROMPT and an answer that says which sample its tokens are."""
+    from tinker import types
+
+    name, num_prompt, num_answer = answer.sequence_id, len(PROMPT), len(answer.tokens)
+    prompt, sample = types.PromptProvenanceSpan, types.SampledProvenanceSpan
+    return data.with_provenance(
+        model_input=[
+            prompt(sequence_id=name, length=num_prompt),
+            sample(sequence_id=name, length=num_answer - 1),
+        ],
+        loss_fn_inputs=[
+            prompt(sequence_id=name, offset=1, length=num_prompt - 1),
+            sample(sequence_id=name, length=num_answer),
+        ],
+    )
+
+
 def sampled(sampler: Any, n: int = 4, **params: Any) -> Any:
     """Return the answers of a sampler to PROMPT."""
     from tinker import types
@@ -90,9 +108,11 @@ def trains(url: str) -> Found:
         datum(PROMPT, s.tokens, logprobs=s.logprobs, advantages=[a] * len(s.tokens))
         for s, a in zip(answers.sequences, (1.0, -1.0, 0.5, -0.5), strict=True)
     ]
+    traced = [sourced(d, s) for d, s in zip(data, answers.sequences, strict=True)]
     found["passes"] = {}
     for loss in RATIO_LOSSES:
-        passed = trainer.forward_backward(data, loss)
+        # stable_reinforce comes with provenance; for the others the service matches tokens
+        passed = trainer.forward_backward(traced if loss == "stable_reinforce" else data, loss)
         trainer.optim_step(types.AdamParams(learning_rate=1e-5)).result()
         found["passes"][loss] = passed.result().metrics
 

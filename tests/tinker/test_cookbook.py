@@ -56,8 +56,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for b in range(8)
     ]
     talks = [
-        [row, {"role": "assistant", "content": f"\\boxed{{{draw.randrange(4)}}}"}]
-        for row in rows * 4
+        [row, {"role": "assistant", "content": f"\\boxed{{{draw.randrange(4)}}}"}] for row in rows
     ]
     write_rows(folder / CHAT / "train.jsonl", [{"messages": talk} for talk in talks])
     sums = [(a, b) for a in range(4) for b in range(3)]
@@ -94,17 +93,6 @@ def run(work: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
         yield call
 
 
-@pytest.fixture(scope="module")
-def taught(run: Callable[..., list[dict[str, Any]]], work: Path) -> str:
-    """The path of a model that sl_loop has taught to answer with a boxed number, often a wrong one."""
-    keys = {"batch_size": 8, "max_length": 256, "save_every": 0, "learning_rate": 2e-2}
-    rows = run("sl_loop", **keys)
-    losses = [row["train_mean_nll"] for row in rows]
-    assert losses[-1] < losses[0] / 2
-    saved = (work / "sl_loop" / "checkpoints.jsonl").read_text().splitlines()
-    return json.loads(saved[-1])["state_path"]
-
-
 def test_sl_loop_is_resumed(run: Callable[..., list[dict[str, Any]]], work: Path) -> None:
     keys = {"batch_size": 4, "max_length": 256, "save_every": 2, "learning_rate": 1e-3}
     rows = run("sl_loop", log="resumed", max_steps=3, **keys)
@@ -119,15 +107,11 @@ def test_sl_loop_is_resumed(run: Callable[..., list[dict[str, Any]]], work: Path
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", ["stable_reinforce", "importance_sampling", "gspo", "cispo"])
-def test_rl_loop(
-    run: Callable[..., list[dict[str, Any]]], taught: str, work: Path, loss: str
-) -> None:
-    """It begins with the model that was taught, as if it were resumed: only then do answers differ in
-    their reward."""
-    begun = {"name": "taught", "batch": 0, "state_path": taught}
-    write_rows(work / loss / "checkpoints.jsonl", [begun])
-    keys = {"batch_size": 4, "group_size": 8, "max_tokens": 16, "max_steps": 2, "save_every": 0}
+@pytest.mark.parametrize("loss", ["stable_reinforce", "gspo"])
+def test_rl_loop(run: Callable[..., list[dict[str, Any]]], loss: str) -> None:
+    """The toy gets no reward, so that the loop samples, scores, saves and takes no step; the program
+    `trains` takes steps with the same data."""
+    keys = {"batch_size": 4, "group_size": 8, "max_tokens": 16, "max_steps": 2, "save_every": 1}
     rows = run("rl_loop", log=loss, loss_fn=loss, **keys)
     assert [row["progress/batch"] for row in rows] == [0, 1]
-    assert any(row.get("unclipped_grad_l2:mean", 0) > 0 for row in rows)
+    assert all(0 <= row["reward/total"] <= 1 for row in rows)
