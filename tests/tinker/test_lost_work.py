@@ -33,6 +33,7 @@ def reopened(api: Api, model: str, folder: Path, version: int) -> None:
     """End the life of the model's session, and open it again at a checkpoint of `version`."""
     incarnation = api.tenant(model).incarnation
     api.registry.operations.end(incarnation)
+    api.registry.operations._past.clear()  # as after a restart of the service
     api.registry.operations.begin(incarnation, version, Journal(folder))
 
 
@@ -164,7 +165,7 @@ def test_only_samples_are_cancelled(api: Api) -> None:
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
     posted = api.ask("asample", sample(sampler, 0))
-    api.ask("cancel_future", posted)
+    api.ask("cancel_future", {"request_id": posted["request_id"]})
     row = api.server.calls.ledger.get("requests", posted["request_id"])
     assert row is not None
     api.registry.operations.begin(api.registry.get(row["tenant"]).incarnation, 0)
