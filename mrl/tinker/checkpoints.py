@@ -47,6 +47,8 @@ class Checkpoints:
         """Write down a checkpoint that the operation of `request` writes. One that has the path already
         is replaced."""
         key = str(path)
+        if (before := self._ledger.get("checkpoints", key)) is not None:
+            self._remove_export(before)
         self._ledger.remove("checkpoints", key)
         self._ledger.add(
             "checkpoints",
@@ -161,18 +163,22 @@ class Checkpoints:
 
     def _remove(self, row: Row) -> None:
         self._ledger.remove("checkpoints", row["path"])
-        if (exported := self._exported(row)) is not None:
-            shutil.rmtree(exported, ignore_errors=True)
+        self._remove_export(row)
         model = self._ledger.get("models", row["run"])
         if model is not None:
             name = saved_name(row["kind"], row["name"])
             remove_saved(self._door.run_folder(model["tenant"]), FOLDERS[row["kind"]], name)
 
+    def _remove_export(self, row: Row) -> None:
+        if (exported := self._exported(row)) is not None:
+            shutil.rmtree(exported, ignore_errors=True)
+
     def _exported(self, row: Row) -> Path | None:
         """Return where the PEFT folder of a checkpoint is written; None if its model is unknown."""
         if (model := self._ledger.get("models", row["run"])) is None:
             return None
-        return self._door.run_folder(model["tenant"]) / EXPORTS / row["kind"] / row["name"]
+        name = f"{row['name']}.{row['created']:.6f}"  # a checkpoint that replaces it gets its own
+        return self._door.run_folder(model["tenant"]) / EXPORTS / row["kind"] / name
 
     def _sweep(self, run: str) -> None:
         """Remove the oldest samplers without a name of a model."""
@@ -184,7 +190,7 @@ class Checkpoints:
 
 def is_ephemeral(row: Row) -> bool:
     """Whether a checkpoint is a sampler that a client made without a name."""
-    return row["name"].startswith(EPHEMERAL)
+    return row["kind"] == "sampler" and row["name"].startswith(EPHEMERAL)
 
 
 def is_listed(row: Row | None) -> TypeGuard[Row]:

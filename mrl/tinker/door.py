@@ -54,6 +54,8 @@ class Door:
         self.registry, self.ledger = registry, ledger
         self.making = threading.Lock()
         """Held while a model or a sampler is created."""
+        self.since = time.time()
+        """When the service was started."""
         self._whole: set[tuple[str, str]] = set()
         """Sessions of the service and their lives in which nothing was lost (see `check_whole`)."""
         ledger.remove_older("requests", time.time() - REQUESTS_S)
@@ -166,6 +168,8 @@ class Door:
         }
         sessions = [self.ledger.get("sessions", each) for each in users]
         oldest = time.time() - IDLE_S
+        if self.since > oldest:  # clients could not say that they are alive while it was down
+            oldest = 0.0
         return all(each is None or each["finished"] or each["seen"] < oldest for each in sessions)
 
     def end(self, name: str) -> None:
@@ -261,15 +265,22 @@ class Door:
         ]
         if posted and shown["version"] is None:
             raise Refused(503, f"model {model['id']} is being opened again; try again")
-        for row in posted:
+        ended = self.registry.operations.ended(tenant.incarnation)
+        for row in reversed(posted):
+            state = ended.get(row["operation"])
             if row["operation"].startswith(shown["life"]):
-                continue
-            if (found := self.look(row))["state"] == "lost":
+                if row["kind"] == "load_weights" and state is None:
+                    if posted[0]["operation"].startswith(shown["life"]):
+                        continue  # nothing came before this life
+                    raise Refused(503, f"model {model['id']} is being loaded; try again")
+            elif state in (None, "lost"):
                 raise Refused(
                     410,
-                    f"{row['kind']} {row['id']} was {found['reason']}; load a checkpoint, or make a "
-                    "new training client from one",
+                    f"{row['kind']} {row['id']} was {self.look(row).get('reason', LOST)}; load a "
+                    "checkpoint, or make a new training client from one",
                 )
+            if state == "done" and row["kind"] in ("optim_step", "load_weights"):
+                break  # the checkpoint has this, and so what came before it
         self._whole.add((tenant.name, shown["life"]))
 
     def look(self, request: Row) -> dict[str, Any]:

@@ -66,8 +66,11 @@ class Futures:
         return failure(reason + LOST_MODEL, "server")
 
     def cancel(self, owner: str, request: str) -> None:
-        """Cancel a request that waits. One that is under way is finished."""
+        """Cancel a sample that waits. One that is under way is finished, and so is every other request:
+        an optimizer step would otherwise lack the gradients of a pass that was cancelled."""
         row = self._door.owned("requests", owner, request)
+        if row["kind"] != "sample":
+            return
         tenant = self._door.tenant(row["tenant"])
         if tenant is not None and row["operation"]:
             self._door.registry.operations.cancel(tenant.incarnation, row["operation"])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 import time
 import uuid
 from typing import Any
@@ -134,7 +134,11 @@ class Models:
         model, name = paths.model_id(session, number), paths.tenant_name(session, number)
         with self._door.making:
             known = self._ledger.get("models", model)
-            seed = secrets.randbelow(1 << 31) if lora.seed is None else lora.seed
+            seed = lora.seed
+            if (
+                seed is None
+            ):  # the same again if the request is repeated after the service was killed
+                seed = int(hashlib.sha256(model.encode()).hexdigest()[:7], 16)
             if known is not None:
                 seed = known["seed"]
             try:

@@ -3,7 +3,6 @@ operation of the session behind the model."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +39,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 """What loss_fn_config may hold, by loss."""
 OWN_NAMES = (EPHEMERAL, EXPORTED, COPIED)
 """Samplers whose names begin so are not those of clients."""
+MAX_SAMPLE_CHARS = 100
+"""The ids of samples of this service are shorter."""
 DEFAULT_CLIP = {LOW: 0.8, HIGH: 1.2}
 Answer = dict[str, Any]
 
@@ -67,11 +68,16 @@ class Training:
                 f"forward has the loss cross_entropy here, got {given.loss}; use forward_backward",
             )
         about: dict[str, Any] = {}
-        sequences = [_sequence(n, datum, given) for n, datum in enumerate(given.data)]
+        replays = self._door.config.moe.capture_routes
+        replay = "match" if replays else "named"
+        sequences = [
+            _sequence(n, datum, given, replays=replays) for n, datum in enumerate(given.data)
+        ]
         if given.forward_only:
             weights = [each.inputs.get("weights") for each in given.data]
             about["weights"] = [None if w is None else w.tolist() for w in weights]
-            kind, body = "forward", {"kind": "forward", "sequences": sequences}
+            kind = "forward"
+            body = {"kind": kind, "sequences": sequences, "replay": replay}
         else:
             kind = "forward_backward"
             body = {
@@ -79,7 +85,7 @@ class Training:
                 "loss": given.loss,
                 "sequences": sequences,
                 "all_logprobs": True,
-                "replay": "match" if self._door.config.moe.capture_routes else "named",
+                "replay": replay,
                 **_options(given),
             }
         return self._post(owner, model, given.seq_id, kind, body, about)
@@ -153,7 +159,6 @@ class Training:
         folder = self._checkpoints.folder(owner, body.path)
         load = {"kind": "load", "folder": str(folder), "optimizer": body.optimizer}
         about = {"path": body.path, "model": model["id"]}
-        self._door.ledger.set("models", model["id"], since=time.time())
         return self._post(owner, model, body.seq_id, "load_weights", load, about)
 
     def _save(
@@ -176,10 +181,9 @@ class Training:
             "overwrite": overwrite,
         }
         about = {"path": str(path), "sampler": sampler, "kind": path.kind}
-        answer = self._post(owner, model, body.seq_id, "save_weights", save, about)
-        if is_new:
+        if is_new:  # before it is posted, so that it is known even if the service is killed now
             self._checkpoints.note(path, owner, request, body.ttl_seconds, body.user_metadata)
-        return answer
+        return self._post(owner, model, body.seq_id, "save_weights", save, about)
 
     def _model(self, owner: str, key: str) -> Row:
         """Return a model whose operations are all done or under way."""
@@ -208,7 +212,7 @@ def _request(model: Row, seq_id: int | None) -> str:
     return f"{model['id']}:{seq_id}"
 
 
-def _sequence(number: int, datum: Datum, given: Pass) -> dict[str, Any]:
+def _sequence(number: int, datum: Datum, given: Pass, *, replays: bool) -> dict[str, Any]:
     """Return a datum as a sequence of an operation.
 
     In the API, number i belongs to the target that follows token i. In an operation, number t belongs
@@ -227,8 +231,9 @@ def _sequence(number: int, datum: Datum, given: Pass) -> dict[str, Any]:
     sequence: dict[str, Any] = {"tokens": tokens}
     if (moved := [tokens[0], *targets]) != tokens:
         sequence["targets"] = moved
-    if names := {span.sequence_id for span in datum.spans[-1:] if span.is_sampled}:
-        sequence["sample"] = names.pop()
+    names = [span.sequence_id for span in datum.spans[-1:] if span.is_sampled]
+    if replays and names and len(names[0]) <= MAX_SAMPLE_CHARS:
+        sequence["sample"] = names[0]
     if given.forward_only:
         return sequence
     for name in known:

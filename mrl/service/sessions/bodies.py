@@ -88,6 +88,7 @@ class SequenceBody(Branch):
 class ForwardBody(Branch):
     kind: Literal["forward"]
     sequences: list[SequenceBody] = Field(min_length=1, max_length=MAX_SEQUENCES)
+    replay: Literal["named", "match"] = "named"  # as in `forward_backward`
 
     @model_validator(mode="after")
     def _has_tokens_alone(self) -> Self:

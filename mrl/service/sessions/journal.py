@@ -115,12 +115,18 @@ class Journal:
 
 
 def _newest(entries: list[Entry]) -> list[Entry]:
-    """Return the newest entries within the limits."""
+    """Return the newest entries within the limits. Optimizer steps, loads and failures are small and
+    counted apart: they tell a client whether its work was lost, however many samples follow."""
     kept: list[Entry] = []
-    total = 0
-    for each in reversed(entries[-MAX_LINES:]):
-        total += len(json.dumps(each.answer))
-        if total > MAX_BYTES:
-            break
-        kept.append(each)
+    total = num_large = num_small = 0
+    for each in reversed(entries):
+        if each.kind in ("optim_step", "load") or each.state == "failed":
+            num_small += 1
+            is_kept = num_small <= MAX_LINES
+        else:
+            num_large += 1
+            total += len(json.dumps(each.answer))
+            is_kept = num_large <= MAX_LINES and total <= MAX_BYTES
+        if is_kept:
+            kept.append(each)
     return kept[::-1]

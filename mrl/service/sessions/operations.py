@@ -101,8 +101,9 @@ class _Life:
     """For each idempotency key, the id of the operation that was posted with this key, and a digest
     of the operation's body."""
     journal: Journal | None = None
-    recalled: set[str] = field(default_factory=set)
-    """The ids of operations of earlier lives whose answers were read from the disk."""
+    recalled: dict[str, State] = field(default_factory=dict)
+    """How the operations of earlier lives ended whose answers were read from the disk, by id, and also
+    each `load` of this life. It is known longer than the answers."""
 
 
 class Operations:
@@ -173,6 +174,11 @@ class Operations:
             mine = self._life(session)
             return {"life": mine.number, "version": mine.version, "queued": len(mine.waiting)}
 
+    def ended(self, session: str) -> dict[str, State]:
+        """Return `_Life.recalled` of a session."""
+        with self._changing:
+            return dict(self._life(session).recalled)
+
     def look(self, name: str, operation: str) -> dict[str, Any]:
         """Return the state of an operation of the session `name`, with its result.
 
@@ -212,7 +218,7 @@ class Operations:
             for each in entries:
                 text = json.dumps(each.answer).encode()
                 answers[each.id] = _Answer(cast(State, each.state), text, time.monotonic())
-                mine.recalled.add(each.id)
+                mine.recalled[each.id] = cast(State, each.state)
                 if each.key is not None:
                     keys[each.key] = each.id, each.digest
             mine.answers = answers | mine.answers  # some may have been posted while it was opened
@@ -290,8 +296,11 @@ class Operations:
         with self._changing:
             mine = self._life(session)
             mine.version = version
+            ended = next((each for each in mine.waiting if each.id == operation), None)
             mine.waiting = [each for each in mine.waiting if each.id != operation]
             mine.answers[operation] = _Answer(state, text, time.monotonic())
+            if ended is not None and ended.body.kind == "load":
+                mine.recalled[operation] = state
             self._forget_old(mine)
 
     def note_done(self, session: str, operation: str, result: Any, version: int) -> None:
@@ -335,7 +344,6 @@ class Operations:
             if fits and time.monotonic() - oldest.since_s <= KEPT_S:
                 return
             del mine.answers[operation]
-            mine.recalled.discard(operation)
             total -= len(oldest.text)
 
 

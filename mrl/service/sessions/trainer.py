@@ -103,7 +103,8 @@ class SessionTrainer:
             self.checkpoints.finish()
 
     def _forward(self, body: ForwardBody) -> dict[str, Any]:
-        passed = self._steps.forward([self._weighted(each) for each in body.sequences])
+        matches = body.replay == "match"
+        passed = self._steps.forward([self._weighted(s, matches=matches) for s in body.sequences])
         return {"logprobs": passed.logprobs}
 
     def _forward_backward(self, body: ForwardBackwardBody) -> dict[str, Any]:
