@@ -10,10 +10,17 @@ import torch
 from rollout_helpers import TOLERANCE, generate, make_prompts, score
 
 from mrl.engines.base import SamplingParams
-from mrl.engines.sglang.plugins.server.mrl_shared_prompts import MAX_BATCHES, MIN_TOKENS, Prompts
+from mrl.engines.sglang.compat import path_of
+from mrl.engines.sglang.plugins.server.mrl_shared_prompts import (
+    MAX_BATCHES,
+    MIN_TOKENS,
+    Prompts,
+    must_wait,
+    record,
+)
 from mrl.types import Prompt
 
-LONG, SHORT = MIN_TOKENS + 8, MIN_TOKENS - 1
+LONG, SHORT = MIN_TOKENS + 8, MIN_TOKENS
 
 
 def cached_rows(engine: Any, prompts: list[Prompt], *, seed: int) -> list[list[int]]:
@@ -43,11 +50,53 @@ def test_answers_do_not_depend_on_who_computed_the_prompt(engine, oracle):
         assert all(torch.equal(each, routes[0]) for each in routes)
 
 
-def request(tokens: tuple[int, ...] = (1, 2, 3), key: str = "a") -> Any:
+def request(
+    tokens: tuple[int, ...] = (1, 2, 3), key: str = "a", *, num_cached: int = 0, salt: str = ""
+) -> Any:
     made = SimpleNamespace(extra_key=key, lora_id=None, origin_input_ids=tokens, output_ids=[])
+    made.cache_salt, made.return_logprob = salt, False
+    setattr(made, path_of("Req.prefix").rpartition(".")[2], num_cached)
     made.ended = False
     made.finished = lambda: made.ended
     return made
+
+
+def batch(queue: list[Any], *, page_size: int = 1, has_state: bool = False) -> list[Any]:
+    """The requests that one batch takes from a queue, if it has room for all of them."""
+    adder = SimpleNamespace(tree_cache=SimpleNamespace(disable=False), can_run_list=[])
+    adder.page_size, adder.is_hybrid_ssm_cache = page_size, has_state
+    for each in queue:
+        if not must_wait(adder, each):
+            adder.can_run_list.append(each)
+            record(adder, each)
+    return adder.can_run_list
+
+
+def prompt_of(first: int) -> tuple[int, ...]:
+    return tuple(range(first, first + LONG))
+
+
+def test_all_that_waited_are_taken_together():
+    first, *others = [request(prompt_of(100)) for _ in range(6)]
+    assert batch([first, *others]) == [first]
+    assert batch(others) == []
+    first.output_ids.append(7)
+    others = [request(prompt_of(100), num_cached=LONG - 1) for _ in others]
+    assert batch(others) == others
+
+
+def test_nobody_waits_in_vain():
+    def queue(first: int) -> list[Any]:
+        return [request(prompt_of(first), num_cached=first % 1000) for _ in range(3)]
+
+    for waits, options in [
+        (queue(3000 + LONG - 1), {}),  # all is in the cache already
+        (queue(2000), {"page_size": LONG}),  # no whole page to share
+        (queue(1000), {"has_state": True}),  # would keep its slot of recurrent state
+    ]:
+        assert batch(waits, **options) == waits
+    salted = [request(prompt_of(4000), salt=salt) for salt in "ab"]
+    assert batch(salted) == salted
 
 
 def test_who_waits():

@@ -103,6 +103,7 @@ NAMES: dict[str, Name] = {
             "return_logprob", "logprob_start_len",
         ),
     ),
+    "Req.prefix": Name({"0.5.12": f"{_REQ}.prefix_indices", "0.5.22": f"{_REQ}.prefix_len"}),
     "Req.weight_version_events": since("0.5.20", f"{_REQ}.weight_version_events"),
     "Req.init_next_round_input": always(f"{_REQ}.init_next_round_input", "self", "tree_cache"),
     "Scheduler": always(_SCHEDULER, attributes=("enable_overlap", "result_queue", "chunked_req")),
@@ -111,7 +112,9 @@ NAMES: dict[str, Name] = {
         "0.5.20", f"{_SCHEDULER}.record_weight_version_change"
     ),
     "get_serving": since("0.5.20", f"{_SRT}.runtime_context.get_serving"),
-    "PrefillAdder": always(_ADDER, attributes=("tree_cache", "can_run_list")),
+    "PrefillAdder": always(
+        _ADDER, attributes=("tree_cache", "can_run_list", "is_hybrid_ssm_cache", "page_size")
+    ),
     "PrefillAdder.add_one_req": always(f"{_ADDER}.add_one_req", "self", "req"),
     "AddReqResult": always(
         f"{_MANAGERS}.schedule_policy.AddReqResult", attributes=("CONTINUE",)
