@@ -102,8 +102,7 @@ class _Life:
     of the operation's body."""
     journal: Journal | None = None
     recalled: dict[str, State] = field(default_factory=dict)
-    """How the operations of earlier lives ended whose answers were read from the disk, by id, and also
-    each `load` of this life. It is known longer than the answers."""
+    """How an operation ended, by id: those read from the disk, and each `load` of this life."""
 
 
 class Operations:
