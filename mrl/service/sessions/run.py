@@ -29,7 +29,6 @@ from mrl.service.sessions.bodies import (
     KINDS,
     Body,
     ForwardBackwardBody,
-    LoadBody,
     OptimStepBody,
     SampleBody,
 )
@@ -205,7 +204,7 @@ class SessionRun:
             if failure:
                 self._trainer.note_failure(name, body)
             self._answer(name, result, failure)
-            if isinstance(body, (OptimStepBody, LoadBody)) and not failure:
+            if isinstance(body, OptimStepBody) and not failure:
                 self._save_if_due()
             if isinstance(body, ForwardBackwardBody) and not failure:
                 self._record(partial(self._records.train, self.step, body, result))
@@ -226,7 +225,7 @@ class SessionRun:
         return result, self._agree(failure)
 
     def _save_if_due(self) -> None:
-        """Save a checkpoint after every `checkpoint.save_every` versions. Their answers are in
+        """Save a checkpoint after every `checkpoint.save_every` optimizer steps. Their answers are in
         the journal by now, so a step whose effect is in a checkpoint is never repeated."""
         every = self._recipe.checkpoint.save_every
         if every and self.step % every == 0:
