@@ -29,7 +29,6 @@ from mrl.service.sessions.bodies import (
     KINDS,
     Body,
     ForwardBackwardBody,
-    LoadBody,
     OptimStepBody,
     SampleBody,
 )
@@ -204,7 +203,7 @@ class SessionRun:
             result, failure = self._carried_out(name, body)
             if failure:
                 self._trainer.note_failure(name, body)
-            if isinstance(body, (OptimStepBody, LoadBody)) and not failure:
+            if isinstance(body, OptimStepBody) and not failure:
                 self._save_if_due(name, result)
             self._answer(name, result, failure)
             if isinstance(body, ForwardBackwardBody) and not failure:
@@ -226,9 +225,9 @@ class SessionRun:
         return result, self._agree(failure)
 
     def _save_if_due(self, name: str, result: Any) -> None:
-        """Save a checkpoint after every `checkpoint.save_every` versions, before the operation `name`,
-        which made the version, is answered: its effect is then not lost. Its result is in the journal
-        before that, so that an operation whose effect is in a checkpoint is never repeated."""
+        """Save a checkpoint after every `checkpoint.save_every` optimizer steps, before the step `name`
+        is answered: a step whose answer is known is not lost. Its result is in the journal before
+        that, so that a step whose effect is in a checkpoint is never repeated."""
         every = self._recipe.checkpoint.save_every
         if every and self.step % every == 0:
             if self._operations is not None:
