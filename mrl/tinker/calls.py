@@ -14,7 +14,7 @@ from mrl.service.callers import Refused
 from mrl.service.registry import Registry
 from mrl.tinker import bodies, paths
 from mrl.tinker.checkpoints import Checkpoints, as_time, page
-from mrl.tinker.door import Door
+from mrl.tinker.backend import Backend
 from mrl.tinker.futures import Futures
 from mrl.tinker.incoming import Incoming
 from mrl.tinker.keys import Keys
@@ -43,12 +43,12 @@ class Calls:
         self.address = ""
         self.is_closing = False
         """Whether the service is about to end, so that nobody should wait any longer."""
-        self.door = door = Door(registry, ledger)
-        self.checkpoints = Checkpoints(door)
-        self.models = Models(door, self.checkpoints)
-        self.samplers = Samplers(door, self.checkpoints, self.models.lora)
-        self.training = Training(door, self.checkpoints, self.samplers)
-        self.futures = Futures(door)
+        self.backend = backend = Backend(registry, ledger)
+        self.checkpoints = Checkpoints(backend)
+        self.models = Models(backend, self.checkpoints)
+        self.samplers = Samplers(backend, self.checkpoints, self.models.lora)
+        self.training = Training(backend, self.checkpoints, self.samplers)
+        self.futures = Futures(backend)
         self._secret = secrets.token_bytes(32)
 
     def client_config(self) -> Answer:
@@ -75,8 +75,8 @@ class Calls:
     def capabilities(self) -> Answer:
         """Return the models that can be trained and sampled: the base model of the service."""
         model = {
-            "model_name": self.door.model_name,
-            "max_context_length": self.door.bounds.context_len,
+            "model_name": self.backend.model_name,
+            "max_context_length": self.backend.bounds.context_len,
             "trainable": True,
             "sampleable": True,
         }
@@ -101,7 +101,7 @@ class Calls:
 
     def session(self, incoming: Incoming) -> Answer:
         """Return the models and samplers of a session."""
-        row = self.door.owned("sessions", incoming.owner, incoming.path["session"])
+        row = self.backend.owned("sessions", incoming.owner, incoming.path["session"])
         return {
             "training_run_ids": [m["id"] for m in self.ledger.find("models", session=row["id"])],
             "sampler_ids": [s["id"] for s in self.ledger.find("samplers", session=row["id"])],
@@ -144,7 +144,7 @@ class Calls:
         """Return the addresses of the files of a checkpoint, as a PEFT folder."""
         folder = self.checkpoints.export(incoming.owner, _path(incoming))
         expires = time.time() + URLS_S
-        content = f"{int(expires)}.{folder.relative_to(self.door.registry.root)}"
+        content = f"{int(expires)}.{folder.relative_to(self.backend.registry.root)}"
         mark = f"{self._sign(content)}.{content.encode().hex()}"
         names = [name for name in FILES if (folder / name).is_file()]
         urls = {name: f"{self.address}/api/v1/files/{mark}/{quote(name)}" for name in names}
@@ -163,7 +163,7 @@ class Calls:
         ):
             raise Refused(404, "there is no such file")
         expires, _, folder = content.partition(".")
-        file = self.door.registry.root / folder / name
+        file = self.backend.registry.root / folder / name
         if int(expires) < time.time() or not file.is_file():
             raise Refused(410, "the address of the file is no longer valid; ask for a new one")
         return file
@@ -172,7 +172,7 @@ class Calls:
         return hmac.new(self._secret, content.encode(), hashlib.sha256).hexdigest()
 
     def _run(self, incoming: Incoming) -> dict[str, Any]:
-        return self.door.owned("models", incoming.owner, incoming.path["run"])
+        return self.backend.owned("models", incoming.owner, incoming.path["run"])
 
 
 def _path(incoming: Incoming) -> str:

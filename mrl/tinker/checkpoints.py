@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from mrl.service.callers import Refused
 from mrl.service.sessions.saved import remove_saved
 from mrl.tinker import bodies, paths
-from mrl.tinker.door import FOLDERS, NOT_YOURS, SETTLING, Door, Row, saved_name
+from mrl.tinker.backend import FOLDERS, NOT_YOURS, SETTLING, Backend, Row, saved_name
 from parallel.checkpoint.hf_export import export_checkpoint
 
 EPHEMERAL = "ephemeral."
@@ -33,8 +33,8 @@ Answer = dict[str, Any]
 class Checkpoints:
     """The checkpoints of all users. Methods raise Refused for what the caller does not own."""
 
-    def __init__(self, door: Door) -> None:
-        self._door, self._ledger = door, door.ledger
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._ledger = backend, backend.ledger
 
     def note(
         self,
@@ -115,7 +115,7 @@ class Checkpoints:
     def weights_info(self, owner: str, body: bodies.WeightsInfo) -> Answer:
         """Return the shape of a checkpoint's adapter."""
         row = self.require(owner, body.tinker_path)
-        model = self._door.owned("models", owner, row["run"])
+        model = self._backend.owned("models", owner, row["run"])
         return {
             "base_model": model["base"],
             "optimizer_config": {"type": "adamw"},
@@ -152,9 +152,9 @@ class Checkpoints:
         if row["folder"]:
             return row if Path(row["folder"]).is_dir() else None
         request = self._ledger.get("requests", row["request"])
-        if request is not None and self._door.look(request)["state"] in SETTLING:
+        if request is not None and self._backend.look(request)["state"] in SETTLING:
             return row
-        if (found := self._door.saved(row["tenant"], row["kind"], row["name"])) is None:
+        if (found := self._backend.saved(row["tenant"], row["kind"], row["name"])) is None:
             self._ledger.remove("checkpoints", row["path"])
             return None
         row["folder"], row["size"] = str(found.folder), found.num_bytes
@@ -167,7 +167,7 @@ class Checkpoints:
         model = self._ledger.get("models", row["run"])
         if model is not None:
             name = saved_name(row["kind"], row["name"])
-            remove_saved(self._door.run_folder(model["tenant"]), FOLDERS[row["kind"]], name)
+            remove_saved(self._backend.run_folder(model["tenant"]), FOLDERS[row["kind"]], name)
 
     def _remove_export(self, row: Row) -> None:
         if (exported := self._exported(row)) is not None:
@@ -178,7 +178,7 @@ class Checkpoints:
         if (model := self._ledger.get("models", row["run"])) is None:
             return None
         name = f"{row['name']}.{row['created']:.6f}"  # a checkpoint that replaces it gets its own
-        return self._door.run_folder(model["tenant"]) / EXPORTS / row["kind"] / name
+        return self._backend.run_folder(model["tenant"]) / EXPORTS / row["kind"] / name
 
     def _sweep(self, run: str) -> None:
         """Remove the oldest samplers without a name of a model."""

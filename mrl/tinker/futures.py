@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mrl.service.callers import Refused
-from mrl.tinker.door import SETTLING, Door, Row
+from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.messages import write_pass, write_samples
 
 COUNTS = ("session/replayed_rows", "session/native_rows")
@@ -37,12 +37,12 @@ class Result:
 class Futures:
     """Looks up results."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
     def request(self, owner: str, request: str) -> Row:
         """Return a request that `owner` has made. Raises Refused."""
-        return self._door.owned("requests", owner, request)
+        return self._backend.owned("requests", owner, request)
 
     def find(self, row: Row) -> Result | None:
         """Return the result of a request, or its failure in the SDK's form; None if it is not done.
@@ -53,7 +53,7 @@ class Futures:
             return Result({"type": "unload_model", "model_id": row["id"].rpartition(":")[0]})
         if row["kind"] == "create_model":
             return self._created(row)
-        found = self._door.look(row)
+        found = self._backend.look(row)
         if found["state"] in SETTLING:
             return None
         if found["state"] == "done":
@@ -68,24 +68,24 @@ class Futures:
     def cancel(self, owner: str, request: str) -> None:
         """Cancel a sample that waits. One that is under way is finished, and so is every other request:
         an optimizer step would otherwise lack the gradients of a pass that was cancelled."""
-        row = self._door.owned("requests", owner, request)
+        row = self._backend.owned("requests", owner, request)
         if row["kind"] != "sample":
             return
-        tenant = self._door.tenant(row["tenant"])
+        tenant = self._backend.tenant(row["tenant"])
         if tenant is not None and row["operation"]:
-            self._door.registry.operations.cancel(tenant.incarnation, row["operation"])
+            self._backend.registry.operations.cancel(tenant.incarnation, row["operation"])
 
     def _created(self, row: Row) -> Result | None:
         """Return the result of create_model: the model, once its session is open."""
-        tenant = self._door.tenant(row["tenant"])
+        tenant = self._backend.tenant(row["tenant"])
         if tenant is None or tenant.state not in SETTLING:
             return failure(f"the model was not created{self._why(row)}", "user")
-        if not self._door.is_open(tenant):
+        if not self._backend.is_open(tenant):
             return None
         return Result({"type": "create_model", "model_id": row["id"].rpartition(":")[0]})
 
     def _why(self, row: Row) -> str:
-        tenant = self._door.tenant(row["tenant"])
+        tenant = self._backend.tenant(row["tenant"])
         if tenant is None:
             return " (it was removed)"
         return f" (the model is {tenant.state}: {tenant.reason})" if tenant.reason else ""

@@ -13,7 +13,7 @@ from mrl.run import console
 from mrl.service.callers import Refused
 from mrl.tinker import bodies, paths
 from mrl.tinker.checkpoints import Checkpoints, as_time
-from mrl.tinker.door import Door, Row
+from mrl.tinker.backend import Backend, Row
 
 ALPHA = 32.0
 """The scale of every adapter, as the API defines it."""
@@ -31,8 +31,8 @@ Answer = dict[str, Any]
 class Models:
     """Creates sessions and models. Every method takes the user that owns them, first."""
 
-    def __init__(self, door: Door, checkpoints: Checkpoints) -> None:
-        self._door, self._ledger, self._checkpoints = door, door.ledger, checkpoints
+    def __init__(self, backend: Backend, checkpoints: Checkpoints) -> None:
+        self._backend, self._ledger, self._checkpoints = backend, backend.ledger, checkpoints
 
     def create_session(self, owner: str, body: bodies.CreateSession) -> Answer:
         """Return a new session, with a warning about what this service does not train."""
@@ -60,16 +60,16 @@ class Models:
 
     def heartbeat(self, owner: str, body: bodies.Heartbeat) -> Answer:
         """Note that a client is alive."""
-        self._door.session(owner, body.session_id)
+        self._backend.session(owner, body.session_id)
         return {"type": "session_heartbeat"}
 
     def finish(self, owner: str, session: str, body: bodies.Finish) -> None:
         """End a session: its models are saved and take no more requests."""
-        row = self._door.owned("sessions", owner, session)
+        row = self._backend.owned("sessions", owner, session)
         if not row["finished"]:
             self._ledger.set("sessions", session, finished=body.reason.get("type", "success"))
             for model in self._ledger.find("models", session=session):
-                self._door.end(model["tenant"])
+                self._backend.end(model["tenant"])
 
     def create(self, owner: str, body: bodies.CreateModel) -> Answer:
         """Create a model with a new adapter; return the request's id."""
@@ -77,7 +77,7 @@ class Models:
             raise Refused(
                 400, "lora_config is missing: this service trains adapters, and not whole models"
             )
-        self._door.check_base(body.base_model)
+        self._backend.check_base(body.base_model)
         check_optimizer(body.optimizer_config)
         model = paths.model_id(body.session_id, body.model_seq_id)
         return self._add(
@@ -87,7 +87,7 @@ class Models:
             body.lora_config,
             body.base_model,
             body.user_metadata,
-            lambda name: self._door.note(owner, f"{model}:0", "create_model", name),
+            lambda name: self._backend.note(owner, f"{model}:0", "create_model", name),
         )
 
     def load_new(self, owner: str, body: bodies.LoadWeights) -> Answer:
@@ -95,10 +95,10 @@ class Models:
         if body.session_id is None or body.model_seq_id is None:
             raise Refused(422, "give session_id and model_seq_id together")
         if body.base_model is not None:
-            self._door.check_base(body.base_model)
+            self._backend.check_base(body.base_model)
         check_optimizer(body.optimizer_config or bodies.Optimizer())
         saved = self._checkpoints.folder(owner, body.path)
-        source = self._door.owned("models", owner, paths.parse(body.path).run)
+        source = self._backend.owned("models", owner, paths.parse(body.path).run)
         lora = bodies.Lora(
             rank=source["rank"],
             train_attn=bool(source["attn"]),
@@ -115,7 +115,7 @@ class Models:
             lora,
             body.base_model or source["base"],
             body.user_metadata,
-            lambda name: self._door.post(owner, f"{model}:0", "load_weights", name, load, about),
+            lambda name: self._backend.post(owner, f"{model}:0", "load_weights", name, load, about),
         )
 
     def _add(
@@ -130,9 +130,9 @@ class Models:
     ) -> Answer:
         """Add a model, unless it was added before, and call `post` with the name of the session behind
         it."""
-        self._door.session(owner, session)
+        self._backend.session(owner, session)
         model, name = paths.model_id(session, number), paths.tenant_name(session, number)
-        with self._door.making:
+        with self._backend.making:
             known = self._ledger.get("models", model)
             seed = lora.seed
             if (
@@ -142,11 +142,11 @@ class Models:
             if known is not None:
                 seed = known["seed"]
             try:
-                tenant = self._door.add_tenant(
+                tenant = self._backend.add_tenant(
                     name,
                     self.lora(lora),
                     seed,
-                    checkpoint={"save_every": self._door.config.control.tinker_save_every},
+                    checkpoint={"save_every": self._backend.config.control.tinker_save_every},
                 )
             except InputError as error:
                 raise Refused(400, str(error)) from None
@@ -175,7 +175,7 @@ class Models:
     def lora(self, given: bodies.Lora) -> dict[str, Any]:
         """Return the adapter of a model in the words of a recipe. Raises Refused if it would have no
         module."""
-        allowed = self._door.config.lora
+        allowed = self._backend.config.lora
         if allowed.targets == "attention":
             attention: Any = "attention" if given.train_attn else []
             mlp: list[str] = []
@@ -195,23 +195,23 @@ class Models:
         return {"rank": given.rank, "alpha": ALPHA, "targets": targets, "experts": experts}
 
     def _has_mlp(self) -> bool:
-        allowed = self._door.config.lora
+        allowed = self._backend.config.lora
         kinds = [kind for kind in allowed.experts if kind != "none"]
         return bool(kinds) or bool(MLP_MODULES & set(allowed.targets))
 
     def unload(self, owner: str, body: bodies.ModelId) -> Answer:
         """Save a model and free its place; return the request's id."""
-        model = self._door.owned("models", owner, body.model_id)
-        self._door.end(model["tenant"])
+        model = self._backend.owned("models", owner, body.model_id)
+        self._backend.end(model["tenant"])
         request = f"{body.model_id}:unload"
-        self._door.note(owner, request, "unload_model", model["tenant"])
+        self._backend.note(owner, request, "unload_model", model["tenant"])
         return {"request_id": request, "model_id": body.model_id}
 
     def info(self, owner: str, body: bodies.ModelId) -> Answer:
         """Return what a model is."""
-        model = self._door.owned("models", owner, body.model_id)
+        model = self._backend.owned("models", owner, body.model_id)
         name = model["base"]
-        arch = self._door.model.architecture.model_type
+        arch = self._backend.model.architecture.model_type
         return {
             "type": "get_info",
             "model_id": model["id"],
@@ -219,7 +219,11 @@ class Models:
             "is_lora": True,
             "lora_rank": model["rank"],
             "optimizer_config": {"type": "adamw"},
-            "model_data": {"arch": arch, "model_name": name, "tokenizer_id": self._door.model_name},
+            "model_data": {
+                "arch": arch,
+                "model_name": name,
+                "tokenizer_id": self._backend.model_name,
+            },
         }
 
     def training_run(self, model: Row) -> Answer:

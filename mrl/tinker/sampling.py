@@ -15,7 +15,7 @@ from mrl.service.sessions.saved import place
 from mrl.tinker import bodies, paths
 from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
-from mrl.tinker.door import SETTLING, Door, Row
+from mrl.tinker.backend import SETTLING, Backend, Row
 
 BASE = "@base"
 """What an operation calls the base model."""
@@ -31,17 +31,17 @@ Answer = dict[str, Any]
 class Samplers:
     """Creates samplers and posts requests to sample. Every method takes the user that owns them."""
 
-    def __init__(self, door: Door, checkpoints: Checkpoints, lora: Any) -> None:
+    def __init__(self, backend: Backend, checkpoints: Checkpoints, lora: Any) -> None:
         """`lora` returns the adapter of a model, as `Models.lora` does."""
-        self._door, self._ledger = door, door.ledger
+        self._backend, self._ledger = backend, backend.ledger
         self._checkpoints, self._lora = checkpoints, lora
 
     def create(self, owner: str, body: bodies.CreateSampler) -> Answer:
         """Create a sampler of a saved adapter or of the base model."""
-        self._door.session(owner, body.session_id)
+        self._backend.session(owner, body.session_id)
         sampler = paths.sampler_id(body.session_id, body.sampling_session_seq_id)
         if body.base_model is not None:
-            self._door.check_base(body.base_model)
+            self._backend.check_base(body.base_model)
         if body.model_path is None:
             if body.base_model is None:
                 raise Refused(400, "give base_model or model_path")
@@ -84,8 +84,8 @@ class Samplers:
         """Return the session of the service that samples from a saved adapter, the adapter's name in
         it, and the model that was saved."""
         parsed, saved = paths.parse(path), self._checkpoints.require(owner, path)
-        model = self._door.owned("models", owner, parsed.run)
-        tenant = self._door.tenant(model["tenant"])
+        model = self._backend.owned("models", owner, parsed.run)
+        tenant = self._backend.tenant(model["tenant"])
         is_open = tenant is not None and tenant.state in SETTLING
         if is_open and parsed.kind == "sampler":
             return model["tenant"], parsed.name, model
@@ -101,13 +101,13 @@ class Samplers:
         """Copy a checkpoint to the samplers of a session of the service, unless it is there. The
         session is opened first, because it takes only an empty run folder."""
         end = time.monotonic() + OPEN_S
-        while not self._door.is_open(self._door.active(tenant)):
+        while not self._backend.is_open(self._backend.active(tenant)):
             if time.monotonic() > end:
                 raise Refused(503, "the sampler is being opened; try again")
             time.sleep(LOOK_S)
-        if self._door.saved(tenant, "sampler", name) is None:
-            target = place(self._door.run_folder(tenant), "samplers", name)
-            with self._door.making:
+        if self._backend.saved(tenant, "sampler", name) is None:
+            target = place(self._backend.run_folder(tenant), "samplers", name)
+            with self._backend.making:
                 partial = target.with_name(f".{name}.new")
                 shutil.rmtree(partial, ignore_errors=True)
                 shutil.copytree(folder, partial / folder.name)
@@ -117,7 +117,7 @@ class Samplers:
     def _reopened(self, owner: str, row: Row) -> Row:
         """Return a sampler whose session of the service takes operations: if that was closed to make
         room, another one samples in its place from now on."""
-        tenant = self._door.tenant(row["tenant"])
+        tenant = self._backend.tenant(row["tenant"])
         if tenant is not None and tenant.state != "done":
             return row
         if row["path"] is None:
@@ -143,26 +143,26 @@ class Samplers:
         base model, and from adapters of models that are closed."""
         shape = f"{owner}/{lora.rank}/{lora.train_attn}/{lora.train_mlp}"
         name = f"tk-host-{hashlib.sha256(shape.encode()).hexdigest()[:24]}"
-        with self._door.making:
+        with self._backend.making:
             number = 0
-            while (tenant := self._door.tenant(f"{name}-{number}")) is not None:
+            while (tenant := self._backend.tenant(f"{name}-{number}")) is not None:
                 if tenant.state in SETTLING:
                     return tenant.name
                 number += 1
             try:
-                return self._door.add_tenant(f"{name}-{number}", self._lora(lora), 0).name
+                return self._backend.add_tenant(f"{name}-{number}", self._lora(lora), 0).name
             except InputError as error:
                 raise Refused(400, str(error)) from None
 
     def join(self, owner: str, body: bodies.JoinSampler) -> Answer:
         """Return a number for one more client of a sampler."""
-        self._door.owned("samplers", owner, body.sampling_session_id)
+        self._backend.owned("samplers", owner, body.sampling_session_id)
         counter = self._ledger.count(body.sampling_session_id)
         return {"type": "join_sampling_session", "client_counter": counter}
 
     def info(self, owner: str, sampler: str) -> Answer:
         """Return what a sampler samples from."""
-        row = self._door.owned("samplers", owner, sampler)
+        row = self._backend.owned("samplers", owner, sampler)
         return {
             "sampler_id": row["id"],
             "base_model": row["base"],
@@ -175,8 +175,8 @@ class Samplers:
             raise Refused(
                 422, "give sampling_session_id and seq_id; create_sampling_session makes one"
             )
-        row = self._door.owned("samplers", owner, body.sampling_session_id)
-        self._door.session_seen(row["session"])
+        row = self._backend.owned("samplers", owner, body.sampling_session_id)
+        self._backend.session_seen(row["session"])
         row = self._reopened(owner, row)
         try:
             tokens = body.prompt.ints("the prompt")
@@ -190,7 +190,7 @@ class Samplers:
             "last_n": body.prompt_logprobs_last_n,
             "top": body.topk_prompt_logprobs,
         }
-        operation = self._door.post(owner, request, "sample", row["tenant"], asked, about)
+        operation = self._backend.post(owner, request, "sample", row["tenant"], asked, about)
         names = [f"{operation}/0/{k}" for k in range(body.num_samples)]
         return {"request_id": request, "sample_sequence_ids": names}
 
@@ -214,7 +214,7 @@ class Samplers:
                 f"prompt_logprobs_last_n is {last}; expected 1 to {len(tokens) - 1}, with "
                 "prompt_logprobs",
             )
-        room = self._door.bounds.context_len - len(tokens)
+        room = self._backend.bounds.context_len - len(tokens)
         max_tokens = max(1, room) if params.max_tokens is None else params.max_tokens
         asked: dict[str, Any] = {
             "kind": "sample",

@@ -12,7 +12,7 @@ from mrl.service.callers import Refused
 from mrl.tinker import bodies, paths
 from mrl.tinker.checkpoints import EPHEMERAL, Checkpoints
 from mrl.tinker.data import Datum, Pass
-from mrl.tinker.door import EXPORTED, Door, Row, saved_name
+from mrl.tinker.backend import EXPORTED, Backend, Row, saved_name
 from mrl.tinker.sampling import COPIED, Samplers
 
 INPUTS: Mapping[str, tuple[str, ...]] = {
@@ -49,8 +49,8 @@ class Training:
     """Posts the operations of models. Every method takes the user that owns the model, and returns the
     request's id."""
 
-    def __init__(self, door: Door, checkpoints: Checkpoints, samplers: Samplers) -> None:
-        self._door, self._checkpoints, self._samplers = door, checkpoints, samplers
+    def __init__(self, backend: Backend, checkpoints: Checkpoints, samplers: Samplers) -> None:
+        self._backend, self._checkpoints, self._samplers = backend, checkpoints, samplers
 
     def run_pass(self, owner: str, given: Pass) -> Answer:
         """Compute log-probs and, unless `forward_only`, add the gradients of a loss."""
@@ -68,7 +68,7 @@ class Training:
                 f"forward has the loss cross_entropy here, got {given.loss}; use forward_backward",
             )
         about: dict[str, Any] = {}
-        replays = self._door.config.moe.capture_routes
+        replays = self._backend.config.moe.capture_routes
         replay = "match" if replays else "named"
         sequences = [
             _sequence(n, datum, given, replays=replays) for n, datum in enumerate(given.data)
@@ -151,7 +151,7 @@ class Training:
 
     def load(self, owner: str, body: bodies.LoadWeights) -> Answer:
         """Replace the weights of a model by those of a checkpoint."""
-        model = self._door.owned("models", owner, body.model_id or "")
+        model = self._backend.owned("models", owner, body.model_id or "")
         if body.weights_access_token is not None:
             raise Refused(
                 400, "weights_access_token: checkpoints of other users cannot be read here"
@@ -172,7 +172,7 @@ class Training:
     ) -> Answer:
         model = self._model(owner, path.run)
         request = _request(model, body.seq_id)
-        is_new = self._door.ledger.get("requests", request) is None
+        is_new = self._backend.ledger.get("requests", request) is None
         if is_new and not overwrite and self._checkpoints.exists(path):
             raise Refused(400, f"{path} exists already; give another name, or overwrite it")
         save = {
@@ -187,9 +187,9 @@ class Training:
 
     def _model(self, owner: str, key: str) -> Row:
         """Return a model whose operations are all done or under way."""
-        model = self._door.owned("models", owner, key)
-        self._door.session_seen(model["session"])
-        self._door.check_whole(model)
+        model = self._backend.owned("models", owner, key)
+        self._backend.session_seen(model["session"])
+        self._backend.check_whole(model)
         return model
 
     def _post(
@@ -202,7 +202,7 @@ class Training:
         about: dict[str, Any] | None = None,
     ) -> Answer:
         request = _request(model, seq_id)
-        self._door.post(owner, request, kind, model["tenant"], body, about)
+        self._backend.post(owner, request, kind, model["tenant"], body, about)
         return {"request_id": request, "model_id": model["id"]}
 
 

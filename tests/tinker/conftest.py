@@ -62,7 +62,7 @@ class Api:
         body = {
             "session_id": session or self.session(),
             "model_seq_id": number,
-            "base_model": self.server.calls.door.model_name,
+            "base_model": self.server.calls.backend.model_name,
             "lora_config": {"rank": 4, "seed": 1, **lora},
         }
         model = self.ask("create_model", body)["model_id"]

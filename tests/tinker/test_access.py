@@ -73,7 +73,7 @@ def filled(value: Any, names: dict[str, str]) -> Any:
 
 def test_a_key_opens_nothing_of_another_user(api: Api) -> None:
     session = api.session()
-    model, base = api.model(session), api.server.calls.door.model_name
+    model, base = api.model(session), api.server.calls.backend.model_name
     api.ask("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
     api.ask("save_weights", {"model_id": model, "seq_id": 2, "path": "one"})
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
@@ -167,12 +167,12 @@ def test_models_whose_clients_have_ended_give_their_place(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service has room for three tenants."""
-    api.server.calls.door.since = 0.0  # the service has been up for long
+    api.server.calls.backend.since = 0.0  # the service has been up for long
     sessions = [api.session() for _ in range(4)]
     models = [api.model(session) for session in sessions[:3]]
     body = {
         "session_id": sessions[3], "model_seq_id": 0, "lora_config": {"rank": 2},
-        "base_model": api.server.calls.door.model_name,
+        "base_model": api.server.calls.backend.model_name,
     }  # fmt: skip
     status, why = api.refused("create_model", body)
     assert (status, "tenants.max_number=3" in why) == (400, True)
@@ -182,7 +182,7 @@ def test_models_whose_clients_have_ended_give_their_place(
 
 
 def test_a_sampler_outlives_its_session_of_the_service(api: Api) -> None:
-    base = api.server.calls.door.model_name
+    base = api.server.calls.backend.model_name
     asked = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
     ledger = api.server.calls.ledger
@@ -192,7 +192,7 @@ def test_a_sampler_outlives_its_session_of_the_service(api: Api) -> None:
         "prompt": {"chunks": [{"tokens": [5]}]},
     }  # fmt: skip
     api.ask("asample", sample)
-    api.server.calls.door.end(first)
+    api.server.calls.backend.end(first)
     api.ask("asample", {**sample, "seq_id": 2})
     second = ledger.find("samplers", id=sampler)[0]["tenant"]
     assert second != first
@@ -207,7 +207,7 @@ def test_flags_of_an_adapter(api: Api) -> None:
     ):
         body = {
             "session_id": api.session(), "model_seq_id": 0, "lora_config": {"rank": 2, **flags},
-            "base_model": api.server.calls.door.model_name,
+            "base_model": api.server.calls.backend.model_name,
         }  # fmt: skip
         status, why = api.refused("create_model", body)
         assert (status, says in why) == (400, True), why

@@ -38,7 +38,7 @@ def bodies(draw: random.Random, schemas: dict[str, Any], known: dict[str, Any]) 
 
 def test_no_body_is_a_fault(api: Api) -> None:
     session = api.session()
-    model, base = api.model(session), api.server.calls.door.model_name
+    model, base = api.model(session), api.server.calls.backend.model_name
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
     known = {

@@ -13,7 +13,7 @@ from mrl.service.http import read_object
 from mrl.service.sessions import journal
 from mrl.service.sessions.journal import Journal
 from mrl.tinker import paths
-from mrl.tinker.door import Door
+from mrl.tinker.backend import Backend
 from mrl.tinker.wire import bytes_field, int_field
 from tests.tinker.conftest import Api
 from tests.tinker.test_requests import PROTO, request, sample
@@ -66,10 +66,10 @@ def test_a_step_before_many_samples_is_remembered(
     monkeypatch.setattr(journal, "MAX_LINES", 3)
     model, folder = opened
     step(api, model, 1, folder, 1)
-    incarnation, door = api.tenant(model).incarnation, api.server.calls.door
+    incarnation, backend = api.tenant(model).incarnation, api.server.calls.backend
     for number in range(5):
         asked = {"kind": "sample", "prompts": [[5]], "max_tokens": 1}
-        door.post("ann", f"sample:{number}", "sample", api.tenant(model).name, asked)
+        backend.post("ann", f"sample:{number}", "sample", api.tenant(model).name, asked)
         for each in api.taken(model):
             api.registry.operations.answer(incarnation, each.id, result={}, version=1)
     reopened(api, model, folder, 1)
@@ -87,7 +87,7 @@ def test_answers_that_were_dropped_are_not_lost(
     api.registry.operations.look(api.tenant(model).name, "00000000-1")
     row = api.server.calls.ledger.get("requests", f"{model}:1")
     assert row is not None
-    api.server.calls.door.look(row)  # forgets it
+    api.server.calls.backend.look(row)  # forgets it
     step(api, model, 3, folder, 3)
 
 
@@ -96,15 +96,15 @@ def test_a_load_that_failed_brings_nothing_back(api: Api, opened: tuple[str, Pat
     step(api, model, 1, folder, 1)
     reopened(api, model, folder, 0)
     assert api.refused("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})[0] == 410
-    door, name = api.server.calls.door, api.tenant(model).name
+    backend, name = api.server.calls.backend, api.tenant(model).name
     asked = {"kind": "load", "version": 0}
-    door.post("ann", f"{model}:3", "load_weights", name, asked, {"path": "p", "model": model})
+    backend.post("ann", f"{model}:3", "load_weights", name, asked, {"path": "p", "model": model})
     next_step = {"model_id": model, "seq_id": 4, "adam_params": {}}
     assert api.refused("optim_step", next_step)[0] == 503
     (operation,) = api.taken(model)
     api.answer(model, operation, error="it is damaged")
     assert api.refused("optim_step", next_step)[0] == 410
-    door.post("ann", f"{model}:5", "load_weights", name, asked, {"path": "p", "model": model})
+    backend.post("ann", f"{model}:5", "load_weights", name, asked, {"path": "p", "model": model})
     (operation,) = api.taken(model)
     api.answer(model, operation, {"version": 1})
     api.ask("optim_step", next_step)
@@ -142,14 +142,14 @@ def test_a_checkpoint_is_noted_before_its_operation(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = api.model()
-    post = Door.post
+    post = Backend.post
 
-    def killed(self: Door, *arguments: Any) -> str:
+    def killed(self: Backend, *arguments: Any) -> str:
         post(self, *arguments)
         raise Refused(503, "the service was killed here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Door, "post", killed)
+        patch.setattr(Backend, "post", killed)
         assert api.refused("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})[0] == 503
     api.ask("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     assert api.server.calls.ledger.get("checkpoints", f"tinker://{model}/weights/a") is not None
@@ -160,7 +160,7 @@ def test_only_samples_are_cancelled(api: Api) -> None:
     assert api.call("forward_backward", request(model, 1), **PROTO).is_success
     api.ask("cancel_future", {"request_id": f"{model}:1"})
     assert len(api.taken(model)) == 1
-    base = api.server.calls.door.model_name
+    base = api.server.calls.backend.model_name
     session = api.session()
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
@@ -169,7 +169,7 @@ def test_only_samples_are_cancelled(api: Api) -> None:
     row = api.server.calls.ledger.get("requests", posted["request_id"])
     assert row is not None
     api.registry.operations.begin(api.registry.get(row["tenant"]).incarnation, 0)
-    assert api.server.calls.door.look(row)["state"] == "failed"
+    assert api.server.calls.backend.look(row)["state"] == "failed"
 
 
 @pytest.mark.parametrize("keeps_routes", [False, True])
@@ -196,7 +196,7 @@ def test_a_model_without_a_seed_is_created_once(api: Api) -> None:
     body = {
         "session_id": api.session(),
         "model_seq_id": 0,
-        "base_model": api.server.calls.door.model_name,
+        "base_model": api.server.calls.backend.model_name,
         "lora_config": {"rank": 4},
     }
     first = api.ask("create_model", body)
@@ -212,7 +212,7 @@ def test_a_restart_does_not_end_clients(api: Api) -> None:
     with pytest.raises(AssertionError, match="max_number"):
         api.model()
     assert api.tenant(model).is_active
-    api.server.calls.door.since -= 3600
+    api.server.calls.backend.since -= 3600
     api.model()
     assert not api.tenant(model).is_active
 

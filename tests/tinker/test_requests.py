@@ -244,7 +244,7 @@ def test_samples_of_a_sampler(api: Api) -> None:
 )
 def test_samples_that_are_refused(api: Api, more: dict[str, Any], says: str) -> None:
     session = api.session()
-    base = api.server.calls.door.model_name
+    base = api.server.calls.backend.model_name
     asked = {"session_id": session, "sampling_session_seq_id": 3, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
     status, why = api.refused("asample", sample(sampler, 0, **more))
@@ -263,7 +263,7 @@ def test_samples_that_are_refused(api: Api, more: dict[str, Any], says: str) -> 
 )
 def test_stops(api: Api, stop: Any, given: dict[str, Any]) -> None:
     session = api.session()
-    base = api.server.calls.door.model_name
+    base = api.server.calls.backend.model_name
     asked = {"session_id": session, "sampling_session_seq_id": 3, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
     api.ask("asample", sample(sampler, 0, params={"stop": stop}))

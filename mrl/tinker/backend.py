@@ -46,7 +46,7 @@ NOT_YOURS = "there is no {what} {key!r} that this key owns"
 SETTLING = ("queued", "running")
 
 
-class Door:
+class Backend:
     """The registry of the service, and the ledger of the API. Any thread may call the methods; they
     raise Refused for what the caller asks in vain."""
 
