@@ -13,8 +13,8 @@ from urllib.parse import quote
 from mrl.service.callers import Refused
 from mrl.service.registry import Registry
 from mrl.tinker import bodies, paths
-from mrl.tinker.checkpoints import Checkpoints, as_time, page
 from mrl.tinker.backend import Backend
+from mrl.tinker.checkpoints import Checkpoints, as_time, page
 from mrl.tinker.futures import Futures
 from mrl.tinker.incoming import Incoming
 from mrl.tinker.keys import Keys

@@ -13,9 +13,9 @@ from mrl.errors import InputError
 from mrl.service.callers import Refused
 from mrl.service.sessions.saved import place
 from mrl.tinker import bodies, paths
+from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
-from mrl.tinker.backend import SETTLING, Backend, Row
 
 BASE = "@base"
 """What an operation calls the base model."""
