@@ -83,7 +83,7 @@ def _show_decomposition(found: Explanation) -> None:
         return
     levels, parts = found.decomposition["levels"], found.decomposition["parts"]
     rows = [
-        (LEVELS.get(level, level), *(_number(values.get(name)) for name in MEASURES))
+        (LEVELS.get(level) or level, *(_number(values.get(name)) for name in MEASURES))
         for level, values in levels.items()
     ]
     header = ("the trainer has of the engine", *MEASURES.values())

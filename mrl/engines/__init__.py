@@ -25,6 +25,7 @@ _KIND = Kind(
             "admission",
             "sampling",
             "crashed_requests",
+            "top_logprobs",
         }
     ),
     attributes=("Engine", "build_engine"),
