@@ -168,7 +168,7 @@ class Session:
     ) -> Future[int]:
         """Load the checkpoint that this session saved at `version`, or as `name`, or the one in
         `folder`, which may be another session's, including Adam's state. Without `optimizer`, Adam and
-        its schedule begin anew. The loaded weights get a new version number, which is the result."""
+        its learning-rate schedule restart. The loaded weights get a new version number, which is the result."""
         path = None if folder is None else os.path.abspath(folder)
         given = {"version": version, "name": name, "folder": path}
         body = {key: value for key, value in given.items() if value is not None}

@@ -1,7 +1,7 @@
 """The addresses of the API, as an ASGI application.
 
-Before a request reaches its function, it must come from this machine and no web page, have a key, and
-be of allowed size. Its function then runs in a thread.
+A request reaches its function only if it comes from this machine but not from a web page, has a valid
+key, and is not too large. The function then runs in a thread.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ T = TypeVar("T")
 API = "/api/v1"
 PROTO = "application/x-protobuf"
 HOLD_S = 20.0
-"""How long a request for a result waits before it is told to ask again, in seconds."""
+"""How long a request for a result waits, in seconds. If there is no result by then, the answer asks the
+client to try again."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.25
 INLINE_BYTES = 1 << 20
-"""A result with more bytes is announced first, if the client wants that."""
+"""A result with more bytes is sent in a second request, if the client supports that."""
 MAX_ERROR_CHARS = 2000
 
 
@@ -203,7 +204,7 @@ class App:
         return _json(200, describe([*self.addresses, retrieve], __version__))
 
     async def _file(self, request: Request) -> Response:
-        """Return a file of an exported checkpoint. Its address has a mark that only its owner got."""
+        """Return a file of an exported checkpoint. Its address has a signature that only the owner received."""
         try:
             if not is_of_this_machine(request.headers.get("host"), request.headers.get("origin")):
                 raise Refused(403, "not for web pages")

@@ -1,5 +1,5 @@
-"""What all requests of the API share: the service behind it, who owns what, and how an operation is
-posted to a session of the service."""
+"""What all requests of the API share: access to the service, checks of ownership, and posting
+operations to sessions of the service."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mrl.tinker.paths import Kind
 from parallel.hf_config import HfModel
 
 IDLE_S = 600.0
-"""A client that has sent no heartbeat for this many seconds is taken to have ended. Its models stay,
-until another client needs their place."""
+"""A client that has sent no heartbeat for this many seconds counts as ended. Its models stay open until
+another client needs their slots."""
 SEEN_S = 5.0
-"""How exactly it is written down when a client was last seen, in seconds."""
+"""The time at which a client was last seen is written at most once in this many seconds."""
 REQUESTS_S = 7 * 86400.0
-"""How long requests are remembered, in seconds."""
+"""How long requests are kept in the ledger, in seconds."""
 TRAINS = ("forward_backward", "optim_step", "load_weights")
 """The kinds of requests that change a model or its gradients."""
 FOLDERS: dict[Kind, saved.Kind] = {
@@ -39,25 +39,25 @@ FOLDERS: dict[Kind, saved.Kind] = {
     "sampler": "samplers",
     "external": "samplers",
 }
-"""Where in a run folder a session of the service keeps its checkpoints."""
+"""The folder, inside a run folder, in which a session of the service keeps each kind of checkpoint."""
 EXPORTED = "export."
-"""Samplers that are written to be exported have names that begin so, apart from those of clients."""
+"""Prefix of the names of samplers that are written for an export. Clients cannot use it."""
 NOT_YOURS = "there is no {what} {key!r} that this key owns"
 SETTLING = ("queued", "running")
 
 
 class Backend:
-    """The registry of the service, and the ledger of the API. Any thread may call the methods; they
-    raise Refused for what the caller asks in vain."""
+    """The registry of the service, and the ledger of the API. Any thread may call the methods.
+    They raise Refused for requests that cannot be carried out."""
 
     def __init__(self, registry: Registry, ledger: Ledger) -> None:
         self.registry, self.ledger = registry, ledger
         self.making = threading.Lock()
         """Held while a model or a sampler is created."""
         self.since = time.time()
-        """When the service was started."""
+        """When the service was started (`time.time`)."""
         self._whole: set[tuple[str, str]] = set()
-        """Sessions of the service and their lives in which nothing was lost (see `check_whole`)."""
+        """Pairs of a session of the service and one of its lives in which nothing was lost (`check_whole`)."""
         ledger.remove_older("requests", time.time() - REQUESTS_S)
 
     @property
@@ -70,8 +70,8 @@ class Backend:
 
     @cached_property
     def model_name(self) -> str:
-        """The name of the base model: the absolute path of its folder, so that clients on this machine
-        find the tokenizer by it."""
+        """The name of the base model. It is the absolute path of its folder, so that clients on this
+        machine can load the tokenizer from it."""
         return str(Path(self.config.model.path).absolute())
 
     @cached_property
@@ -80,8 +80,8 @@ class Backend:
         return Bounds(self.model.sizes.vocab_size, context_len)
 
     def check_base(self, name: str) -> None:
-        """Raise Refused unless `name` is that of the base model: the path of its folder, or the end of
-        the path, such as `Qwen/Qwen3-30B-A3B` of `/models/Qwen/Qwen3-30B-A3B`."""
+        """Raise Refused unless `name` is the name of the base model: the path of its folder, or the
+        last parts of the path, such as `Qwen/Qwen3-30B-A3B` of `/models/Qwen/Qwen3-30B-A3B`."""
         given, path = name.partition(":")[0].strip("/"), self.model_name
         if not given or not path.endswith(f"/{given}"):
             raise Refused(
@@ -91,21 +91,21 @@ class Backend:
             )
 
     def owned(self, table: str, owner: str, key: str) -> Row:
-        """Return a row that `owner` owns. Raises Refused, with the same words whether somebody else
-        owns it or nobody."""
+        """Return a row that `owner` owns. Otherwise raise Refused, with the same message for a row of
+        another owner as for a row that does not exist."""
         found = self.ledger.get(table, key)
         if found is None or found["owner"] != owner:
             raise Refused(404, NOT_YOURS.format(what=table.removesuffix("s"), key=key[:200]))
         return found
 
     def session(self, owner: str, key: str) -> Row:
-        """Return a client's session that is not finished, and note that it is alive."""
+        """Return a client's session that is not finished, and record that its client is alive."""
         found = self.owned("sessions", owner, key)
         self.session_seen(key)
         return found
 
     def session_seen(self, key: str) -> None:
-        """Note that the client of a session is alive. Raises Refused if the session is finished."""
+        """Record that the client of a session is alive. Raises Refused if the session is finished."""
         found = self.ledger.get("sessions", key)
         if found is None or found["finished"]:
             raise Refused(410, f"session {key} is finished; make a new ServiceClient")
@@ -125,8 +125,8 @@ class Backend:
         return self.registry.operations.show(tenant.incarnation)["version"] is not None
 
     def add_tenant(self, name: str, lora: dict[str, Any], seed: int, **more: Any) -> Tenant:
-        """Add a session to the service. If the service is full, the oldest model of a client that has
-        ended gives its place. Raises InputError."""
+        """Add a session to the service. If the service is full, close the oldest model
+        of a client that has ended. Raises InputError."""
         routes = "r3" if self.config.moe.capture_routes else "off"
         tree = {
             "lora": lora,
@@ -150,7 +150,7 @@ class Backend:
         return self.registry.add(name, tree, loop="client", request=request)
 
     def _make_room(self) -> bool:
-        """End the oldest session of the service whose client has ended. Return whether there is."""
+        """Close the oldest session of the service whose clients have ended. Return whether there was one."""
         for table in ("models", "samplers"):
             for row in self.ledger.find(table):
                 tenant = self.tenant(row["tenant"] or "")
@@ -176,7 +176,7 @@ class Backend:
         """Save and close a session of the service. Its run folder and checkpoints stay."""
         tenant = self.tenant(name)
         if tenant is not None and tenant.is_active:
-            with suppress(WrongState):  # somebody else was faster
+            with suppress(WrongState):  # another thread was first
                 self.registry.move(name, "done")
 
     def post(
@@ -191,8 +191,8 @@ class Backend:
         """Post an operation to a session of the service, and return the operation's id. A request that
         was made before is not carried out again.
 
-        `request`: the id of the request, which a repeated request has again. `about`: what is needed to
-        answer it, beside the operation's result.
+        `request`: the id of the request; a repeated request has the same id. `about`: data that the
+        answer needs in addition to the operation's result.
         """
         mark = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).hexdigest()
         if (known := self.ledger.get("requests", request)) is not None:
@@ -226,7 +226,7 @@ class Backend:
         digest: str = "",
         about: dict[str, Any] | None = None,
     ) -> None:
-        """Remember a request."""
+        """Add a request to the ledger."""
         self.ledger.add(
             "requests",
             id=request,
@@ -253,8 +253,8 @@ class Backend:
         return tenant
 
     def check_whole(self, model: Row) -> None:
-        """Raise Refused if an operation of this model was lost since it was created or loaded, because
-        a client would go on with other weights than it believes."""
+        """Raise Refused if an operation of this model was lost since it was created or loaded. The
+        client would otherwise train other weights than it expects."""
         tenant = self.active(model["tenant"])
         shown = self.registry.operations.show(tenant.incarnation)
         if (tenant.name, shown["life"]) in self._whole:
@@ -285,8 +285,8 @@ class Backend:
 
     def look(self, request: Row) -> dict[str, Any]:
         """Return the `state` of a request's operation, and its `result` or `reason`. While its session
-        is being opened, operations of an earlier life are "queued": what became of them is not known
-        yet."""
+        is being opened, operations of an earlier life count as "queued", because their outcome is not
+        known yet."""
         tenant = self.tenant(request["tenant"])
         if tenant is not None and tenant.state in SETTLING and not self.is_open(tenant):
             return {"state": "queued"}
@@ -300,8 +300,8 @@ class Backend:
         return self.registry.root / "runs" / tenant
 
     def saved(self, tenant: str, kind: Kind, name: str) -> Saved | None:
-        """Return what a session of the service has written under the name of a checkpoint; None if
-        there is nothing complete."""
+        """Return the files that a session of the service has written for a checkpoint; None if there
+        is no complete checkpoint with this name."""
         if not tenant:
             return None
         return saved.look(self.run_folder(tenant), FOLDERS[kind], saved_name(kind, name))

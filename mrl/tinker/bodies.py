@@ -232,6 +232,10 @@ class JsonPass(Body):
                 if tensor.sparse_crow_indices is not None:
                     raise BadDatum(f"datum {number}: {name} is sparse; send it dense")
                 values = np.array(tensor.data, DTYPES[tensor.dtype])
+                if tensor.dtype == "int64" and (values != np.array(tensor.data)).any():
+                    raise BadDatum(
+                        f"datum {number}: {name} is int64 and has a number with a fraction"
+                    )
                 shape = tensor.shape or [len(values)]
                 if int(np.prod(shape)) != len(values) or len(shape) > 2:
                     raise BadDatum(

@@ -1,4 +1,4 @@
-"""The parts of the API together, and those answers that are only read."""
+"""Combines the parts of the API, and answers the requests that only read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_TOKENS = 1 << 17
 CHUNK_LEN = 1024
 """Maximum number of sequences that the SDK sends in one request."""
 BYTES_OF_TOKEN = 16
-"""The SDK sends at least so many bytes for each token of a sequence."""
+"""The SDK counts at least this many bytes for each token of a sequence."""
 URLS_S = 3600.0
 """Seconds for which the address of a file can be used."""
 FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
@@ -42,7 +42,7 @@ class Calls:
         self.keys, self.ledger = keys, ledger
         self.address = ""
         self.is_closing = False
-        """Whether the service is about to end, so that nobody should wait any longer."""
+        """Whether the service is ending, so that requests must not wait any longer."""
         self.backend = backend = Backend(registry, ledger)
         self.checkpoints = Checkpoints(backend)
         self.models = Models(backend, self.checkpoints)
@@ -69,7 +69,7 @@ class Calls:
         }
 
     def dynamic_config(self) -> Answer:
-        """Return the flags that a client reads again and again."""
+        """Return the flags that a client reads periodically."""
         return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
     def capabilities(self) -> Answer:

@@ -1,8 +1,8 @@
-"""The checkpoints of models: what is listed, how long it is kept, and how it leaves the service as a
-PEFT folder.
+"""The checkpoints of models: what is listed, how long it is kept, and how it is exported as a PEFT
+folder.
 
-A checkpoint is written down when its operation is posted. Whether it is complete is looked up when it
-is needed: its folder then is in the run folder of its model.
+A checkpoint is recorded when its operation is posted. It is complete if its folder is in the run folder
+of its model; this is checked at each use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mrl.tinker.backend import FOLDERS, NOT_YOURS, SETTLING, Backend, Row, saved
 from parallel.checkpoint.hf_export import export_checkpoint
 
 EPHEMERAL = "ephemeral."
-"""The names of samplers that a client made without a name begin so. They are not listed, and the newest
-`KEPT_EPHEMERAL` of a model are kept."""
+"""Prefix of the names of samplers that a client made without a name. They are not listed, and only the
+newest `KEPT_EPHEMERAL` of a model are kept."""
 KEPT_EPHEMERAL = 16
 EXPORTS = "exports"
 """The folder of a run with the PEFT folders of its checkpoints."""
@@ -44,8 +44,8 @@ class Checkpoints:
         ttl_s: int | None,
         metadata: Any,
     ) -> None:
-        """Write down a checkpoint that the operation of `request` writes. One that has the path already
-        is replaced."""
+        """Record a checkpoint that the operation of `request` writes. A checkpoint that already has
+        the path is replaced."""
         key = str(path)
         if (before := self._ledger.get("checkpoints", key)) is not None:
             self._remove_export(before)
@@ -102,7 +102,7 @@ class Checkpoints:
         return page("checkpoints", found, offset, limit)
 
     def set_ttl(self, owner: str, path: str, body: bodies.Ttl) -> None:
-        """Set how long a checkpoint is kept from now on; None keeps it for good."""
+        """Set how long a checkpoint is kept from now on, in seconds; None keeps it forever."""
         row, ttl_s = self.require(owner, path), body.ttl_seconds
         self._ledger.set(
             "checkpoints", row["path"], expires=None if ttl_s is None else time.time() + ttl_s
@@ -140,8 +140,8 @@ class Checkpoints:
         return target
 
     def _settled(self, row: Row | None) -> Row | None:
-        """Return a checkpoint with its folder, if its operation is done; None if there is none, or it
-        was not written, or its time is over."""
+        """Return a checkpoint with its folder, if its operation is done; None if there is none, if it
+        was not written, or if it has expired."""
         if row is None:
             return None
         if row["expires"] is not None and row["expires"] < time.time():
@@ -194,7 +194,7 @@ def is_ephemeral(row: Row) -> bool:
 
 
 def is_listed(row: Row | None) -> TypeGuard[Row]:
-    """Whether a checkpoint is complete and has a name of its user's."""
+    """Whether a checkpoint is complete and was named by its user."""
     return row is not None and bool(row["folder"]) and not is_ephemeral(row)
 
 

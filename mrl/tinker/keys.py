@@ -17,7 +17,7 @@ from mrl.system.json_text import parse_json
 
 FOLDER, FILE = "tinker", "keys.json"
 PREFIX = "tml-"
-"""The SDK takes only keys that begin so."""
+"""The SDK accepts only keys with this prefix."""
 USER = re.compile("[a-z0-9][a-z0-9_-]{0,62}")
 MAX_KEY_CHARS = 200
 
@@ -35,7 +35,7 @@ class Keys:
 
     def add(self, user: str) -> str:
         """Make a new key for a user, and return it; it is not stored. A user may have several keys.
-        Raises InputError for a name that is none."""
+        Raises InputError for an invalid name."""
         if not USER.fullmatch(user):
             raise InputError(
                 f"the name of a user is {user[:80]!r}; expected 1 to 63 small letters, digits, _ and -"
@@ -63,7 +63,7 @@ class Keys:
         return [{**row, "sha256": row["sha256"][:8]} for row in self._rows()]
 
     def owner(self, key: str | None) -> str | None:
-        """Return the user to whom a key belongs; None for a key that belongs to nobody."""
+        """Return the user to whom a key belongs; None if the key is unknown."""
         if not key or len(key) > MAX_KEY_CHARS:
             return None
         self._refresh()

@@ -29,7 +29,7 @@ Answer = dict[str, Any]
 
 
 class Models:
-    """Creates sessions and models. Every method takes the user that owns them, first."""
+    """Creates sessions and models. The first argument of every method is the user that owns them."""
 
     def __init__(self, backend: Backend, checkpoints: Checkpoints) -> None:
         self._backend, self._ledger, self._checkpoints = backend, backend.ledger, checkpoints
@@ -59,7 +59,7 @@ class Models:
         return [UNEMBED] if self._has_mlp() else [UNEMBED, MLP]
 
     def heartbeat(self, owner: str, body: bodies.Heartbeat) -> Answer:
-        """Note that a client is alive."""
+        """Record that a client is alive."""
         self._backend.session(owner, body.session_id)
         return {"type": "session_heartbeat"}
 
@@ -173,7 +173,7 @@ class Models:
         return {"request_id": f"{model}:0", "model_id": model}
 
     def lora(self, given: bodies.Lora) -> dict[str, Any]:
-        """Return the adapter of a model in the words of a recipe. Raises Refused if it would have no
+        """Return the adapter of a model as the section `lora` of a recipe. Raises Refused if it would have no
         module."""
         allowed = self._backend.config.lora
         if allowed.targets == "attention":
@@ -200,7 +200,7 @@ class Models:
         return bool(kinds) or bool(MLP_MODULES & set(allowed.targets))
 
     def unload(self, owner: str, body: bodies.ModelId) -> Answer:
-        """Save a model and free its place; return the request's id."""
+        """Save and close a model; return the request's id."""
         model = self._backend.owned("models", owner, body.model_id)
         self._backend.end(model["tenant"])
         request = f"{body.model_id}:unload"

@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 from mrl.service.callers import Refused
 
 Kind = Literal["training", "sampler", "external"]
-"""What a checkpoint holds, in the SDK's words: everything that training needs, the adapter alone, or
+"""What a checkpoint contains, by the SDK's names: everything that training needs, the adapter alone, or
 the adapter as a PEFT folder."""
 SEGMENTS: dict[Kind, str] = {
     "training": "weights",
     "sampler": "sampler_weights",
     "external": "external_weights",
 }
-"""The part of a path that says what a checkpoint holds."""
+"""The part of a path that says what the checkpoint contains."""
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
 PATH = re.compile(rf"tinker://([^/]{{1,200}})/(weights|sampler_weights|external_weights)/({NAME})")
 

@@ -18,10 +18,10 @@ from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
 
 BASE = "@base"
-"""What an operation calls the base model."""
+"""The name of the base model in an operation."""
 COPIED = "copy."
-"""The names of copies, by which checkpoints of closed models and those of `save_state` are sampled,
-begin so."""
+"""Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied to be
+sampled."""
 OPEN_S, LOOK_S = 60.0, 0.1
 """How long a session of the service may take to open before it gets a copy, in seconds."""
 MAX_TOP = 20
@@ -63,7 +63,7 @@ class Samplers:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def note(self, owner: str, session: str, sampler: str, **more: str | None) -> None:
-        """Write down a sampler. `more`: the name of its `base` model, the `model` that was saved and
+        """Record a sampler. `more`: the name of its `base` model, the `model` that was saved and
         the `path` under which it was (None for the base model), the `tenant`, which is the session of
         the service that samples, and the `name` of the adapter in it."""
         known = self._ledger.add(

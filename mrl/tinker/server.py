@@ -74,7 +74,7 @@ class TinkerServer(Closing):
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Answer who waits, and listen no more. Harmless when repeated."""
+        """Answer the requests that wait, and stop listening. May be called more than once."""
         self.calls.is_closing = True
         self._server.should_exit = True
         self._thread.join(2 * STOP_S)

@@ -36,11 +36,11 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "dro": ("beta",),
     "stable_reinforce": ("kl_coeff",),
 }
-"""What loss_fn_config may hold, by loss."""
+"""The keys that loss_fn_config may have, by loss."""
 OWN_NAMES = (EPHEMERAL, EXPORTED, COPIED)
-"""Samplers whose names begin so are not those of clients."""
+"""Prefixes of names of samplers that clients cannot use."""
 MAX_SAMPLE_CHARS = 100
-"""The ids of samples of this service are shorter."""
+"""Maximum length of the id of a sample. The ids of this service are shorter."""
 DEFAULT_CLIP = {LOW: 0.8, HIGH: 1.2}
 Answer = dict[str, Any]
 
@@ -246,7 +246,7 @@ def _sequence(number: int, datum: Datum, given: Pass, *, replays: bool) -> dict[
 
 
 def _options(given: Pass) -> dict[str, float]:
-    """Return loss_fn_config in the words of an operation."""
+    """Return loss_fn_config as options of an operation."""
     known = OPTIONS.get(given.loss, ())
     for name, value in given.options.items():
         if name not in known:

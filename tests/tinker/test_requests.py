@@ -61,14 +61,8 @@ def test_a_pass_becomes_an_operation(api: Api) -> None:
     assert found["loss_fn_outputs"][0]["logprobs"]["data"] == [-1.0, -2.0, -3.0]
 
 
-def test_compressed_and_json_forms_are_the_same_request(api: Api) -> None:
-    model = api.model()
-    weights = tensor([0.0, 1.0, 1.0], "<f4", 1)
-    content = request(model, 1, weights=weights)
-    small = zstandard.ZstdCompressor().compress(content)
-    first = api.call("forward_backward", content, **PROTO)
-    second = api.call("forward_backward", small, **PROTO, **{"Content-Encoding": "zstd"})
-    body = {
+def json_pass(model: str, targets: list[float]) -> dict[str, Any]:
+    return {
         "model_id": model,
         "seq_id": 1,
         "forward_backward_input": {
@@ -76,7 +70,7 @@ def test_compressed_and_json_forms_are_the_same_request(api: Api) -> None:
                 {
                     "model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
                     "loss_fn_inputs": {
-                        "target_tokens": {"data": [6, 7, 8], "dtype": "int64"},
+                        "target_tokens": {"data": targets, "dtype": "int64"},
                         "weights": {"data": [0, 1, 1], "dtype": "float32", "shape": [3]},
                     },
                 }
@@ -84,7 +78,24 @@ def test_compressed_and_json_forms_are_the_same_request(api: Api) -> None:
             "loss_fn": "cross_entropy",
         },
     }
-    third = api.call("forward_backward", body)
+
+
+def test_targets_with_a_fraction_are_refused(api: Api) -> None:
+    model = api.model()
+    found = api.call("forward_backward", json_pass(model, [6, 7.7, 8]))
+    assert found.status_code == 400
+    assert "target_tokens is int64 and has a number with a fraction" in found.json()["detail"]
+    assert not api.taken(model)
+
+
+def test_compressed_and_json_forms_are_the_same_request(api: Api) -> None:
+    model = api.model()
+    weights = tensor([0.0, 1.0, 1.0], "<f4", 1)
+    content = request(model, 1, weights=weights)
+    small = zstandard.ZstdCompressor().compress(content)
+    first = api.call("forward_backward", content, **PROTO)
+    second = api.call("forward_backward", small, **PROTO, **{"Content-Encoding": "zstd"})
+    third = api.call("forward_backward", json_pass(model, [6, 7, 8]))
     assert [each.status_code for each in (first, second, third)] == [200, 200, 200], third.text
     assert len(api.taken(model)) == 1
 

@@ -245,7 +245,7 @@ class LoadBody(Branch):
     folder: Annotated[str, Field(min_length=1, max_length=4096, pattern="^/")] | None = None
     """The folder of a saved state or sampler, which may be another session's."""
     optimizer: bool = True
-    """Whether Adam's state is loaded too. Otherwise Adam and its schedule begin anew."""
+    """Whether Adam's state is loaded too. Otherwise Adam and its learning-rate schedule restart."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:

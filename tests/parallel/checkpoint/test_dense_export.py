@@ -92,9 +92,9 @@ def test_a_dense_model_with_tied_embeddings_is_exported(
         assert not torch.equal(merged[weight], given[weight])
 
     for name in ("full_hf", "lora_hf"):
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             tmp_path / name, dtype=torch.float32, output_loading_info=True
         )
-        assert not told["missing_keys"]
-        assert not told["unexpected_keys"]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
         assert model.lm_head.weight is model.model.embed_tokens.weight
