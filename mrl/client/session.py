@@ -166,9 +166,9 @@ class Session:
         folder: str | Path | None = None,
         optimizer: bool = True,
     ) -> Future[int]:
-        """Load the checkpoint that this session saved at `version`, or as `name`, or the one in
-        `folder`, which may be another session's, including Adam's state. Without `optimizer`, Adam and
-        its learning-rate schedule restart. The loaded weights get a new version number, which is the result."""
+        """Load a checkpoint: the one that this session saved at `version` or as `name`, or the one in
+        `folder`, which may be another session's. Adam's state is loaded too; without `optimizer`, Adam
+        and its learning-rate schedule restart. The result is the new version number of the weights."""
         path = None if folder is None else os.path.abspath(folder)
         given = {"version": version, "name": name, "folder": path}
         body = {key: value for key, value in given.items() if value is not None}

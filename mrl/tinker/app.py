@@ -204,7 +204,8 @@ class App:
         return _json(200, describe([*self.addresses, retrieve], __version__))
 
     async def _file(self, request: Request) -> Response:
-        """Return a file of an exported checkpoint. Its address has a signature that only the owner received."""
+        """Return a file of an exported checkpoint. Only its owner has received the
+        signature in its address."""
         try:
             if not is_of_this_machine(request.headers.get("host"), request.headers.get("origin")):
                 raise Refused(403, "not for web pages")

@@ -57,7 +57,7 @@ class Backend:
         self.since = time.time()
         """When the service was started (`time.time`)."""
         self._whole: set[tuple[str, str]] = set()
-        """Pairs of a session of the service and one of its lives in which nothing was lost (`check_whole`)."""
+        """Pairs (session of the service, life) in which nothing was lost, see `check_whole`."""
         ledger.remove_older("requests", time.time() - REQUESTS_S)
 
     @property
@@ -150,7 +150,8 @@ class Backend:
         return self.registry.add(name, tree, loop="client", request=request)
 
     def _make_room(self) -> bool:
-        """Close the oldest session of the service whose clients have ended. Return whether there was one."""
+        """Close the oldest session of the service whose clients have ended. Return whether there was
+        one."""
         for table in ("models", "samplers"):
             for row in self.ledger.find(table):
                 tenant = self.tenant(row["tenant"] or "")

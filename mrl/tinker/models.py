@@ -173,8 +173,8 @@ class Models:
         return {"request_id": f"{model}:0", "model_id": model}
 
     def lora(self, given: bodies.Lora) -> dict[str, Any]:
-        """Return the adapter of a model as the section `lora` of a recipe. Raises Refused if it would have no
-        module."""
+        """Return the adapter of a model as the section `lora` of a recipe. Raises Refused if it
+        would have no module."""
         allowed = self._backend.config.lora
         if allowed.targets == "attention":
             attention: Any = "attention" if given.train_attn else []
