@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     from mrl.tinker.keys import Keys
 
 
-def add_keys(actions: Any, variable: str) -> None:
-    """Add the command `key` to those of `mrl tenants`. `variable` may name the service's folder."""
+def add_keys(actions: Any, add_action: Callable[..., Any]) -> None:
+    """Add the command `key` to those of `mrl tenants`. `add_action` is `tenants._add_action`."""
     keys = actions.add_parser(
         "key",
         help="keys of the Tinker API: add, list, remove",
@@ -25,25 +24,15 @@ def add_keys(actions: Any, variable: str) -> None:
     )
     below = keys.add_subparsers(required=True, metavar="ACTION")
 
-    def action(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Any:
-        command = below.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.add_argument(
-            "--service",
-            type=Path,
-            default=os.environ.get(variable),
-            metavar="FOLDER",
-            help=f"the output_dir of the service; by default the variable {variable}",
-        )
-        command.set_defaults(run=run)
-        return command
-
     for name, run, text in (
         ("add", run_add, "make a key for a user and print it; it is shown only once"),
         ("remove", run_remove, "remove all keys of a user"),
     ):
-        command = action(name, run, text)
+        command = add_action(below, name, run, text)
         command.add_argument("name", metavar="NAME", help="the user, such as alice")
-    action("list", run_list, "list users, and the first letters of the digests of their keys")
+    add_action(
+        below, "list", run_list, "list users, and the first letters of the digests of their keys"
+    )
 
 
 def run_add(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,7 @@ def add_to(commands: Any) -> None:
     )
     actions = tenants.add_subparsers(required=True, metavar="ACTION")
 
-    def action(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Any:
-        command = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        command.add_argument(
-            "--service",
-            type=Path,
-            default=os.environ.get(VARIABLE),
-            metavar="FOLDER",
-            help=f"the output_dir of the service; by default the variable {VARIABLE}",
-        )
-        command.set_defaults(run=run)
-        return command
+    action = partial(_add_action, actions)
 
     def one(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Any:
         command = action(name, run, text)
@@ -65,7 +56,23 @@ def add_to(commands: Any) -> None:
     one("remove", run_remove, "remove a tenant after its current step; its run folder stays")
     status = one("status", run_status, "show a tenant and its newest metrics")
     status.add_argument("--watch", action="store_true", help="print each step until it stops")
-    add_keys(actions, VARIABLE)
+    add_keys(actions, _add_action)
+
+
+def _add_action(
+    actions: Any, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> Any:
+    """Add an action that takes the folder of a service, and return its parser."""
+    command = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.add_argument(
+        "--service",
+        type=Path,
+        default=os.environ.get(VARIABLE),
+        metavar="FOLDER",
+        help=f"the output_dir of the service; by default the variable {VARIABLE}",
+    )
+    command.set_defaults(run=run)
+    return command
 
 
 def run_add(args: argparse.Namespace) -> None:

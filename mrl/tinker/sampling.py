@@ -20,8 +20,8 @@ from mrl.tinker.data import BadDatum
 BASE = "@base"
 """The name of the base model in an operation."""
 COPIED = "copy."
-"""Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied before
-they are sampled."""
+"""Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied
+before they are sampled."""
 OPEN_S, LOOK_S = 60.0, 0.1
 """How long a session of the service may take to open before it gets a copy, in seconds."""
 MAX_TOP = 20
