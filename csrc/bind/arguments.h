@@ -33,6 +33,7 @@ void BindEmptyGroups(pybind11::module_& module);
 void BindFusedExperts(pybind11::module_& module);
 void BindInvariant(pybind11::module_& module);
 void BindMoePermute(pybind11::module_& module);
+void BindNormRope(pybind11::module_& module);
 void BindPackedGae(pybind11::module_& module);
 void BindPagedAttention(pybind11::module_& module);
 void BindPolicyLoss(pybind11::module_& module);

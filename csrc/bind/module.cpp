@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, module) {
   mrl::BindFusedExperts(module);
   mrl::BindInvariant(module);
   mrl::BindMoePermute(module);
+  mrl::BindNormRope(module);
   mrl::BindPackedGae(module);
   mrl::BindPagedAttention(module);
   mrl::BindPolicyLoss(module);

@@ -31,6 +31,7 @@ from mrl.kernels.fused_experts import (
 from mrl.kernels.linear_logprob import Chunked, linear_logprob
 from mrl.kernels.moe_permute import moe_permute, moe_unpermute
 from mrl.kernels.moe_sort import ExpertOrder, moe_ids, moe_sort
+from mrl.kernels.norm_rope import rms_norm, rotate, supports_rms_norm, supports_rotate
 from mrl.kernels.packed_gae import packed_gae
 from mrl.kernels.paged_attention import paged_attention, supports_paged_attention
 from mrl.kernels.policy_loss import POLICY_STATS, PolicyLoss, policy_loss
@@ -66,10 +67,14 @@ __all__ = [
     "policy_loss",
     "quantize_fp8_blocks",
     "quantize_int8_channels",
+    "rms_norm",
+    "rotate",
     "seeded_sample",
     "seq_logratio",
     "supports_fused_experts",
     "supports_paged_attention",
+    "supports_rms_norm",
+    "supports_rotate",
     "vp_logprob",
     "zero_empty_groups_",
 ]

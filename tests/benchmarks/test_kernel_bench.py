@@ -18,7 +18,7 @@ RATIOS = {"vs_eager", "vs_compile", "vs_copy", "vs_liger", "vs_trl"}
 KERNELS = {
     "policy_loss", "vp_logprob", "linear_logprob", "seq_logratio", "packed_gae", "moe_sort",
     "moe_permute", "paged_attention", "fused_experts", "seeded_sample",
-    "block_quant", "training_step",
+    "rms_norm", "rotate", "block_quant", "training_step",
 }  # fmt: skip
 LOSSES = {"grpo", "gspo", "gspo+tis+k3", "cispo", "sapo"}
 COLUMNS = {"kernel", "variant", "shape", "dtype", "threads", "peak_bytes"} | RATIOS

@@ -1,4 +1,4 @@
-"""The CPU plug-in's attention and experts beside SGLang's own, and what it leaves to SGLang."""
+"""The CPU plug-in's layers beside SGLang's own, and what it leaves to SGLang."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_kernel_and_experts_compute_what_sglang_computes(
     plugin: ModuleType, tmp_path: Path
 ) -> None:
     """One test, so that SGLang is imported once."""
-    made = (attention(plugin), experts(plugin))
-    calls, got = ([*first, *second] for first, second in zip(*made, strict=True))
+    made = (attention(plugin), experts(plugin), norms(plugin), rotations(plugin))
+    calls, got = ([each for part in parts for each in part] for parts in zip(*made, strict=True))
     for output, expected, call in zip(got, of_sglang(calls, tmp_path), calls, strict=True):
-        half = 3e-2 if call[0] == "moe_forward_native" else 2e-2
+        half = 2e-2 if call[0].startswith("_run_sdpa") else 3e-2
         error = 1e-5 if output.dtype == torch.float32 else half
         message = f"{call[0]} {call[2]}"
         torch.testing.assert_close(output, expected, atol=error, rtol=error, msg=message)
@@ -117,7 +117,7 @@ def test_other_calls_stay_with_sglang(plugin: ModuleType, extends: bool, why: st
 
 
 @pytest.mark.parametrize("is_on_policy", [False, True])
-def test_invariant_modes_keep_their_attention_and_experts(
+def test_invariant_modes_keep_their_layers(
     plugin: ModuleType, is_on_policy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hook around the function would wrap the one that plugins/on_policy puts in its place."""
@@ -128,7 +128,8 @@ def test_invariant_modes_keep_their_attention_and_experts(
     monkeypatch.setattr(plugin, "take", lambda name: {})
     monkeypatch.setattr(plugin, "find_spec", lambda name: object() if is_on_policy else None)
     plugin.register()
-    names = {"_run_sdpa_forward_decode", "_run_sdpa_forward_extend"}
+    names = {"_run_sdpa_forward_decode", "_run_sdpa_forward_extend", "RMSNorm.forward_native"}
+    names |= {"apply_qk_norm", "RotaryEmbedding.forward_native"}
     assert names & set(hooked) == (set() if is_on_policy else names)
     experts = plugin.without_other_ranks_experts if is_on_policy else plugin.run_experts
     assert hooked["moe_forward_native"] is experts
@@ -181,6 +182,96 @@ def experts(plugin: ModuleType) -> Computed:
         assert ours.dtype == dtype
         got.append(ours)
     return calls, got
+
+
+NORM = {
+    "hidden_size": 40,
+    "variance_epsilon": 1e-5,
+    "variance_size_override": None,
+    "cast_x_before_out_mul": False,
+    "fp32_residual": False,
+    "override_orig_dtype": None,
+}
+
+
+def make_norm(dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    """Return the attributes of SGLang's norm."""
+    return {**NORM, "weight": torch.randn(NORM["hidden_size"]).to(dtype), **options}
+
+
+def norms(plugin: ModuleType) -> Computed:
+    calls, got = [], []
+    torch.manual_seed(2)
+    for dtype, adds in product((torch.float32, torch.bfloat16), (False, True)):
+        layer = make_norm(dtype)
+        tensors = tuple(torch.randn(11, 40).to(dtype) for _ in range(1 + adds))
+        calls.append(("RMSNorm.forward_native", tensors, layer))
+        out = plugin.normalise(loop, SimpleNamespace(**layer), *tensors)
+        got.append(torch.cat(out) if adds else out)
+    return calls, got
+
+
+def make_rope(*, halves: bool = True) -> dict[str, Any]:
+    """Return the attributes of SGLang's rotation of 16 of a head's 24 elements."""
+    angles = torch.rand(60, 8)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return {"head_size": 24, "rotary_dim": 16, "is_neox_style": halves, "cos_sin_cache": table}
+
+
+def rotations(plugin: ModuleType) -> Computed:
+    calls, got = [], []
+    torch.manual_seed(3)
+    for dtype, halves in product((torch.float32, torch.bfloat16), (False, True)):
+        rope = make_rope(halves=halves)
+        query, key = torch.randn(13, 6 * 24).to(dtype).split([96, 48], dim=-1)
+        tensors = (torch.randint(0, 60, (13,)), query.clone(), key.clone())
+        calls.append(("RotaryEmbedding.forward_native", tensors, rope))
+        rotated = plugin.rotate_heads(loop, SimpleNamespace(**rope), tensors[0], query, key)
+        got.append(torch.cat(rotated, dim=-1))
+    return calls, got
+
+
+def test_heads_are_normalised_one_by_one(plugin: ModuleType) -> None:
+    query, key, _ = torch.randn(7, 6 * 40).split([120, 80, 40], dim=-1)
+    q_norm, k_norm = (SimpleNamespace(**make_norm(torch.float32)) for _ in range(2))
+    got = plugin.normalise_heads(loop, query, key, q_norm, k_norm, 40, None)
+    for ours, x, norm in zip(got, (query, key), (q_norm, k_norm), strict=True):
+        exact, _ = oracle.rms_norm(x.unflatten(1, (-1, 40)), norm.weight, 1e-5)
+        torch.testing.assert_close(ours.double(), exact.flatten(1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"variance_size_override": 8},
+        {"cast_x_before_out_mul": True},
+        {"fp32_residual": True},
+        {"override_orig_dtype": torch.float32},
+        {"weight": torch.ones(40, dtype=torch.float64)},
+    ],
+    ids=str,
+)
+def test_other_norms_stay_with_sglang(plugin: ModuleType, option: dict[str, Any]) -> None:
+    norm, x = SimpleNamespace(**make_norm(torch.float32, **option)), torch.randn(3, 40)
+    left = plugin.normalise(lambda *given: given, norm, x, None)
+    assert left[0] is norm
+    assert left[1] is x
+    heads = plugin.normalise_heads(lambda *given: given, x, x, norm, norm, 40)
+    assert heads[0] is x
+
+
+def test_other_rotations_stay_with_sglang(plugin: ModuleType) -> None:
+    positions, query = torch.arange(3), torch.randn(3, 48)
+    for option, more in (
+        ({"cos_sin_cache": torch.ones(60, 16, dtype=torch.bfloat16)}, ()),
+        ({"sin_cos_cache": torch.ones(3, 16)}, ()),
+        ({}, (torch.ones(3, dtype=torch.int64),)),
+        ({}, (None, object())),
+    ):
+        rope = SimpleNamespace(**{**make_rope(), **option})
+        left = plugin.rotate_heads(lambda *given: given, rope, positions, query, query, *more)
+        assert left[0] is rope
+        assert left[2] is query
 
 
 def loop_like_sglang(layer: Any, x: Tensor, route: Any, config: Any) -> Tensor:

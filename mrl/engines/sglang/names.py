@@ -201,6 +201,14 @@ NAMES: dict[str, Name] = {
     "_run_sdpa_forward_decode": since(
         "0.5.20", f"{_NATIVE}._run_sdpa_forward_decode", "self", *_CACHE, *_ATTENTION
     ),
+    "apply_qk_norm": since(
+        "0.5.20", f"{_SRT}.models.utils.apply_qk_norm", "q", "k", "q_norm", "k_norm", "head_dim"
+    ),
+    "RotaryEmbedding.forward_native": since(
+        "0.5.20",
+        f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding.forward_native",
+        "self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg",
+    ),
     # plugins/on_policy
     "FlattenedTensorBucket.reconstruct_tensors": always(
         f"{_SRT}.weight_sync.tensor_bucket.FlattenedTensorBucket.reconstruct_tensors", "self"

@@ -17,6 +17,7 @@ from mrl.kernels.oracle.block_quant import (
 )
 from mrl.kernels.oracle.fused_experts import fused_experts
 from mrl.kernels.oracle.moe_permute import moe_permute, moe_sort, moe_unpermute
+from mrl.kernels.oracle.norm_rope import rms_norm, rotate
 from mrl.kernels.oracle.packed_gae import packed_gae
 from mrl.kernels.oracle.paged_attention import paged_attention
 from mrl.kernels.oracle.policy_loss import policy_loss, seq_logratio
@@ -39,6 +40,8 @@ __all__ = [
     "policy_loss",
     "quantize_fp8_blocks",
     "quantize_int8_channels",
+    "rms_norm",
+    "rotate",
     "seeded_sample",
     "seq_logratio",
     "truncated_logprob",

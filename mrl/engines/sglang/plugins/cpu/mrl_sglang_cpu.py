@@ -44,8 +44,12 @@ from mrl.kernels import (
     fused_experts,
     gpt_oss_swiglu,
     paged_attention,
+    rms_norm,
+    rotate,
     supports_fused_experts,
     supports_paged_attention,
+    supports_rms_norm,
+    supports_rotate,
 )
 from mrl.kernels.seeded_sample import seeded_sample
 
@@ -76,6 +80,9 @@ def register():
         hook("moe_forward_native", run_experts, "AROUND")
         hook("_run_sdpa_forward_decode", attend_decode, "AROUND")
         hook("_run_sdpa_forward_extend", attend_extend, "AROUND")
+        hook("RMSNorm.forward_native", normalise, "AROUND")
+        hook("apply_qk_norm", normalise_heads, "AROUND")
+        hook("RotaryEmbedding.forward_native", rotate_heads, "AROUND")
 
 
 def fork_children(result, server_args):
@@ -187,6 +194,59 @@ def attend(query, output, cache, starts, options):
         out=output[:num_queries],
     )
     return output
+
+
+def normalise(
+    original, norm, x, residual=None, post_residual_addition=None, quant_linear=None, **options
+):
+    """Compute RMSNorm.forward_native: x [T, d] -> [T, d], and the sum of `x` and `residual` if there is
+    a residual. `original` computes what `is_plain_norm` and `supports_rms_norm` exclude."""
+    if (
+        post_residual_addition is not None
+        or quant_linear is not None
+        or options
+        or not is_plain_norm(norm)
+        or not supports_rms_norm(x, norm.weight, residual)
+    ):
+        return original(norm, x, residual, post_residual_addition, quant_linear, **options)
+    out, added = rms_norm(x, norm.weight, norm.variance_epsilon, residual)
+    return out if residual is None else (out, added)
+
+
+def is_plain_norm(norm):
+    """Return whether a layer is RMSNorm over its whole row with fp32 arithmetic, one rounding at the
+    end, and a residual in the dtype of its input."""
+    return (
+        norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        and norm.override_orig_dtype is None
+    )
+
+
+def normalise_heads(original, q, k, q_norm, k_norm, head_dim, *args, **options):
+    """Normalise each head of queries [T, h d] and keys [T, g d], as SGLang's apply_qk_norm does."""
+    if q.dim() != 2 or k.dim() != 2:
+        return original(q, k, q_norm, k_norm, head_dim, *args, **options)
+    heads = [(x.unflatten(1, (-1, head_dim)), norm) for x, norm in ((q, q_norm), (k, k_norm))]
+    if not all(is_plain_norm(norm) and supports_rms_norm(x, norm.weight) for x, norm in heads):
+        return original(q, k, q_norm, k_norm, head_dim, *args, **options)
+    return tuple(rms_norm(x, norm.weight, norm.variance_epsilon)[0].flatten(1) for x, norm in heads)
+
+
+def rotate_heads(original, rope, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+    """Rotate queries [T, h d] and keys [T, g d], as RotaryEmbedding.forward_native does."""
+    positions = positions.flatten()
+    if (
+        offsets is not None
+        or fused_set_kv_buffer_arg is not None
+        or hasattr(rope, "sin_cos_cache")
+        or not supports_rotate(query, key, positions, rope.cos_sin_cache)
+    ):
+        return original(rope, positions, query, key, offsets, fused_set_kv_buffer_arg)
+    return rotate(
+        query, key, positions, rope.cos_sin_cache, rope.head_size, halves=rope.is_neox_style
+    )
 
 
 def run_experts(original, layer, x, topk_output, moe_runner_config):
