@@ -91,10 +91,10 @@ def wide_tokenizer() -> PreTrainedTokenizerFast:
 def parts(toy: str, wide: str, *, quick: bool) -> list[Part]:
     """Return the comparisons; `quick` ones take few steps and prove nothing."""
     steps = 3 if quick else 11
-    demo = Work(toy, steps, 16, 8, 32, 32)
+    demo = Work(toy, steps, 16, 8, 32, 32, overrides=("train.micro_batch_tokens=8192",))
     few = 3 if quick else 6
     tail = Work(toy, few, 16, 8, 0, 512, overrides=("train.micro_batch_tokens=8192",))
-    engine = replace(demo, overrides=ROLLOUT_ONLY)
+    engine = replace(demo, overrides=(*demo.overrides, *ROLLOUT_ONLY))
     sums = Work(
         str(PRETRAINED / "dense"),
         3 if quick else 24,

@@ -1,45 +1,54 @@
+// These kernels are short and called often, so their arguments are positional: reading them by name
+// takes as long as a kernel.
 #include "norm_rope.h"
 
 #include "bind/arguments.h"
 
 namespace mrl {
+namespace {
+
+template <class T>
+T* At(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
 
 void BindNormRope(pybind11::module_& module) {
-  module.def("rms_norm_cpu", [](const pybind11::kwargs& arguments) {
-    const auto size = [&](const char* name) { return Value<int64_t>(arguments, name); };
-    RmsNormInput input;
-    input.type = static_cast<FloatType>(Value<int>(arguments, "type"));
-    input.x = Pointer<const void>(arguments, "x");
-    input.residual = Pointer<const void>(arguments, "residual");
-    input.weight = Pointer<const void>(arguments, "weight");
-    input.num_tokens = size("num_tokens");
-    input.num_heads = size("num_heads");
-    input.size = size("size");
-    input.stride = size("stride");
-    input.eps = Value<float>(arguments, "eps");
-    const int num_threads = Value<int>(arguments, "num_threads");
-    void* out = Pointer<void>(arguments, "out");
-    void* sum = Pointer<void>(arguments, "sum");
-    Run([&] { RmsNormCpu(input, num_threads, out, sum); });
-  });
-  module.def("rotate_cpu", [](const pybind11::kwargs& arguments) {
-    const auto size = [&](const char* name) { return Value<int64_t>(arguments, name); };
-    RotateInput input;
-    input.type = static_cast<FloatType>(Value<int>(arguments, "type"));
-    input.query = {Pointer<const void>(arguments, "query"), size("query_heads"),
-                   size("query_stride"), Pointer<void>(arguments, "query_out")};
-    input.key = {Pointer<const void>(arguments, "key"), size("key_heads"), size("key_stride"),
-                 Pointer<void>(arguments, "key_out")};
-    input.positions = Pointer<const int64_t>(arguments, "positions");
-    input.cos_sin = Pointer<const float>(arguments, "cos_sin");
-    input.num_tokens = size("num_tokens");
-    input.num_positions = size("num_positions");
-    input.size = size("size");
-    input.rotary_size = size("rotary_size");
-    input.halves = Value<bool>(arguments, "halves");
-    const int num_threads = Value<int>(arguments, "num_threads");
-    Run([&] { RotateCpu(input, num_threads); });
-  });
+  module.def("rms_norm_cpu",
+             [](int type, uintptr_t x, uintptr_t residual, uintptr_t weight, int64_t num_tokens,
+                int64_t num_heads, int64_t size, int64_t stride, float eps, uintptr_t out,
+                uintptr_t sum, int num_threads) {
+               const RmsNormInput input{static_cast<FloatType>(type),
+                                        At<const void>(x),
+                                        At<const void>(residual),
+                                        At<const void>(weight),
+                                        num_tokens,
+                                        num_heads,
+                                        size,
+                                        stride,
+                                        eps};
+               Run([&] { RmsNormCpu(input, num_threads, At<void>(out), At<void>(sum)); });
+             });
+  module.def("rotate_cpu",
+             [](int type, uintptr_t query, int64_t query_heads, int64_t query_stride,
+                uintptr_t query_out, uintptr_t key, int64_t key_heads, int64_t key_stride,
+                uintptr_t key_out, uintptr_t positions, uintptr_t cos_sin, int64_t num_tokens,
+                int64_t num_positions, int64_t size, int64_t rotary_size, bool halves,
+                int num_threads) {
+               const RotateInput input{
+                   static_cast<FloatType>(type),
+                   {At<const void>(query), query_heads, query_stride, At<void>(query_out)},
+                   {At<const void>(key), key_heads, key_stride, At<void>(key_out)},
+                   At<const int64_t>(positions),
+                   At<const float>(cos_sin),
+                   num_tokens,
+                   num_positions,
+                   size,
+                   rotary_size,
+                   halves};
+               Run([&] { RotateCpu(input, num_threads); });
+             });
 }
 
 }  // namespace mrl

@@ -11,19 +11,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.kernels import backend
+import mrl._C as _C  # noqa: PLR0402  (a module, and no name of the package)
+from mrl.kernels.backend import FLOAT_TYPES
+
+_TYPES = {dtype: number for number, dtype in enumerate(FLOAT_TYPES)}
 
 
 def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
-    """Return whether `rms_norm` supports these dtypes, devices and strides. Sizes are not checked."""
-    others = (weight,) if residual is None else (weight, residual)
+    """Return whether `rms_norm` supports these tensors."""
+    shape, dtype = x.shape, x.dtype
     return (
-        x.dtype in backend.FLOAT_TYPES
-        and x.device.type == "cpu"
-        and x.dim() in {2, 3}
+        dtype in _TYPES
+        and x.is_cpu
         and x.stride(-1) == 1
-        and (x.dim() == 2 or x.stride(1) == x.shape[2])
-        and all(o.dtype == x.dtype and o.device == x.device and o.is_contiguous() for o in others)
+        and (len(shape) == 2 or (len(shape) == 3 and x.stride(1) == shape[2]))
+        and weight.shape == shape[-1:]
+        and weight.dtype == dtype
+        and weight.is_cpu
+        and weight.is_contiguous()
+        and (
+            residual is None
+            or (
+                residual.shape == shape
+                and residual.dtype == dtype
+                and residual.is_cpu
+                and residual.is_contiguous()
+            )
+        )
     )
 
 
@@ -35,7 +49,7 @@ def rms_norm(
     Args:
         x: [T, d] or [T, h, d] in fp32, bf16 or fp16, on the CPU. Tokens may be any distance apart; the
             elements of a token must be contiguous.
-        weight: [d] in the dtype of `x`.
+        weight: [d] in the dtype of `x`, contiguous.
         eps: added to the mean.
         residual: of the shape and dtype of `x`, contiguous. If given, it is added to `x` first, in
             fp32.
@@ -48,49 +62,52 @@ def rms_norm(
         ValueError: for a wrong shape, dtype, device or stride.
     """
     if not supports_rms_norm(x, weight, residual):
+        given = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
         raise ValueError(
-            f"rms_norm: got x {list(x.shape)} of {x.dtype} on {x.device} with strides "
-            f"{list(x.stride())}, weight of {weight.dtype}"
-            f"{'' if residual is None else f', residual of {residual.dtype}'}, expected [T, d] or "
-            "[T, h, d] on the CPU with contiguous rows, and contiguous others of the same dtype, one "
-            f"of {list(backend.FLOAT_TYPES)}"
+            f"rms_norm: got {_described(given)}, expected x [T, d] or [T, h, d] with contiguous "
+            "elements of a token, weight [d], and a residual of the shape of x, on the CPU and of one "
+            f"dtype of {list(FLOAT_TYPES)}"
         )
-    size, dtypes = x.shape[-1], (x.dtype,)
-    backend.check_tensor("weight", weight, (size,), dtypes, x.device, f"d = {size}")
-    if residual is not None:
-        legend = "the shape of x"
-        backend.check_tensor("residual", residual, tuple(x.shape), dtypes, x.device, legend)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    shape = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     added = None if residual is None else torch.empty_like(out)
-    backend.run(
-        "rms_norm",
-        x.device,
-        type=backend.FLOAT_TYPES.index(x.dtype),
-        x=x,
-        residual=residual,
-        weight=weight,
-        num_tokens=x.shape[0],
-        num_heads=1 if x.dim() == 2 else x.shape[1],
-        size=size,
-        stride=x.stride(0),
-        eps=eps,
-        out=out,
-        sum=added,
+    _C.rms_norm_cpu(
+        _TYPES[x.dtype],
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        shape[0],
+        1 if len(shape) == 2 else shape[1],
+        shape[-1],
+        x.stride(0),
+        eps,
+        out.data_ptr(),
+        0 if added is None else added.data_ptr(),
+        torch.get_num_threads(),
     )
     return out, added
 
 
-def supports_rotate(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> bool:
-    """Return whether `rotate` supports these dtypes, devices and strides. Sizes are not checked."""
+def supports_rotate(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, head_size: int
+) -> bool:
+    """Return whether `rotate` supports these tensors."""
     return (
-        query.dtype in backend.FLOAT_TYPES
+        query.dtype in _TYPES
         and key.dtype == query.dtype
+        and query.dim() == key.dim() == cos_sin.dim() == 2
+        and query.stride(1) == key.stride(1) == 1
+        and positions.shape == query.shape[:1] == key.shape[:1]
         and positions.dtype == torch.int64
-        and cos_sin.dtype == torch.float32
-        and all(each.device.type == "cpu" for each in (query, key, positions, cos_sin))
         and positions.is_contiguous()
+        and cos_sin.dtype == torch.float32
         and cos_sin.is_contiguous()
-        and all(each.dim() == 2 and each.stride(1) == 1 for each in (query, key))
+        and head_size >= cos_sin.shape[1] > 0 == cos_sin.shape[1] % 2
+        and 0 == query.shape[1] % head_size == key.shape[1] % head_size
+        and query.is_cpu
+        and key.is_cpu
+        and positions.is_cpu
+        and cos_sin.is_cpu
     )
 
 
@@ -114,53 +131,40 @@ def rotate(
     Raises:
         ValueError: for a wrong shape, dtype, device or stride, and for a position outside of [0, P).
     """
-    if not supports_rotate(query, key, positions, cos_sin):
-        given = ", ".join(
-            f"{name} {list(each.shape)} of {each.dtype} on {each.device} with strides "
-            f"{list(each.stride())}"
-            for name, each in (
-                ("query", query), ("key", key), ("positions", positions), ("cos_sin", cos_sin)
-            )
-        )  # fmt: skip
+    if not supports_rotate(query, key, positions, cos_sin, head_size):
+        given = {"query": query, "key": key, "positions": positions, "cos_sin": cos_sin}
         raise ValueError(
-            f"rotate: got {given}, expected query and key [T, h d] with contiguous rows of one dtype "
-            f"of {list(backend.FLOAT_TYPES)}, positions i64[T] and cos_sin f32[P, R], on the CPU"
+            f"rotate: got {_described(given)}, expected query [T, h d] and key [T, g d] with "
+            f"contiguous rows of one dtype of {list(FLOAT_TYPES)}, positions i64[T] and cos_sin "
+            f"f32[P, R], on the CPU, with d = {head_size} and an even R of at most d"
         )
-    num_tokens, rotary_size = query.shape[0], cos_sin.shape[-1]
-    if (
-        cos_sin.dim() != 2
-        or positions.shape != (num_tokens,)
-        or key.shape[0] != num_tokens
-        or head_size < 1
-        or query.shape[1] % head_size
-        or key.shape[1] % head_size
-        or rotary_size % 2
-        or rotary_size > head_size
-    ):
-        raise ValueError(
-            f"rotate: got query {list(query.shape)}, key {list(key.shape)}, positions "
-            f"{list(positions.shape)} and cos_sin {list(cos_sin.shape)}, expected [T, h d], [T, g d], "
-            f"[T] and [P, R] with d = {head_size} and an even R of at most d"
-        )
-    query_out, key_out = (torch.empty(each.shape, dtype=each.dtype) for each in (query, key))
-    backend.run(
-        "rotate",
-        query.device,
-        type=backend.FLOAT_TYPES.index(query.dtype),
-        query=query,
-        query_heads=query.shape[1] // head_size,
-        query_stride=query.stride(0),
-        query_out=query_out,
-        key=key,
-        key_heads=key.shape[1] // head_size,
-        key_stride=key.stride(0),
-        key_out=key_out,
-        positions=positions,
-        cos_sin=cos_sin,
-        num_tokens=num_tokens,
-        num_positions=cos_sin.shape[0],
-        size=head_size,
-        rotary_size=rotary_size,
-        halves=halves,
+    query_out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    key_out = torch.empty_like(key, memory_format=torch.contiguous_format)
+    _C.rotate_cpu(
+        _TYPES[query.dtype],
+        query.data_ptr(),
+        query.shape[1] // head_size,
+        query.stride(0),
+        query_out.data_ptr(),
+        key.data_ptr(),
+        key.shape[1] // head_size,
+        key.stride(0),
+        key_out.data_ptr(),
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        query.shape[0],
+        cos_sin.shape[0],
+        head_size,
+        cos_sin.shape[1],
+        halves,
+        torch.get_num_threads(),
     )
     return query_out, key_out
+
+
+def _described(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(
+        f"{name} {list(each.shape)} of {each.dtype} on {each.device} with strides "
+        f"{list(each.stride())}"
+        for name, each in tensors.items()
+    )

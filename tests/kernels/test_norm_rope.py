@@ -67,7 +67,7 @@ def angles(size: int, num_positions: int = 50) -> Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("halves", [True, False])
-@pytest.mark.parametrize(("size", "rotary"), [(16, 16), (16, 8), (6, 2), (64, 64), (10, 0)])
+@pytest.mark.parametrize(("size", "rotary"), [(16, 16), (16, 8), (6, 2), (64, 64), (10, 2)])
 def test_rotation_matches_the_oracle(
     size: int, rotary: int, halves: bool, dtype: torch.dtype
 ) -> None:
@@ -135,7 +135,7 @@ def test_bad_input_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"got .*, expected"):
             rms_norm(*bad, 1e-6)
-    with pytest.raises(ValueError, match=r"residual: got shape \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"residual \[2, 8\] .*, expected"):
         rms_norm(x, weight, 1e-6, rows(2, 8))
     query, positions, table = rows(3, 16), torch.arange(3), angles(8)
     for bad, size in (

@@ -1,6 +1,6 @@
 """SGLang plugin for all processes of a server without CUDA.
 
-It closes five gaps and makes attention, experts, sleep and the start cheaper:
+It closes five gaps and makes attention, experts, norms, rotations, sleep and the start cheaper:
 
 1. SGLang stores captured routes in a host buffer whose allocator pins memory, which needs CUDA.
    Here the allocator does not pin.
@@ -30,6 +30,8 @@ It closes five gaps and makes attention, experts, sleep and the start cheaper:
 9. CPUs have no allocator cache to empty, so SGLang collects garbage instead: over the whole heap,
    whenever the prefix cache is flushed or memory is released, several times a step. Here it skips
    this. Reference counts free the tensors, and Python still collects by its own thresholds.
+10. SGLang computes norms and rotary embeddings on CPUs with many torch calls. Here one call of
+   mrl.kernels.rms_norm or rotate does, unless the plug-in on_policy is active.
 """
 
 import gc
@@ -241,7 +243,7 @@ def rotate_heads(original, rope, positions, query, key, offsets=None, fused_set_
         offsets is not None
         or fused_set_kv_buffer_arg is not None
         or hasattr(rope, "sin_cos_cache")
-        or not supports_rotate(query, key, positions, rope.cos_sin_cache)
+        or not supports_rotate(query, key, positions, rope.cos_sin_cache, rope.head_size)
     ):
         return original(rope, positions, query, key, offsets, fused_set_kv_buffer_arg)
     return rotate(
