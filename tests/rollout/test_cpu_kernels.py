@@ -26,7 +26,7 @@ LENGTHS, NEW = (1, 9, 64, 65, 150), (1, 3, 64, 1, 20)
 
 @pytest.fixture(scope="module")
 def plugin() -> ModuleType:
-    return plugin_of("cpu", "mrl_sglang_cpu")
+    return plugin_of("cpu", "mrl_cpu_layers")
 
 
 def make_call(extends: bool, dtype: torch.dtype, size: int = 16) -> tuple[Tensor, ...]:
@@ -123,9 +123,6 @@ def test_invariant_modes_keep_their_layers(
     """A hook around the function would wrap the one that plugins/on_policy puts in its place."""
     hooked = {}
     monkeypatch.setattr(plugin, "hook", lambda name, function, _: hooked.update({name: function}))
-    for name in ("give_padding_value", "give_cpu_module"):
-        monkeypatch.setattr(plugin, name, lambda: None)
-    monkeypatch.setattr(plugin, "take", lambda name: {})
     monkeypatch.setattr(plugin, "find_spec", lambda name: object() if is_on_policy else None)
     plugin.register()
     names = {"_run_sdpa_forward_decode", "_run_sdpa_forward_extend", "RMSNorm.forward_native"}
