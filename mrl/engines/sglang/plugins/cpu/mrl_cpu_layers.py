@@ -1,7 +1,7 @@
 """SGLang plugin for all processes of a server without CUDA: layers of models.
 
-SGLang computes these layers with loops or chains of torch calls, or not at all. Here each is one call of a
-kernel, whose summation order depends neither on the batch nor on what is cached. Under
+SGLang computes these layers with loops or chains of torch calls, or not at all. Here each is one call
+of a kernel, whose summation order depends neither on the batch nor on what is cached. Under
 `batch_invariant` and `true_on_policy`, attention, experts, norms and rotations are those of
 plugins/on_policy, or SGLang's.
 
