@@ -27,10 +27,12 @@ import psutil
 
 from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.fuzz_parsers.base import Parser, fault_of, input_of
+from benchmarks.fuzz_parsers.bodies import PARSERS as BODIES
 from benchmarks.fuzz_parsers.files import PARSERS as FILES
+from benchmarks.fuzz_parsers.requests import PARSERS as REQUESTS
 from benchmarks.fuzz_parsers.wire import PARSERS as WIRE
 
-PARSERS = (*FILES, *WIRE)
+PARSERS = (*FILES, *WIRE, *BODIES, *REQUESTS)
 LIMIT_S = 10.0
 """Seconds for one input; the machine may be loaded."""
 MEMORY_BYTES = 2 << 30

@@ -9,8 +9,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from mrl.config.explain import first_problem
-from mrl.service.callers import Refused
 from mrl.tinker.data import DTYPES, MAX_INPUTS, BadDatum, Pass, make_datum
+from mrl.web.limits import Refused
 
 Short = Annotated[str, Strict(), Field(max_length=200)]
 Text = Annotated[str, Strict(), Field(max_length=10_000)]
