@@ -81,7 +81,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         peer = transport.get_extra_info("socket")
-        if peer.family != socket.AF_UNIX:  # or the body of an answer would wait 40 ms for an ACK
+        if peer is not None and peer.family != socket.AF_UNIX:
+            # Otherwise the body of an answer would wait 40 ms for an acknowledgement.
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(0)  # so that `resume_writing` means that all is sent
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from mrl.tinker.keys import Keys
 from mrl.tinker.server import TinkerServer
 from tests.tenants.parts import service, session
 
+ZOO = Path(__file__).parents[1] / "rewards/zoo.py"
 Place = tuple[str, str]
 """The address of an API's description, and the header that lets a caller in."""
 
@@ -43,7 +44,7 @@ def tinker_api(folder: Path, model: Path) -> Iterator[Place]:
 @contextmanager
 def reward_api(folder: Path, model: Path) -> Iterator[Place]:
     settings = {"num_workers": 1, "timeout_s": 10.0, "token": "secret"}
-    with RewardServer("first_char", "127.0.0.1", 0, **settings) as server:
+    with RewardServer(f"{ZOO}:lengths", "127.0.0.1", 0, **settings) as server:
         thread = threading.Thread(target=server.serve, daemon=True)
         thread.start()
         try:
