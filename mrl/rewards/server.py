@@ -41,6 +41,7 @@ LIMITS = Limits(
     request_s=600.0,
     answer_s=60.0,
     idle_s=3600.0,
+    stop_s=1,
     connections=1024,
     threads=256,
 )

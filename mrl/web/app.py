@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import anyio
@@ -132,10 +133,11 @@ class Api:
 
     def describe_at(self, path: str) -> None:
         """Serve the description of all addresses in the form of OpenAPI."""
-        self.add("GET", path, lambda incoming: self.description(), is_described=False)
+        self.add("GET", path, lambda incoming: self.description, is_described=False)
 
+    @cached_property
     def description(self) -> dict[str, Any]:
-        """Return the description of all addresses in the form of OpenAPI."""
+        """The description of all addresses in the form of OpenAPI."""
         rules = self.rules
         return describe(
             rules.title,
@@ -190,8 +192,8 @@ class Api:
             raise Refused(411, "send the body with a Content-Length, and not in chunks")
         if rules.needs_length and request.method == "POST" and "content-length" not in headers:
             raise Refused(411, "expected the length of the body in the header Content-Length")
-        if rules.is_strict and request.url.query:
-            raise Refused(400, f"expected no query, got {request.url.query[:80]!r}")
+        if rules.is_strict and (query := request.scope["query_string"]):
+            raise Refused(400, f"expected no query, got {query[:80].decode('latin-1')!r}")
 
     def _check_room(self) -> None:
         if self._num_answered >= self._limits.connections:
@@ -277,7 +279,7 @@ class Api:
         return response
 
     async def _nowhere(self, request: Request, error: Exception) -> Response:
-        what = f"{request.method} {request.url.path[:80]}"
+        what = f"{request.method} {request.scope['path'][:80]}"
         return self.refusal(
             Refused(404, f"there is no {what} here; {self.rules.docs} lists the addresses")
         )

@@ -30,6 +30,7 @@ closed while bytes are unread, the system resets it, and the caller may see that
 MAX_ERROR_CHARS = 2000
 LOGGER = logging.getLogger("mrl.web")
 LOGGER.setLevel(logging.ERROR)  # what a caller does wrong is answered, and not logged
+LOGGER.addFilter(lambda record: not _is_cancelled(record))
 
 
 class Callers:
@@ -255,6 +256,11 @@ class _Transport:
 
     def is_closing(self) -> bool:
         return self._connection._is_hung_up or self.inner.is_closing()
+
+
+def _is_cancelled(record: logging.LogRecord) -> bool:
+    """Return whether a record is of a request that was cancelled because the server stops."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def one_line(why: object) -> str:

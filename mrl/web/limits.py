@@ -46,6 +46,8 @@ class Limits:
     """Seconds within which a caller must receive its answer."""
     idle_s: float = 30.0
     """Seconds after which a connection is closed if no further request comes."""
+    stop_s: int = 5
+    """Seconds for which a server that is stopped waits for requests that are being carried out."""
     unread: int = 64
     """Maximum number of callers that are in the same stage: that send the head of a request, send
     its body, or receive the answer. If there are more, the oldest of them are refused."""

@@ -18,7 +18,7 @@ from mrl.web.limits import Limits
 
 BACKLOG = 1024
 """The backlog of listen(): how many connections the kernel holds until the server accepts them."""
-START_S, STOP_S = 30.0, 5.0
+START_S = 30.0
 
 
 class HttpServer(Closing):
@@ -37,6 +37,7 @@ class HttpServer(Closing):
         name: str,
         error_key: str = "error",
     ) -> None:
+        self._stop_s = limits.stop_s
         # In a thread that is not the main one, uvicorn leaves the signals alone.
         self._server = uvicorn.Server(settings(app, limits, error_key))
         self._thread = threading.Thread(
@@ -55,10 +56,10 @@ class HttpServer(Closing):
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Accept no more connections, and wait for requests that are being carried out, for at most
-        `STOP_S` seconds. May be called more than once."""
+        """Accept no more connections, and wait for requests that are being carried out, for
+        about `limits.stop_s` seconds. May be called more than once."""
         self._server.should_exit = True
-        self._thread.join(2 * STOP_S)
+        self._thread.join(2 * self._stop_s)
 
 
 def settings(app: Callable[..., Any], limits: Limits, error_key: str = "error") -> uvicorn.Config:
@@ -77,6 +78,6 @@ def settings(app: Callable[..., Any], limits: Limits, error_key: str = "error") 
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=int(limits.idle_s),
-        timeout_graceful_shutdown=int(STOP_S),
+        timeout_graceful_shutdown=limits.stop_s,
         h11_max_incomplete_event_size=limits.head_bytes,
     )
