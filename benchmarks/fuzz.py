@@ -139,9 +139,9 @@ def main() -> None:
                     fault_of(chosen[0], input_of(chosen[0], args.seed, args.only), Path(folder))
                 )
             )
-    rows = []
+    rows, shares = [], sum(each.share for each in chosen)
     for each in chosen:
-        rows.append(fuzz(each, args.seed, args.minutes * 60 / len(chosen)))
+        rows.append(fuzz(each, args.seed, args.minutes * 60 * each.share / shares))
         print(
             f"{each.name:<20}{rows[-1]['inputs']:>10} inputs  {rows[-1]['kinds'] or 'no fault'}",
             flush=True,

@@ -209,9 +209,9 @@ def _frames() -> tuple[bytes, ...]:
 
 PARSERS = (
     Parser("tinker body", tuple(_named(name, body) for name, (_, body) in KINDS.items()),
-           _tinker_body, (Rejected, BadDatum)),
-    Parser("tinker message", _messages(), _tinker_message, (WireError, BadDatum)),
-    Parser("zstd body", _frames(), _zstd, (Rejected,)),
+           _tinker_body, (Rejected, BadDatum), share=4),
+    Parser("tinker message", _messages(), _tinker_message, (WireError, BadDatum), share=4),
+    Parser("zstd body", _frames(), _zstd, (Rejected,), share=4),
     Parser("operation", tuple(json.dumps(each).encode() for each in OPERATIONS),
            _operation, (Rejected, InputError)),
     Parser("service body", tuple(_named(name, body) for name, body in OTHERS.items()),
