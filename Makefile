@@ -56,7 +56,7 @@ check-py312:
 test-py312: check-py312  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-py312 LOCK=requirements/cpu-py312.txt
 
-test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.tinker $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.tinker $(VENV)/.schemathesis $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-py312
@@ -139,12 +139,17 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 peers: setup $(VENV)/.peers  ## The demo and long answers beside TRL, generation beside transformers; 25 minutes
 	$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
 
-tinker: setup $(VENV)/.tinker  ## The unmodified Tinker SDK against a service with the toy model; 5 minutes
-	$(BIN)/python -m pytest -q -n 0 tests/tinker $(PYTEST_ARGS)
+tinker: setup $(VENV)/.tinker $(VENV)/.schemathesis  ## The unmodified Tinker SDK against a service with the toy model, and schemathesis against the OpenAPI pages; 10 minutes
+	$(BIN)/python -m pytest -q -n 0 tests/tinker tests/web $(PYTEST_ARGS)
 
 # The SDK and what it needs, in a folder of its own: requirements/tinker.txt says why.
 $(VENV)/.tinker: $(VENV)/.installed requirements/tinker.txt
 	$(STAGE) "setup: the Tinker SDK" $(PIP) --upgrade --target $(VENV)/tinker -r requirements/tinker.txt
+	@touch $@
+
+# In a folder of its own: requirements/schemathesis.txt says why.
+$(VENV)/.schemathesis: $(VENV)/.installed requirements/schemathesis.txt
+	$(STAGE) "setup: schemathesis" $(PIP) --upgrade --target $(VENV)/schemathesis -r requirements/schemathesis.txt
 	@touch $@
 
 smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped

@@ -27,10 +27,12 @@ import psutil
 
 from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.fuzz_parsers.base import Parser, fault_of, input_of
+from benchmarks.fuzz_parsers.bodies import PARSERS as BODIES
 from benchmarks.fuzz_parsers.files import PARSERS as FILES
+from benchmarks.fuzz_parsers.requests import PARSERS as REQUESTS
 from benchmarks.fuzz_parsers.wire import PARSERS as WIRE
 
-PARSERS = (*FILES, *WIRE)
+PARSERS = (*FILES, *WIRE, *BODIES, *REQUESTS)
 LIMIT_S = 10.0
 """Seconds for one input; the machine may be loaded."""
 MEMORY_BYTES = 2 << 30
@@ -137,9 +139,9 @@ def main() -> None:
                     fault_of(chosen[0], input_of(chosen[0], args.seed, args.only), Path(folder))
                 )
             )
-    rows = []
+    rows, shares = [], sum(each.share for each in chosen)
     for each in chosen:
-        rows.append(fuzz(each, args.seed, args.minutes * 60 / len(chosen)))
+        rows.append(fuzz(each, args.seed, args.minutes * 60 * each.share / shares))
         print(
             f"{each.name:<20}{rows[-1]['inputs']:>10} inputs  {rows[-1]['kinds'] or 'no fault'}",
             flush=True,

@@ -31,6 +31,8 @@ class Parser:
     """Reads an input, with a folder for its files, and requires that the result keeps its promises."""
     refusals: tuple[type[Exception], ...]
     """What it may raise on a damaged input."""
+    share: float = 1.0
+    """Its share of the time, relative to the shares of the other parsers."""
 
 
 def input_of(parser: Parser, seed: int, number: int) -> bytes:

@@ -49,7 +49,7 @@ def _answer(data: bytes, folder: Path) -> None:
     require(bool((found.output_ids >= 0).all()), f"tokens {found.output_ids.tolist()}")
 
 
-class _Lane:
+class Lane:
     """Stands in for a worker, which would take milliseconds, and looks at what it would get."""
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class _Lane:
 def _reward_request(data: bytes, folder: Path) -> None:
     server = object.__new__(RewardServer)  # without a port
     server._free, server._num_workers, server._timeout_s = queue.SimpleQueue(), 1, 1.0
-    server._free.put(_Lane())  # type: ignore[arg-type]
+    server._free.put(Lane())  # type: ignore[arg-type]
     status, message = server.answer(data)
     require((status == 200) == ("rewards" in message), f"status {status} with {message}")
     require(status in (200, 400), f"status {status}")

@@ -115,7 +115,6 @@ def _serve(
     from mrl.jobs.out_of_memory import memory_advice_of_service
     from mrl.run import console
     from mrl.service.build import build_service
-    from mrl.service.control import Control
     from mrl.watch.start import EngineRanks, least_limits_of_service, watching
     from parallel.mesh import compare_clocks, init_mesh, join_store
 
@@ -142,6 +141,8 @@ def _serve(
         if registry is None:
             made.append(build_service(config, roles, mesh, None))
         else:
+            from mrl.service.control import Control  # with the HTTP library, which rank 0 needs
+
             control = undo.enter_context(Control(registry))
             pairs = [("service", str(registry.root)), ("model", config.model.path)]
             if config.control.tinker is not None:

@@ -1,13 +1,14 @@
 """Serves a reward function over HTTP; `mrl/rewards/remote.py` is the client.
 
-The function runs in worker processes that can be killed. GET returns `{"reward": SPEC}`. A POST is
-handled by the first free worker. A worker whose function hangs is killed after the time limit, and
-the answer has status 500. If no worker becomes free within a quarter of the seconds in the header
-`X-Timeout-S`, or within the time limit of a call if that is shorter, the answer has status 503.
+The function runs in worker processes that can be killed. GET returns `{"reward": SPEC}`, on every path
+but /openapi.json, which describes the server. A POST is handled by the first free worker. A worker
+whose function hangs is killed after the time limit, and the answer has status 500. If no worker
+becomes free within a quarter of the seconds in the header `X-Timeout-S`, or within the time limit of a
+call if that is shorter, the answer has status 503.
 
 A server on an address other than loopback must have a token. If the server has a token, a request
 without the token gets status 401. If the server has no token, a request from a web page gets status
-403. Only the standard library is needed.
+403.
 """
 
 from __future__ import annotations
@@ -17,20 +18,35 @@ import json
 import math
 import queue
 import socket
-import socketserver
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import ExitStack
 from typing import Any
 
-from mrl.errors import InputError
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+
+from mrl.errors import InputError, RunFailed
 from mrl.rewards.remote import TIME_LEFT_HEADER, TOKEN_VARIABLE
 from mrl.rewards.worker_calls import call_worker, reward_worker
-from mrl.system.http_callers import drain, has_token, is_of_this_machine
 from mrl.system.processes import Closing
+from mrl.web.app import BEARER, Api, Incoming, Rules
+from mrl.web.callers import has_token, is_of_this_machine
+from mrl.web.limits import Limits, Refused
+from mrl.web.server import HttpServer
 
-MAX_BODY_BYTES = 1 << 30
+LIMITS = Limits(
+    body_bytes=1 << 30,
+    request_s=600.0,
+    answer_s=60.0,
+    idle_s=3600.0,
+    stop_s=1,
+    connections=1024,
+    threads=256,
+)
+"""Callers may be far away, and each holds one connection for its whole run. A thread waits for a
+worker."""
 WAIT_SHARE = 0.25
 """Share of the client's time limit that a call may wait for a worker. The rest is for the reward
 function."""
@@ -81,11 +97,8 @@ class RewardServer(Closing):
         self._free: queue.SimpleQueue[_WorkerThread] = queue.SimpleQueue()
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self.spec, self.token = spec, token
-        try:
-            self._http = _Server(host, port, self)
-        except (OSError, OverflowError) as error:
-            raise InputError(f"cannot listen on {host}:{port}: {error}; choose another") from None
-        self._stack.callback(self._http.server_close)
+        self._stopped = threading.Event()
+        self._listener = self._stack.enter_context(_listening(host, port, token))
         with ExitStack() as undo:
             undo.callback(self._stack.close)
             for _ in range(num_workers):
@@ -101,7 +114,7 @@ class RewardServer(Closing):
         If port 0 was requested, the address has the port that the system chose. If the server
         listens on all network interfaces, the address has the machine's host name.
         """
-        host, port = str(self._http.server_address[0]), self._http.server_port
+        host, port = self._listener.getsockname()[:2]
         if ipaddress.ip_address(host).is_unspecified:
             host = socket.gethostname()
         return f"http://{host}:{port}"
@@ -111,11 +124,15 @@ class RewardServer(Closing):
 
         An exception in this thread, such as KeyboardInterrupt, also ends the call.
         """
-        self._http.serve_forever()
+        api = make_api(self)
+        with HttpServer(api.asgi, self._listener, LIMITS, name="the reward server") as http:
+            while not self._stopped.wait(1.0):
+                if not http.is_alive:
+                    raise RunFailed("the reward server has ended; the lines above say why")
 
     def stop(self) -> None:
         """End `serve()`, which runs in another thread."""
-        self._http.shutdown()
+        self._stopped.set()
 
     def close(self) -> None:
         """Kill the workers and free the port. May be called more than once."""
@@ -146,93 +163,71 @@ class RewardServer(Closing):
         return (500 if "error" in reply else 200), reply
 
 
-class _Server(socketserver.ThreadingMixIn, HTTPServer):
-    daemon_threads = True
+class Call(BaseModel):
+    """The body of a POST. All lists have one length."""
 
-    def __init__(self, host: str, port: int, rewards: RewardServer) -> None:
-        self.rewards = rewards
-        super().__init__((host, port), _Handler)
+    prompts: list[Any]
+    completions: list[str]
+    columns: dict[str, list[Any]] = {}
 
-    def server_bind(self) -> None:
-        """Bind the address. Raises InputError if the address is not loopback and there is no token."""
-        given = self.server_address[0]
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's version does a DNS lookup
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        if self.rewards.token is None and not ipaddress.ip_address(self.server_name).is_loopback:
+
+def _listening(host: str, port: int, token: str | None) -> socket.socket:
+    """Return a socket that is bound to an address. Raises InputError if it is not loopback and there is
+    no token, or if it is in use."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    with ExitStack() as undo:
+        undo.enter_context(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen()  # callers wait while the workers start
+        except (OSError, OverflowError) as error:
+            raise InputError(f"cannot listen on {host}:{port}: {error}; choose another") from None
+        if token is None and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             raise InputError(
-                f"address {given!r} is open to other machines, so callers need a token: "
+                f"address {host!r} is open to other machines, so callers need a token: "
                 f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) here, and the same value for the run"
             )
+        undo.pop_all()
+    return listener
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keep the connection open
-    wbufsize = -1  # one packet for head and body avoids a 40 ms delay
+def make_api(rewards: RewardServer) -> Api:
+    """Return the API of a server."""
+    token = rewards.token
 
-    def do_GET(self) -> None:
-        if self._is_allowed():
-            self._send(200, {"reward": self._rewards().spec})
-
-    def do_POST(self) -> None:
-        start = time.monotonic()
-        if not self._is_allowed():
-            return
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            self._refuse(411, f"expected a Content-Length of at most {MAX_BODY_BYTES}")
-            return
-        left_s = _seconds(self.headers.get(TIME_LEFT_HEADER, "inf"))
-        if left_s is None:
-            self._refuse(400, f"{TIME_LEFT_HEADER}: expected seconds above 0")
-            return
-        body = self.rfile.read(int(length))
-        self._send(*self._rewards().answer(body, start + WAIT_SHARE * left_s))
-
-    def _is_allowed(self) -> bool:
-        """Return whether the request may be answered; otherwise answer it with 401 or 403.
-
-        A request must have the server's token or, if the server has none, must come from this machine
-        and not from a web page.
-        """
-        token = self._rewards().token
-        headers = self.headers
-        if token is None and not is_of_this_machine(headers.get("Host"), headers.get("Origin")):
-            self._refuse(
+    def allow(headers: Headers, path: str) -> str:
+        """A request must have the server's token or, if the server has none, must come from this
+        machine and not from a web page."""
+        if token is None and not is_of_this_machine(headers.get("host"), headers.get("origin")):
+            raise Refused(
                 403,
                 f"requests from web pages are refused; set {TOKEN_VARIABLE} to allow other callers",
             )
-            return False
-        if token is None or has_token(headers.get("Authorization"), token):
-            return True
-        self._refuse(401, f"expected the token of {TOKEN_VARIABLE}: Authorization: Bearer TOKEN")
-        return False
+        if token is not None and not has_token(headers.get("authorization"), token):
+            raise Refused(
+                401, f"expected the token of {TOKEN_VARIABLE}: Authorization: Bearer TOKEN"
+            )
+        return ""
 
-    def _refuse(self, status: int, why: str) -> None:
-        """Answer with an error and close the connection, because the request's body was not read."""
-        self.close_connection = True
-        self._send(status, {"error": why})
-        with suppress(OSError):
-            self.wfile.flush()
-        drain(self.connection)
+    def score(incoming: Incoming) -> tuple[int, dict[str, Any]]:
+        left_s = _seconds(incoming.headers.get(TIME_LEFT_HEADER, "inf"))
+        if left_s is None:
+            raise Refused(400, f"{TIME_LEFT_HEADER}: expected seconds above 0")
+        return rewards.answer(incoming.content, incoming.since + WAIT_SHARE * left_s)
 
-    def _rewards(self) -> RewardServer:
-        assert isinstance(self.server, _Server)
-        return self.server.rewards
-
-    def _send(self, status: int, message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because one line per call would hide what the reward function prints."""
+    rules = Rules(
+        "A reward server of mrl",
+        "docs/rewards.md",
+        allow,
+        security=None if token is None else BEARER,
+        needs_length=True,
+    )
+    api = Api(rules, LIMITS)
+    api.describe_at("/openapi.json")
+    api.add("POST", "/{path:path}", score, Call)
+    api.add("GET", "/{path:path}", lambda incoming: {"reward": rewards.spec})
+    return api
 
 
 def _seconds(text: str) -> float | None:

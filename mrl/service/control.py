@@ -11,6 +11,7 @@
     GET    /tenants/NAME/operations/ID
     POST   /tokenizer/encode      {"texts": [...]}; also encode_chat and decode
     GET    /metrics
+    GET    /openapi.json
 
 Threads of rank 0 answer the requests. Before a request for a change is answered, the change is in
 the registry and on disk. The loop of the service reads the change from the registry.
@@ -21,37 +22,36 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
+from starlette.datastructures import Headers
+
 from mrl.errors import DiskFailed, InputError
 from mrl.run.json_lines import finite_or_null
-from mrl.service.http import JsonServer, Limits, Refused, Request
+from mrl.service.bodies import POSTED, Change, NewTenant, Pause, read_new
 from mrl.service.record import State, Tenant, check_name, describe
 from mrl.service.registry import NoTenant, Registry, WrongState
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.operations import NoOperation, OtherLife, TooMany
 from mrl.service.sockets import SOCKET, open_tcp, open_unix, read_token
-from mrl.service.tokenizer import ServiceTokenizer
+from mrl.service.tokenizer import BODIES, ServiceTokenizer
 from mrl.system.processes import Closing
+from mrl.web.app import BEARER, Api, Incoming, Rules
+from mrl.web.callers import has_token, is_of_this_machine
+from mrl.web.limits import Limits, Refused
+from mrl.web.server import HttpServer
 from parallel.hf_config import HfModel
 
-NEW_KEYS: dict[str, Any] = {
-    "name": str,
-    "recipe": dict,
-    "weight": (int, float),
-    "is_record": bool,
-    "loop": str,
-    "key": str,
-}
-"""The keys of the body of POST /tenants, with the types of their values."""
 REASON = "a user paused it"
 KEY = re.compile("[A-Za-z0-9_-]{1,64}")
 """The form of an idempotency key, by which a repeated request to post an operation or add a tenant
 is recognized."""
 STATUSES: dict[type[Exception], int] = {
+    InputError: 400,
     NoTenant: 404,
     NoOperation: 404,
     WrongState: 409,
@@ -59,7 +59,7 @@ STATUSES: dict[type[Exception], int] = {
     TooMany: 429,
     DiskFailed: 507,
 }
-"""HTTP statuses by class of error; any other InputError has status 400."""
+"""HTTP statuses by class of error."""
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -69,113 +69,109 @@ class Control(Closing):
 
     def __init__(self, registry: Registry, limits: Limits | None = None) -> None:
         self.registry = registry
-        self._metrics: dict[str, Any] = {}
-        self._operations = registry.operations
+        self._calls, self._limits = Calls(registry), limits or Limits()
         tcp = registry.service.control.tcp
         with ExitStack() as undo:
-            self._server = undo.enter_context(JsonServer(self.answer, limits))
-            self._server.listen(open_unix(registry.root))
+            self._listen(undo, open_unix(registry.root), None)
             if tcp is not None:
-                self._server.listen(open_tcp(tcp), read_token(registry.root))
-            undo.pop_all()
+                self._listen(undo, open_tcp(tcp), read_token(registry.root))
+            self._undo = undo.pop_all()
+
+    def _listen(self, undo: ExitStack, listener: socket.socket, token: str | None) -> None:
+        """Answer the callers of a socket, who must send the token if there is one. Each socket has
+        limits of its own."""
+        undo.enter_context(listener)
+        app = self._calls.application(token, self._limits)
+        undo.enter_context(HttpServer(app, listener, self._limits, name="the control socket"))
 
     def close(self) -> None:
         """Accept no more connections, and remove the socket file. Harmless when repeated."""
-        self._server.close()
+        self._undo.close()
         (self.registry.root / SOCKET).unlink(missing_ok=True)
 
     def publish(self, metrics: dict[str, Any]) -> None:
         """Set the metrics that GET /metrics returns from now on."""
-        self._metrics = finite_or_null(metrics)
+        self._calls.metrics = finite_or_null(metrics)
 
-    def answer(self, request: Request) -> Answer:
-        """Return the HTTP status and the JSON object that answer a request. Raises Refused."""
-        try:
-            return self._route(request)
-        except (InputError, DiskFailed) as error:
-            raise Refused(STATUSES.get(type(error), 400), str(error)) from None
 
-    def _route(self, request: Request) -> Answer:
-        known: dict[str, Callable[[dict[str, Any]], Answer]]
-        match parts := request.path.split("/")[1:]:
-            case ["metrics"]:
-                known = {"GET": lambda _: (200, self._metrics)}
-            case ["tokenizer", action]:
-                known = {"POST": lambda body: (200, self._tokenizer.answer(action, body))}
-            case ["tenants"]:
-                known = {"GET": self._list, "POST": self._add}
-            case ["tenants", name]:
-                known = {
-                    "GET": lambda _: (200, self._shown(self.registry.get(name))),
-                    "DELETE": partial(self._move, name, "removed"),
-                }
-            case ["tenants", name, "pause"]:
-                known = {"POST": partial(self._pause, name)}
-            case ["tenants", name, "resume"]:
-                known = {"POST": partial(self._move, name, "queued")}
-            case ["tenants", name, "operations"]:
-                known = {"POST": partial(self._post, name)}
-            case ["tenants", name, "operations", operation]:
-                known = {"GET": lambda _: self._look(name, operation)}
-            case _:
-                raise Refused(
-                    404, f"there is no {request.path[:80]}; docs/tenants.md lists the addresses"
-                )
-        if parts[0] == "tenants" and len(parts) > 1:
-            check_name(parts[1])
-        if request.method not in known:
-            raise Refused(405, f"expected {' or '.join(known)}, got {request.method}")
-        if request.body is not None and request.method == "GET":
-            raise Refused(400, "GET takes no body here")
-        return known[request.method](request.body or {})
+class Calls:
+    """What the addresses of the control socket do."""
 
-    def _list(self, _body: dict[str, Any]) -> Answer:
-        return 200, {"tenants": [self._shown(tenant) for tenant in self.registry.tenants()]}
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.metrics: dict[str, Any] = {}
+        self._operations = registry.operations
+
+    def application(self, token: str | None, limits: Limits) -> Callable[..., Any]:
+        """Return the ASGI application, whose callers must send the token if there is one."""
+        api = make_api(token, limits)
+
+        def name(incoming: Incoming) -> str:
+            return check_name(incoming.path["name"])
+
+        of_one = "/tenants/{name}"
+        api.add("GET", "/metrics", lambda i: self.metrics)
+        for action, kind in BODIES.items():
+            call = partial(self._tokenize, action)
+            api.add("POST", f"/tokenizer/{action}", call, kind)
+        unknown = "/tokenizer/{action}"
+        api.add("POST", unknown, lambda i: self._tokenize(i.path["action"], i), is_described=False)
+        api.add("GET", "/tenants", lambda i: self._list())
+        api.add("POST", "/tenants", lambda i: self._add(i.json()), NewTenant)
+        api.add("GET", of_one, lambda i: self._shown(self.registry.get(name(i))))
+        for method, path, call, kind in (
+            ("DELETE", "", partial(self._move, "removed"), Change),
+            ("POST", "/pause", self._pause, Pause),
+            ("POST", "/resume", partial(self._move, "queued"), Change),
+        ):
+            changed = partial(_changed, call, name)
+            api.add(method, of_one + path, changed, kind, needs_body=False)
+        api.add(
+            "POST",
+            f"{of_one}/operations",
+            lambda i: self._post(name(i), i.json()),
+            *POSTED,
+            most=limits.operation_bytes,
+        )
+        looked = f"{of_one}/operations/{{operation}}"
+        api.add("GET", looked, lambda i: self._look(name(i), i.path["operation"]))
+        api.describe_at("/openapi.json")
+        return api.asgi
+
+    def _tokenize(self, action: str, incoming: Incoming) -> dict[str, Any]:
+        return self._tokenizer.answer(action, incoming.json())
+
+    def _list(self) -> dict[str, Any]:
+        return {"tenants": [self._shown(tenant) for tenant in self.registry.tenants()]}
 
     def _add(self, body: dict[str, Any]) -> Answer:
-        for key, value in body.items():
-            if key not in NEW_KEYS:
-                raise Refused(400, f"unknown key {key[:80]!r}; expected {', '.join(NEW_KEYS)}")
-            # In Python, `True` is an int.
-            if not isinstance(value, NEW_KEYS[key]) or isinstance(value, bool) != (
-                NEW_KEYS[key] is bool
-            ):
-                raise Refused(400, f"{key} is of type {type(value).__name__}")
-        if missing := [key for key in ("name", "recipe") if key not in body]:
-            raise Refused(400, f"{missing[0]} is missing")
-        weight = float(body.get("weight", 1.0))
-        loop, is_record = body.get("loop", "recipe"), body.get("is_record", False)
-        if loop not in ("recipe", "client") or (is_record and loop == "client"):
-            raise Refused(
-                400, 'loop is "recipe", or "client" for a session, which is no record of a run'
-            )
-        request = ""
-        if (key := body.get("key")) is not None:
-            if not KEY.fullmatch(key):
-                raise Refused(400, "key is 1 to 64 letters, digits, _ and -")
+        new, request = read_new(body), ""
+        if new.key is not None:
             request = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         tenant = self.registry.add(
-            body["name"],
-            body["recipe"],
-            weight=weight,
-            is_record=is_record,
-            loop=loop,
+            new.name,
+            new.recipe,
+            weight=new.weight,
+            is_record=new.is_record,
+            loop=new.loop,
             request=request,
         )
         return 201, self._shown(tenant)
 
-    def _pause(self, name: str, body: dict[str, Any]) -> Answer:
+    def _pause(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         reason = body.get("reason", REASON)
         if not isinstance(reason, str) or not reason.strip():
             raise Refused(400, 'expected no body, or {"reason": "a text"}')
         rest = {key: value for key, value in body.items() if key != "reason"}
-        return self._move(name, "paused", rest, reason)
+        return self._move("paused", name, rest, reason)
 
-    def _move(self, name: str, state: State, body: dict[str, Any], reason: str = "") -> Answer:
+    def _move(
+        self, state: State, name: str, body: dict[str, Any], reason: str = ""
+    ) -> dict[str, Any]:
         sequence = body.get("sequence")
         if set(body) - {"sequence"} or (sequence is not None and type(sequence) is not int):
             raise Refused(400, 'expected no body, or {"sequence": the number of the tenant}')
-        return 200, self._shown(self.registry.move(name, state, reason, sequence))
+        return self._shown(self.registry.move(name, state, reason, sequence))
 
     def _post(self, name: str, body: dict[str, Any]) -> Answer:
         tenant = self._session(name)
@@ -192,8 +188,8 @@ class Control(Closing):
         asked = read_body(own, self._bounds)
         return 201, {"id": self._operations.post(tenant.incarnation, asked, life, key)}
 
-    def _look(self, name: str, operation: str) -> Answer:
-        return 200, self._operations.look(self._session(name).name, operation)
+    def _look(self, name: str, operation: str) -> dict[str, Any]:
+        return self._operations.look(self._session(name).name, operation)
 
     def _session(self, name: str) -> Tenant:
         tenant = self.registry.get(name)
@@ -220,3 +216,29 @@ class Control(Closing):
         if tenant.loop == "client":
             shown["session"] = self._operations.show(tenant.incarnation)
         return shown
+
+
+def make_api(token: str | None, limits: Limits) -> Api:
+    """Return an API without addresses, whose callers are on this machine, are no web pages, and send
+    the token if there is one."""
+
+    def allow(headers: Headers, path: str) -> str:
+        if not is_of_this_machine(headers.get("host"), headers.get("origin")):
+            raise Refused(403, "not for web pages: leave Origin out and call localhost")
+        if token is not None and not has_token(headers.get("authorization"), token):
+            raise Refused(401, "expected the header Authorization: Bearer TOKEN")
+        return ""
+
+    rules = Rules(
+        "The control socket of an mrl service",
+        "docs/tenants.md",
+        allow,
+        security=None if token is None else BEARER,
+        statuses=STATUSES,
+        is_strict=True,
+    )
+    return Api(rules, limits)
+
+
+def _changed(call: Callable[..., Any], name: Callable[[Incoming], str], incoming: Incoming) -> Any:
+    return call(name(incoming), incoming.json())

@@ -44,6 +44,9 @@ class DecodeBody(Branch):
     """Leave out special tokens, such as the one that ends an answer."""
 
 
+BODIES = {"encode": EncodeBody, "encode_chat": ChatBody, "decode": DecodeBody}
+
+
 class ServiceTokenizer:
     """Encodes and decodes texts. Any thread may call it; the first call loads the tokenizer."""
 
@@ -58,11 +61,10 @@ class ServiceTokenizer:
     def answer(self, action: str, given: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of `/tokenizer/ACTION`, an object with the key `tokens` or `texts`.
         Raises InputError if the action or its body is not allowed."""
-        kinds = {"encode": EncodeBody, "encode_chat": ChatBody, "decode": DecodeBody}
-        if action not in kinds:
-            raise InputError(f"the tokenizer has {', '.join(kinds)}, got {action[:80]!r}")
+        if action not in BODIES:
+            raise InputError(f"the tokenizer has {', '.join(BODIES)}, got {action[:80]!r}")
         try:
-            body = kinds[action].model_validate(given)
+            body = BODIES[action].model_validate(given)
         except ValidationError as error:
             raise InputError(f"{action}: {first_problem(error, 'body')}") from None
         with self._using:

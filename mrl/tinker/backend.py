@@ -14,7 +14,6 @@ from typing import Any
 
 from mrl.config import ServiceConfig
 from mrl.errors import InputError
-from mrl.service.callers import Refused
 from mrl.service.record import Tenant
 from mrl.service.registry import NoTenant, Registry, WrongState
 from mrl.service.sessions import saved
@@ -23,6 +22,7 @@ from mrl.service.sessions.operations import LOST, NoOperation, OtherLife, TooMan
 from mrl.service.sessions.saved import Saved
 from mrl.tinker.ledger import Ledger, Row
 from mrl.tinker.paths import Kind
+from mrl.web.limits import Refused
 from parallel.hf_config import HfModel
 
 IDLE_S = 600.0

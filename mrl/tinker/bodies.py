@@ -9,12 +9,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from mrl.config.explain import first_problem
-from mrl.service.callers import Refused
 from mrl.tinker.data import DTYPES, MAX_INPUTS, BadDatum, Pass, make_datum
+from mrl.web.limits import Refused
 
 Short = Annotated[str, Strict(), Field(max_length=200)]
 Text = Annotated[str, Strict(), Field(max_length=10_000)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 Sequence = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 """A number that a client gives to a request, so that a repeated request is recognized."""
@@ -192,7 +192,7 @@ class Sample(Body):
 
 
 class Tensor(Body):
-    data: list[Annotated[float, Field(allow_inf_nan=False)]]
+    data: list[Number]
     dtype: Literal["float32", "int64"]
     shape: list[Count] | None = None
     sparse_crow_indices: Any = None
@@ -207,7 +207,7 @@ class JsonDatum(Body):
 class PassInput(Body):
     data: Annotated[list[JsonDatum], Field(max_length=4096)]
     loss_fn: Short
-    loss_fn_config: Annotated[dict[Short, float | Short], Field(max_length=32)] | None = None
+    loss_fn_config: Annotated[dict[Short, Number | Short], Field(max_length=32)] | None = None
 
 
 class JsonPass(Body):

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mrl.service.callers import Refused
 from mrl.service.registry import Registry
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import Backend
 from mrl.tinker.checkpoints import Checkpoints, as_time, page
 from mrl.tinker.futures import Futures
-from mrl.tinker.incoming import Incoming
 from mrl.tinker.keys import Keys
 from mrl.tinker.ledger import Ledger
 from mrl.tinker.models import Models, texts
 from mrl.tinker.sampling import Samplers
 from mrl.tinker.training import Training
+from mrl.web.app import Incoming
+from mrl.web.limits import Refused
 
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens of an operation."""
@@ -32,6 +32,8 @@ BYTES_OF_TOKEN = 16
 URLS_S = 3600.0
 """Seconds for which the address of a file can be used."""
 FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+MAX_PAGE = 1000
+"""Most rows of a list in one answer."""
 Answer = dict[str, Any]
 
 
@@ -96,7 +98,7 @@ class Calls:
     def sessions(self, incoming: Incoming) -> Answer:
         """Return a page of a user's sessions, the newest first."""
         rows = self.ledger.find("sessions", owner=incoming.owner)
-        offset, limit = incoming.page(20)
+        offset, limit = _page(incoming, 20)
         return page("sessions", [row["id"] for row in reversed(rows)], offset, limit)
 
     def session(self, incoming: Incoming) -> Answer:
@@ -111,7 +113,7 @@ class Calls:
 
     def training_runs(self, incoming: Incoming) -> Answer:
         """Return a page of a user's models, the newest first."""
-        offset, limit = incoming.page(20)
+        offset, limit = _page(incoming, 20)
         rows = self.ledger.find("models", owner=incoming.owner)[::-1]
         found = page("training_runs", rows, offset, limit)
         return {
@@ -129,7 +131,7 @@ class Calls:
 
     def checkpoints_of_user(self, incoming: Incoming) -> Answer:
         """Return a page of a user's checkpoints."""
-        return self.checkpoints.of_user(incoming.owner, *incoming.page(100))
+        return self.checkpoints.of_user(incoming.owner, *_page(incoming, 100))
 
     def delete_checkpoint(self, incoming: Incoming) -> None:
         """Remove a checkpoint."""
@@ -173,6 +175,17 @@ class Calls:
 
     def _run(self, incoming: Incoming) -> dict[str, Any]:
         return self.backend.owned("models", incoming.owner, incoming.path["run"])
+
+
+def _page(incoming: Incoming, limit: int) -> tuple[int, int]:
+    """Return `offset` and `limit` of the query; `limit` is the default. Raises Refused."""
+    given = {"offset": 0, "limit": limit}
+    for name, default in given.items():
+        text = incoming.query.get(name, str(default))
+        if not text.isascii() or not text.isdigit() or len(text) > 9:
+            raise Refused(400, f"{name} is {text[:80]!r}, expected a number of 0 or more")
+        given[name] = int(text)
+    return given["offset"], min(given["limit"], MAX_PAGE)
 
 
 def _path(incoming: Incoming) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from mrl.service.callers import Refused
 from mrl.service.sessions.saved import remove_saved
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import FOLDERS, NOT_YOURS, SETTLING, Backend, Row, saved_name
+from mrl.web.limits import Refused
 from parallel.checkpoint.hf_export import export_checkpoint
 
 EPHEMERAL = "ephemeral."

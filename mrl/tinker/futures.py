@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mrl.service.callers import Refused
 from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.messages import write_pass, write_samples
+from mrl.web.limits import Refused
 
 COUNTS = ("session/replayed_rows", "session/native_rows")
 """Metrics of an operation that are numbers of tokens: those of several requests are added up, others

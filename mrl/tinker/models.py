@@ -10,10 +10,10 @@ from typing import Any
 
 from mrl.errors import InputError
 from mrl.run import console
-from mrl.service.callers import Refused
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import Backend, Row
 from mrl.tinker.checkpoints import Checkpoints, as_time
+from mrl.web.limits import Refused
 
 ALPHA = 32.0
 """The scale of every adapter, as the API defines it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from mrl.service.callers import Refused
+from mrl.web.limits import Refused
 
 Kind = Literal["training", "sampler", "external"]
 """What a checkpoint contains, by the SDK's names: everything that training needs, the adapter alone, or

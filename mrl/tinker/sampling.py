@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
-from mrl.service.callers import Refused
 from mrl.service.sessions.saved import place
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
+from mrl.web.limits import NotYet, Refused
 
 BASE = "@base"
 """The name of the base model in an operation."""
 COPIED = "copy."
 """Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied
 before they are sampled."""
-OPEN_S, LOOK_S = 60.0, 0.1
+OPEN_S = 60.0
 """How long a session of the service may take to open before it gets a copy, in seconds."""
+COPY_S = 60.0
+"""How long a request waits for another one that copies the same checkpoint, in seconds."""
 MAX_TOP = 20
 Answer = dict[str, Any]
 
@@ -35,6 +37,8 @@ class Samplers:
         """`lora` returns the adapter of a model, as `Models.lora` does."""
         self._backend, self._ledger = backend, backend.ledger
         self._checkpoints, self._lora = checkpoints, lora
+        self._copying = set[Path]()
+        """The folders into which a checkpoint is being copied."""
 
     def create(self, owner: str, body: bodies.CreateSampler) -> Answer:
         """Create a sampler of a saved adapter or of the base model."""
@@ -99,20 +103,25 @@ class Samplers:
 
     def _copy(self, folder: Path, tenant: str, name: str) -> None:
         """Copy a checkpoint to the samplers of a session of the service, unless it is there. The
-        session is opened first, because it takes only an empty run folder."""
-        end = time.monotonic() + OPEN_S
-        while not self._backend.is_open(self._backend.active(tenant)):
-            if time.monotonic() > end:
-                raise Refused(503, "the sampler is being opened; try again")
-            time.sleep(LOOK_S)
-        if self._backend.saved(tenant, "sampler", name) is None:
-            target = place(self._backend.run_folder(tenant), "samplers", name)
-            with self._backend.making:
-                partial = target.with_name(f".{name}.new")
-                shutil.rmtree(partial, ignore_errors=True)
-                shutil.copytree(folder, partial / folder.name)
-                if not target.exists():
-                    partial.rename(target)
+        session is opened first, because it takes only an empty run folder; until then NotYet is
+        raised."""
+        if not self._backend.is_open(self._backend.active(tenant)):
+            raise NotYet("the sampler is being opened; try again", OPEN_S)
+        if self._backend.saved(tenant, "sampler", name) is not None:
+            return
+        target = place(self._backend.run_folder(tenant), "samplers", name)
+        with self._backend.making:
+            if target in self._copying:
+                raise NotYet("the sampler is being copied; try again", COPY_S)
+            self._copying.add(target)
+        try:
+            partial = target.with_name(f".{name}.new")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(folder, partial / folder.name)
+            if not target.exists():
+                partial.rename(target)
+        finally:
+            self._copying.discard(target)
 
     def _reopened(self, owner: str, row: Row) -> Row:
         """Return a sampler whose session of the service takes operations: if that was closed to make

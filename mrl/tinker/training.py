@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mrl.service.callers import Refused
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import EXPORTED, Backend, Row, saved_name
 from mrl.tinker.checkpoints import EPHEMERAL, Checkpoints
 from mrl.tinker.data import Datum, Pass
 from mrl.tinker.sampling import COPIED, Samplers
+from mrl.web.limits import Refused
 
 INPUTS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),

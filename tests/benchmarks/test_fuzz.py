@@ -18,6 +18,8 @@ from tests.sample_groups import group
 
 BY_NAME = {parser.name: parser for parser in PARSERS}
 
+PASS = next(seed for seed in BY_NAME["tinker body"].seeds if seed.startswith(b"forward_backward"))
+
 
 def answer(**changed: object) -> bytes:
     return json.dumps({**ANSWER, "meta_info": {**ANSWER["meta_info"], **changed}}).encode()
@@ -35,6 +37,7 @@ FOUND = [
     ("engine answer", answer(output_token_logprobs=7)),
     ("engine answer", answer(output_token_logprobs=[[float("inf"), 5], [-1.0, 6], [-1.0, 7]])),
     ("engine answer", answer(output_token_logprobs=[[-1.0, 5], [float("nan"), 6], [-1.0, 7]])),
+    ("tinker body", PASS.replace(b'"beta": 0.1', b'"beta": "' + b"9" * 5000 + b'"')),
     ("reward answer", b'{"rewards": [1' + b"0" * 400 + b", 1]}"),
 ]
 

@@ -19,6 +19,7 @@ from mrl.rewards.base import BrokenReward
 from mrl.rewards.remote import ServerFailed, ServerRefused
 from mrl.rewards.runner import RewardRunner
 from mrl.rewards.server import RewardServer
+from mrl.web.connection import Connection
 from tests.rewards.test_runner import group
 from tests.waiting import LIMIT_S, only_bad_hurries
 
@@ -71,8 +72,7 @@ def scripted(*answers):
 def serving(spec, **settings):
     settings = {"num_workers": 1, "timeout_s": 10.0, **settings}
     with RewardServer(str(spec), "127.0.0.1", 0, **settings) as server:
-        serve = partial(server._http.serve_forever, 0.01)  # as `serve`, but `stop` waits 10 ms only
-        thread = threading.Thread(target=serve, daemon=True)
+        thread = threading.Thread(target=server.serve, daemon=True)
         thread.start()
         try:
             yield server
@@ -255,16 +255,17 @@ def test_a_server_that_cannot_start():
 
 def test_calls_do_not_wait_for_acknowledgements(monkeypatch):
     """A second packet of a side without TCP_NODELAY would wait 40 ms for the first."""
-    write, sent = socket.SocketIO.write, []
+    made, connections = Connection.connection_made, []
 
-    def noted(self, data):
-        sent.append(bytes(data))
-        return write(self, data)
+    def noted(self, transport):
+        made(self, transport)
+        connections.append(self)
 
-    monkeypatch.setattr(socket.SocketIO, "write", noted)
+    monkeypatch.setattr(Connection, "connection_made", noted)
     with served(f"{ZOO}:lengths") as url:
         function = resolve_reward(url, LIMIT_S)
         function(["p"], ["a"])
         function(["p"], ["ab"])
-        assert function._connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    assert [(s.startswith(b"HTTP/1.1 200"), s.endswith(b"]}")) for s in sent] == [(True, True)] * 2
+        (connection,) = connections  # both calls
+        for side in (function._connection.sock, connection.transport.get_extra_info("socket")):
+            assert side.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -106,7 +106,7 @@ def test_web_pages_are_refused_where_no_token_is_set(guarded, unguarded, headers
 def test_the_body_of_a_stranger_is_not_awaited_and_no_reset_overtakes_the_answer(guarded):
     host, port = guarded.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=LIMIT_S) as stranger:
-        head = b"POST / HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n"
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n"
         stranger.sendall(head)
         reply = b""
         while b"expected the token" not in reply:

@@ -101,6 +101,11 @@ class Case:
     half_closes: bool = False
     """Nothing more is sent after the parts, and the server is told so."""
 
+    @property
+    def is_head(self) -> bool:
+        """Whether the answer has no body, because it is that of HEAD."""
+        return self.parts[:1] != () and self.parts[0].startswith(b"HEAD ")
+
 
 def cases(rng: random.Random) -> list[Case]:
     """Return more than 1,000 cases, which the same seed makes again."""
@@ -110,19 +115,19 @@ def cases(rng: random.Random) -> list[Case]:
         *(Case("cut off", (_cut(rng),), half_closes=True) for _ in range(150)),
         *(Case("header", (_request(headers=(each,)),), half_closes=True) for each in HEADERS * 4),
         *(Case("path", (_request(path=each),)) for each in PATHS * 4),
-        *(Case("target", (f"GET {each} HTTP/1.1\r\n\r\n".encode("latin-1"),)) for each in TARGETS),
+        *(Case("target", (_of_line(f"GET {each} HTTP/1.1"),)) for each in TARGETS),
         *(Case("JSON type", (_post(json.dumps(each).encode()),)) for each in BODIES * 5),
         *(Case("operation", (_operation(each),)) for each in OPERATIONS),
         *(Case("JSON text", (_post(each),)) for each in TEXTS * 5),
-        *(Case("version", (f"GET /tenants HTTP/{v}\r\n\r\n".encode(),)) for v in ("2.0", "1", "9")),
+        *(Case("version", (_of_line(f"GET /tenants HTTP/{v}"),)) for v in ("2.0", "1", "9")),
         *(
             Case("method", (_request(method=m),))
             for m in ("HEAD", "PUT", "TRACE", "PRI", "OPTIONS")
         ),
-        *(Case("method", (f"{m} / HTTP/1.1\r\n\r\n".encode(),)) for m in ("get", "G" * 99, "GE T")),
+        *(Case("method", (_of_line(f"{m} / HTTP/1.1"),)) for m in ("get", "G" * 99, "GE T")),
         Case("nothing", (), half_closes=True),
         Case("old HTTP", (b"GET /tenants\r\n\r\n",)),
-        Case("line ends", (b"GET /tenants HTTP/1.1\n\n",), half_closes=True),
+        Case("line ends", (b"GET /tenants/a HTTP/1.1\nHost: localhost\n\n",), half_closes=True),
         Case("TLS", (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),)),
         *(Case("huge body", _huge(rng)) for _ in range(5)),
         *(Case("slow", _drops(rng), pause_s=0.3) for _ in range(20)),
@@ -135,7 +140,13 @@ def cases(rng: random.Random) -> list[Case]:
 
 def _request(method: str = "GET", path: str = "/tenants/a", headers: tuple[str, ...] = ()) -> bytes:
     """A request that is right but for its arguments; there is no tenant a."""
-    return "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "", ""]).encode("latin-1")
+    own = [] if any("host" in each.lower() for each in headers) else ["Host: localhost"]
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *own, *headers, "", ""]).encode("latin-1")
+
+
+def _of_line(line: str) -> bytes:
+    """Return a request with this first line."""
+    return f"{line}\r\nHost: localhost\r\n\r\n".encode("latin-1")
 
 
 def _post(body: bytes) -> bytes:

@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from mrl.service.client import ControlClient
-from mrl.service.http import JsonServer, Limits, Request
 from mrl.service.sockets import connect_unix, open_tcp, open_unix, read_token
+from mrl.web.app import Incoming
+from mrl.web.limits import Limits
+from tests.tenants.answering import JsonServer
 from tests.tenants.test_control import exchange
 from tests.waiting import LIMIT_S
+
+GET, POST = (f"{method} /x HTTP/1.1\r\nHost: localhost\r\n".encode() for method in ("GET", "POST"))
 
 
 def test_a_caller_beyond_the_limit_gets_its_answer_whatever_it_sends(tmp_path: Path) -> None:
     go_on = threading.Event()
 
-    def answer(request: Request) -> tuple[int, dict[str, Any]]:
+    def answer(request: Incoming) -> tuple[int, dict[str, Any]]:
         go_on.wait(LIMIT_S)
         return 200, {}
 
@@ -32,7 +36,7 @@ def test_a_caller_beyond_the_limit_gets_its_answer_whatever_it_sends(tmp_path: P
         refused = 0
         while not refused:  # until both are there
             body = json.dumps({"text": "x" * 100_000}).encode()
-            head = f"POST /x HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            head = POST + f"Content-Length: {len(body)}\r\n\r\n".encode()
             if not any(each.running() for each in answered):
                 continue
             connection = connect_unix(tmp_path, 0.5)
@@ -53,7 +57,7 @@ def test_strangers_keep_nobody_out(tmp_path: Path) -> None:
             held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)
         ]
         assert ControlClient(tmp_path).call("GET", "/x") == {}
-        head = f"GET /x HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+        head = GET + f"Authorization: Bearer {token}\r\n\r\n".encode()
         assert exchange(socket.create_connection(listener.getsockname()), head)[0] == 200
         status, message, _ = exchange(strangers[0], b"")
         assert (status, "try again" in message["error"]) == (503, True)
@@ -62,7 +66,10 @@ def test_strangers_keep_nobody_out(tmp_path: Path) -> None:
 def test_who_sends_no_body_or_takes_no_answer_keeps_nobody_out(tmp_path: Path) -> None:
     large = {"text": "x" * (4 << 20)}
     limits = Limits(unread=4, connections=4, request_s=LIMIT_S)
-    no_body, no_taker = b"POST /x HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b"GET /x HTTP/1.1\r\n\r\n"
+    no_body, no_taker = (
+        b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
     with JsonServer(lambda request: (200, large), limits) as server, ExitStack() as held:
         server.listen(open_unix(tmp_path))
         slow: list[socket.socket] = []

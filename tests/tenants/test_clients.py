@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from starlette.responses import Response
 
 from mrl.cli import main
 from mrl.client import OperationLost, ServiceClient, Session
 from mrl.errors import InputError, RunFailed
 from mrl.service import client as client_module
-from mrl.service import http, start
+from mrl.service import start
 from mrl.service.client import Busy, ControlClient, NobodyListens
 from mrl.service.control import Control
 from mrl.service.registry import Registry
@@ -34,15 +34,15 @@ def ann(control: Control, tmp_path: Path) -> Session:
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
     """Let the service end the next connections when it has done what it was asked, without a word."""
-    send, lost = http._send, list(range(number))
+    send, lost = Response.__call__, list(range(number))
 
-    def losing(connection: socket.socket, status: int, message: dict[str, Any]) -> None:
+    async def losing(response: Response, scope: Any, receive: Any, respond: Any) -> None:
         if lost:
             lost.pop()
-            raise OSError("the connection is gone")
-        send(connection, status, message)
+            scope["state"]["connection"].transport.abort()
+        await send(response, scope, receive, respond)
 
-    monkeypatch.setattr(http, "_send", losing)
+    monkeypatch.setattr(Response, "__call__", losing)
     return lost
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import zstandard
 
-from mrl.service.callers import Limits
 from mrl.tinker.app import App
+from mrl.web.limits import Limits
 from tests.tinker.conftest import Api
 from tests.tinker.test_requests import PROTO, request
 

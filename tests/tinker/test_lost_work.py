@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from mrl.service.callers import Refused
-from mrl.service.http import read_object
 from mrl.service.sessions import journal
 from mrl.service.sessions.journal import Journal
 from mrl.tinker import paths
 from mrl.tinker.backend import Backend
 from mrl.tinker.wire import bytes_field, int_field
+from mrl.web.limits import Refused
+from mrl.web.reading import read_object
 from tests.tinker.conftest import Api
 from tests.tinker.test_requests import PROTO, request, sample
 from tests.tinker.test_wire import SPAN, datum, tensor

@@ -1,0 +1,1 @@
+"""HTTP for the service, the Tinker API and the reward server: limits, errors, OpenAPI."""

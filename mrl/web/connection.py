@@ -1,0 +1,267 @@
+"""One connection of a caller: uvicorn parses it, and this file limits how long it may take.
+
+A caller sends the head of a request, then its body, waits, and receives the answer; some keep the
+connection for a further request. Each of these stages but the wait has a time limit and a limit on
+the number of callers in it. A caller whose head names no known caller never gets past the first
+stage, so it takes no place of those who may call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from http import HTTPStatus
+from typing import Any, Literal
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mrl.web.limits import TOO_MANY, Limits
+
+Stage = Literal["head", "body", "answer", "idle"]
+GRACE_S = 0.1
+"""Seconds between the moment in which a stage is too full and the refusal of its oldest callers. Those
+whose request is there already get on in that time."""
+LINGER_S, MAX_UNWANTED_BYTES = 1.0, 1 << 20
+"""After a request is refused, so many bytes more are read, for so many seconds. If a connection is
+closed while bytes are unread, the system resets it, and the caller may see that before the answer."""
+MAX_ERROR_CHARS = 2000
+LOGGER = logging.getLogger("mrl.web")
+LOGGER.setLevel(logging.ERROR)  # what a caller does wrong is answered, and not logged
+LOGGER.addFilter(lambda record: not _is_cancelled(record))
+
+
+class Callers:
+    """The callers of one socket, by stage. Its methods are called in the thread of the server."""
+
+    def __init__(self, limits: Limits, error_key: str) -> None:
+        self.limits, self.error_key = limits, error_key
+        self._stages: dict[Stage, dict[Connection, None]] = {
+            "head": {},
+            "body": {},
+            "answer": {},
+            "idle": {},
+        }
+
+    def enter(self, caller: Connection, stage: Stage) -> None:
+        """Note that a caller is in a stage, where it was in none. If too many are, the oldest ones
+        are turned away soon."""
+        there = self._stages[stage]
+        there[caller] = None
+        if len(there) == self._most(stage) + 1:
+            asyncio.get_running_loop().call_later(GRACE_S, self._thin, stage)
+
+    def leave(self, caller: Connection, stage: Stage) -> None:
+        self._stages[stage].pop(caller, None)
+
+    def _most(self, stage: Stage) -> int:
+        return self.limits.idle if stage == "idle" else self.limits.unread
+
+    def _thin(self, stage: Stage) -> None:
+        there = self._stages[stage]
+        for caller in list(there)[: max(0, len(there) - self._most(stage))]:
+            caller.turn_away()
+
+
+class Connection(H11Protocol):
+    """A connection whose stages are limited. The application finds it as `connection` in the state
+    of a request's scope."""
+
+    def __init__(self, *, callers: Callers, app_state: dict[str, Any], **more: Any) -> None:
+        super().__init__(app_state={**app_state, "connection": self}, **more)
+        self.logger = LOGGER
+        self._callers, self._limits = callers, callers.limits
+        self._stage: Stage | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._start = 0.0
+        """When the caller began with its request, on the clock of the loop."""
+        self._is_hung_up = self._has_ended = False
+        self._num_unwanted = 0
+
+    def connection_made(self, transport: Any) -> None:
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family != socket.AF_UNIX:
+            # Otherwise the body of an answer would wait 40 ms for an acknowledgement.
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_write_buffer_limits(0)  # so that `resume_writing` means that all is sent
+        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
+        self._begin()
+
+    def let_in(self) -> None:
+        """The head names a caller that may call: wait for the rest of the request."""
+        if self.cycle.more_body:
+            self._enter("body", self._start + self._limits.request_s)
+        else:
+            self._leave()
+
+    def is_read(self) -> bool:
+        """Return whether the whole request has arrived."""
+        return not self.cycle.more_body
+
+    def has_more(self) -> bool:
+        """Return whether bytes have arrived that do not belong to the request."""
+        return bool(self.conn.trailing_data[0])
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_hung_up:
+            self._num_unwanted += len(data)
+            if self._num_unwanted > MAX_UNWANTED_BYTES:
+                self.transport.abort()
+            return
+        if self._stage == "idle" or (self._stage == "answer" and self.cycle.response_complete):
+            self._begin()
+        is_first = self.cycle is None and not self.has_more()
+        if is_first and not data[:1].isupper():
+            self.refuse(400, "the first line is not METHOD /PATH HTTP/1.1")
+            return
+        super().data_received(data)
+        if self._stage == "body" and not self.cycle.more_body:
+            self._leave()
+
+    def eof_received(self) -> bool:
+        """Return whether the connection stays open, because the caller still gets an answer."""
+        self._has_ended = True
+        if self._is_hung_up or self._stage == "idle":
+            return False
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            self.refuse(400, "the connection ended before the request did")
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._is_hung_up = True
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._start = self.loop.time()
+        super().on_response_complete()
+        if not self._is_hung_up and self.cycle.response_complete:
+            if self._has_ended:
+                self.hang_up(is_read=True)
+            elif self.transport.get_write_buffer_size():
+                self._enter("answer", self.loop.time() + self._limits.answer_s)
+            else:
+                self._enter("idle", None)  # uvicorn closes it after `idle_s`
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stage == "answer" and not self._is_hung_up:
+            self._enter("idle", None)
+
+    def shutdown(self) -> None:
+        if self.cycle is None or self._is_hung_up:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP; h11's error is the one that is being handled."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)
+        status = 411 if status == 501 else status  # another Transfer-Encoding than chunked
+        if status == 431:
+            why = f"the head of the request has more than {self._limits.head_bytes} bytes"
+        else:
+            why = f"not a request of HTTP/1.1: {error or msg}"
+        self.refuse(status, why)
+
+    def turn_away(self) -> None:
+        """End the stage in which this caller is, because there are too many in it."""
+        if self._stage in ("head", "body"):
+            self.refuse(503, TOO_MANY)
+        elif self._stage == "answer":
+            self._leave()
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def refuse(self, status: int, why: str) -> None:
+        """Answer a request that the application does not get, or not whole, and hang up."""
+        if self._is_hung_up:
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True  # the application reads no more
+            self.cycle.message_event.set()
+        body = json.dumps({self._callers.error_key: one_line(why)}).encode() + b"\n"
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.hang_up(is_read=False)
+
+    def hang_up(self, *, is_read: bool) -> None:
+        """Close the connection once the answer is sent. Unless the request has been read, the caller
+        may still be sending: what comes is dropped for a short time."""
+        if self._is_hung_up:
+            return
+        self._leave()
+        self._is_hung_up = True
+        inner = self.transport.inner  # type: ignore[attr-defined]
+        is_sent = not inner.get_write_buffer_size()
+        if is_read or self._has_ended:
+            inner.close()
+        else:
+            inner.write_eof()
+            inner.resume_reading()
+        if not is_sent:
+            self._enter("answer", self.loop.time() + self._limits.answer_s)
+        elif not is_read:
+            self._timer = self.loop.call_later(LINGER_S, inner.abort)
+
+    def _begin(self) -> None:
+        """Wait for the head of a request."""
+        self._start = self.loop.time()
+        self._enter("head", self._start + self._limits.head_s)
+
+    def _enter(self, stage: Stage, end: float | None) -> None:
+        self._leave()
+        self._stage = stage
+        self._callers.enter(self, stage)
+        if end is not None:
+            self._timer = self.loop.call_at(end, self._too_late)
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._stage is not None:
+            self._callers.leave(self, self._stage)
+            self._stage = None
+
+    def _too_late(self) -> None:
+        if self._stage == "answer":
+            self.transport.abort()
+        else:
+            self.refuse(408, "the request did not arrive in time; send it at once")
+
+
+class _Transport:
+    """A transport whose `close` lets the caller read its answer first."""
+
+    def __init__(self, inner: asyncio.Transport, connection: Connection) -> None:
+        self.inner, self._connection = inner, connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def close(self) -> None:
+        cycle = self._connection.cycle
+        self._connection.hang_up(is_read=cycle is not None and not cycle.more_body)
+
+    def is_closing(self) -> bool:
+        return self._connection._is_hung_up or self.inner.is_closing()
+
+
+def _is_cancelled(record: logging.LogRecord) -> bool:
+    """Return whether a record is of a request that was cancelled because the server stops."""
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
+def one_line(why: object) -> str:
+    return " ".join(str(why).split())[:MAX_ERROR_CHARS]
