@@ -25,6 +25,8 @@ before they are sampled."""
 OPEN_S, LOOK_S = 60.0, 0.1
 """How long a session of the service may take to open before it gets a copy, in seconds."""
 MAX_TOP = 20
+TRIES = 2
+"""How often a request to sample is posted, if its session is closed just then."""
 Answer = dict[str, Any]
 
 
@@ -115,10 +117,10 @@ class Samplers:
                     partial.rename(target)
 
     def _reopened(self, owner: str, row: Row) -> Row:
-        """Return a sampler whose session of the service takes operations: if that was closed to make
-        room, another one samples in its place from now on."""
+        """Return a sampler whose session of the service takes operations: if that was closed, paused or
+        removed, another one samples in its place from now on, from the checkpoint."""
         tenant = self._backend.tenant(row["tenant"])
-        if tenant is not None and tenant.state != "done":
+        if tenant is not None and tenant.state in SETTLING:
             return row
         if row["path"] is None:
             moved = {"tenant": self._host(owner, self._smallest()), "name": BASE}
@@ -177,12 +179,10 @@ class Samplers:
             )
         row = self._backend.owned("samplers", owner, body.sampling_session_id)
         self._backend.session_seen(row["session"])
-        row = self._reopened(owner, row)
         try:
             tokens = body.prompt.ints("the prompt")
         except BadDatum as error:
             raise Refused(400, str(error)) from None
-        asked = self._operation(row, body, tokens)
         request = f"{row['id']}:{body.seq_id}"
         about = {
             "n": body.num_samples,
@@ -190,9 +190,29 @@ class Samplers:
             "last_n": body.prompt_logprobs_last_n,
             "top": body.topk_prompt_logprobs,
         }
-        operation = self._backend.post(owner, request, "sample", row["tenant"], asked, about)
+        operation = self._post(owner, row, body, tokens, request, about)
         names = [f"{operation}/0/{k}" for k in range(body.num_samples)]
         return {"request_id": request, "sample_sequence_ids": names}
+
+    def _post(
+        self,
+        owner: str,
+        row: Row,
+        body: bodies.Sample,
+        tokens: list[int],
+        request: str,
+        about: dict[str, Any],
+    ) -> str:
+        """Post a request to sample; return the operation's id."""
+        for _ in range(TRIES):
+            row = self._reopened(owner, row)
+            asked = self._operation(row, body, tokens)
+            try:
+                return self._backend.post(owner, request, "sample", row["tenant"], asked, about)
+            except Refused as error:
+                if error.status != 410:  # otherwise it was closed in this moment
+                    raise
+        raise Refused(503, "the sampler is being opened again; try again")
 
     def _operation(self, row: Row, body: bodies.Sample, tokens: list[int]) -> dict[str, Any]:
         params = body.sampling_params

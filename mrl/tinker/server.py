@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import uvicorn
 
-from mrl.errors import InputError, RunFailed
+from mrl.errors import RunFailed
 from mrl.service.callers import Limits
 from mrl.service.registry import Registry
 from mrl.service.sockets import open_tcp
@@ -28,17 +28,12 @@ KEEP_ALIVE_S = 30
 
 
 class TinkerServer(Closing):
-    """The server of the API. It listens from its construction until `close()`. Raises InputError if the
-    service's engines are on ranks of their own, or if it cannot listen."""
+    """The server of the API. It listens from its construction until `close()`. Raises InputError
+    if it cannot listen."""
 
     def __init__(self, registry: Registry, limits: Limits | None = None) -> None:
         port = registry.service.control.tinker
         assert port is not None
-        if registry.service.rollout.placement != "colocated":
-            raise InputError(
-                "control.tinker needs engines that take turns with the trainer, but the service has "
-                f"rollout.placement={registry.service.rollout.placement}; leave one of them out"
-            )
         folder = registry.root / FOLDER
         with ExitStack() as undo:
             ledger = undo.enter_context(Ledger(folder))

@@ -117,6 +117,10 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
         refusals.append(str(error.value))
 
     refused(InputError, "optim_step")
+    kept_sums = {"tokens": tokens, "weights": [1.0] * len(tokens)}
+    operation(trainer, "forward_backward", loss="cross_entropy", sequences=[kept_sums])
+    refused(InputError, "drop_gradients", reason="a part was refused")
+    refused(InputError, "optim_step")
     huge = {**one, "logprobs": [-1e30] * len(tokens), "advantages": [-1.0] * len(tokens)}
     refused(NotFinite, "forward_backward", loss="importance_sampling", sequences=[one, huge])
     refused(InputError, "optim_step")
@@ -156,6 +160,8 @@ def check(found: dict[str, Any]) -> None:
     assert not found["same"]
     assert not found["after"]
     says = (
+        "those of before the session was opened are lost",
+        "a part was refused",
         "there are no gradients",
         "are not finite in the rows sequence 1",
         "forward_backward failed",
