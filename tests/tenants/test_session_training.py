@@ -91,6 +91,17 @@ def of_client(
     return exported(policy)
 
 
+def drop(trainer: SessionTrainer, tokens: list[int], refused: Callable[..., None]) -> None:
+    """Drop gradients, with a reason and without one."""
+    for reason in ("a part was refused", None):
+        operation(trainer, "forward_backward", loss="cross_entropy", sequences=[{"tokens": tokens}])
+        if reason is None:
+            operation(trainer, "drop_gradients")
+        else:
+            refused(InputError, "drop_gradients", reason=reason)
+        refused(InputError, "optim_step")
+
+
 def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path) -> dict[str, Any]:
     mesh = join_mesh(path, sizes)
     recipe = recipe_of(path, root / "run")
@@ -117,10 +128,7 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
         refusals.append(str(error.value))
 
     refused(InputError, "optim_step")
-    kept_sums = {"tokens": tokens, "weights": [1.0] * len(tokens)}
-    operation(trainer, "forward_backward", loss="cross_entropy", sequences=[kept_sums])
-    refused(InputError, "drop_gradients", reason="a part was refused")
-    refused(InputError, "optim_step")
+    drop(trainer, tokens, refused)
     huge = {**one, "logprobs": [-1e30] * len(tokens), "advantages": [-1.0] * len(tokens)}
     refused(NotFinite, "forward_backward", loss="importance_sampling", sequences=[one, huge])
     refused(InputError, "optim_step")
@@ -162,7 +170,7 @@ def check(found: dict[str, Any]) -> None:
     says = (
         "those of before the session was opened are lost",
         "a part was refused",
-        "there are no gradients",
+        *["there are no gradients"] * 2,
         "are not finite in the rows sequence 1",
         "forward_backward failed",
         "are not kept",
