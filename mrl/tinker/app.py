@@ -28,8 +28,8 @@ from mrl.tinker.calls import Calls
 from mrl.tinker.data import BadDatum
 from mrl.tinker.futures import as_json
 from mrl.tinker.incoming import Incoming, read_content
-from mrl.tinker.messages import PassHead, read_head, read_pass
 from mrl.tinker.openapi import Address, describe
+from mrl.tinker.passes import ask_pass
 from mrl.tinker.wire import WireError
 from mrl.version import __version__
 
@@ -165,22 +165,8 @@ class App:
         )
 
     def _pass(self, incoming: Incoming, *, forward_only: bool) -> Any:
-        head = PassHead("", 0, forward_only)
-        try:
-            if PROTO in incoming.content_type:
-                head = read_head(incoming.content)
-                given = read_pass(incoming.content)
-            else:
-                found = incoming.json()
-                head = PassHead(str(found.get("model_id")), found.get("seq_id"), forward_only)
-                given = bodies.read(bodies.JsonPass, found).as_pass(forward_only=forward_only)
-            return self._calls.training.run_pass(incoming.owner, given)
-        except (Refused, WireError, BadDatum, InputError) as error:
-            status = error.status if isinstance(error, Refused) else 400
-            if head.forward_only or status not in (400, 422):
-                raise
-            told = self._calls.training.refused_pass(incoming.owner, head.model_id, head.seq_id)
-            raise Refused(status, f"{_line(error)}{told}") from None
+        given = incoming.content if PROTO in incoming.content_type else incoming.json()
+        return ask_pass(self._calls.training, incoming.owner, given, forward_only=forward_only)
 
     async def _retrieve(self, incoming: Incoming) -> Response:
         """Return the result of a request, for which the client waits."""

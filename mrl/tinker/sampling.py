@@ -11,20 +11,18 @@ from typing import Any
 
 from mrl.errors import InputError
 from mrl.service.callers import Refused
+from mrl.service.sessions.bodies import BASE, MAX_TOP
 from mrl.service.sessions.saved import place
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
 
-BASE = "@base"
-"""The name of the base model in an operation."""
 COPIED = "copy."
 """Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied
 before they are sampled."""
 OPEN_S, LOOK_S = 60.0, 0.1
 """How long a session of the service may take to open before it gets a copy, in seconds."""
-MAX_TOP = 20
 TRIES = 2
 """How often a request to sample is posted, if its session is closed just then."""
 Answer = dict[str, Any]
