@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from mrl.collect.collector import Collector
 from mrl.config import Recipe, ServiceConfig
 from mrl.config.adapter import Adapter
-from mrl.engine_pool.remote.coordinator import Coordinator
+from mrl.engine_pool.remote.coordinator import fixed_coordinator
 from mrl.engine_pool.remote.link import EngineLink
 from mrl.engine_pool.remote.rendezvous import Address, Rendezvous, launcher_rendezvous
 from mrl.engine_pool.remote.steps import make_remote_collector
@@ -19,7 +20,6 @@ from mrl.engine_pool.remote.supervisor import Job
 from mrl.preflight import Plan
 from mrl.preflight.roles import Roles
 from mrl.run.folder import RunFolder
-from mrl.scheduling.schedule import FixedSchedule
 from mrl.service.record import Loop
 from mrl.service.sessions.remote_sampling import RemoteSampling
 from mrl.service.sessions.samplers import Source
@@ -69,16 +69,19 @@ class SharedRemoteEngines:
         policy: Policy,
         in_place: Callable[[Source], AbstractContextManager[None]],
     ) -> RemoteSampling:
-        number = self.num_engines
-
-        def make_coordinator(hosts: Sequence[str]) -> Coordinator[FixedSchedule]:
-            return Coordinator(number, recipe.asynchronous, hosts, FixedSchedule(number))
-
-        rendezvous = self._rendezvous(name, weight, recipe, "client")
         link = EngineLink(
-            recipe, policy.mesh, canaries, rendezvous, make_coordinator, sends_adapter=True
+            recipe,
+            policy.mesh,
+            canaries,
+            self._rendezvous(name, weight, recipe, "client"),
+            partial(fixed_coordinator, self.num_engines, recipe.asynchronous),
+            sends_adapter=True,
         )
-        return RemoteSampling(link, policy, in_place, number)
+        with ExitStack() as undo:
+            undo.callback(link.close)
+            link.open()
+            undo.pop_all()
+        return RemoteSampling(link, policy, in_place, self.num_engines)
 
     def _rendezvous(self, name: str, weight: float, recipe: Recipe, loop: Loop) -> Rendezvous:
         """Return how the workers of a tenant find its coordinator."""

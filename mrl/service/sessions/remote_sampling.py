@@ -34,7 +34,7 @@ class RemoteSampling:
         in_place: Callable[[Source], AbstractContextManager[None]],
         num_engines: int,
     ) -> None:
-        """`in_place` is `Samplers.in_place`."""
+        """`link` must be open. `in_place` is `Samplers.in_place`."""
         self._link, self._policy, self._in_place = link, policy, in_place
         self._num_engines = num_engines
         self._source, self._number = Source(None, 0, 0), -1
@@ -48,7 +48,6 @@ class RemoteSampling:
         self._is_assigned = False
         self._found = Generated()
         self._num_ended = 0
-        link.open()
 
     def begin(
         self, groups: Sequence[SampleGroup], how: Mapping[str, Drawing], source: Source
