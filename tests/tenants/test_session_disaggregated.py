@@ -97,7 +97,8 @@ def test_sessions_and_a_tenant_share_two_trainers_and_an_engine(
         assert ann.wait_open() == 2
         reinforce(ann, 1)
     apart.train_alone("bob", tmp_path / "bob")
-    require_same_bits(apart.run_of("bob"), tmp_path / "bob")
+    # Among the samples of others, its own are not all admitted at once, so that some find a prefix.
+    require_same_bits(apart.run_of("bob"), tmp_path / "bob", but=["routing/cached_rows"])
 
 
 @pytest.mark.release
