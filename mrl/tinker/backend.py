@@ -87,8 +87,7 @@ class Backend:
 
     @cached_property
     def bounds(self) -> Bounds:
-        context_len = self.config.rollout.context_len or self.model.context_len
-        return Bounds(self.model.sizes.vocab_size, context_len)
+        return Bounds.of(self.model, self.config.rollout)
 
     def check_base(self, name: str) -> None:
         """Raise Refused unless `name` is the name of the base model: the path of its folder, or the

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Strict, ValidationError, model_validator
 
 from mrl.algorithms import ppo
-from mrl.config import AlgorithmConfig
+from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.config.branch import Branch
 from mrl.config.explain import first_problem
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams, check_sampling_params
@@ -25,6 +25,7 @@ from mrl.service.sessions.sequence import (
     factors_of,
 )
 from parallel.adam_step import AdamStep
+from parallel.hf_config import HfModel
 
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens in one operation: in its sequences, or in its prompts and the longest
@@ -48,6 +49,11 @@ class Bounds:
 
     vocab_size: int
     context_len: int
+
+    @classmethod
+    def of(cls, model: HfModel, rollout: RolloutConfig) -> Bounds:
+        """Return the limits of a service."""
+        return cls(model.sizes.vocab_size, rollout.context_len or model.context_len)
 
 
 class ForwardBody(Branch):
