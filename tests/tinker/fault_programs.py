@@ -1,4 +1,4 @@
-"""Programs as in programs.py, to which something happens in the middle: they wait for a file in a folder."""
+"""Programs as in programs.py, to which something happens while they wait for a file in a folder."""
 
 from __future__ import annotations
 
