@@ -92,7 +92,8 @@ def of_client(
 
 
 def drop(trainer: SessionTrainer, tokens: list[int], refused: Callable[..., None]) -> None:
-    """Drop gradients, with a reason and without one."""
+    """Drop gradients, with a reason and without one, and find none before and after."""
+    refused(InputError, "optim_step")
     for reason in ("a part was refused", None):
         operation(trainer, "forward_backward", loss="cross_entropy", sequences=[{"tokens": tokens}])
         if reason is None:
@@ -127,7 +128,6 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
             operation(trainer, name, **keys)
         refusals.append(str(error.value))
 
-    refused(InputError, "optim_step")
     drop(trainer, tokens, refused)
     huge = {**one, "logprobs": [-1e30] * len(tokens), "advantages": [-1.0] * len(tokens)}
     refused(NotFinite, "forward_backward", loss="importance_sampling", sequences=[one, huge])
