@@ -127,6 +127,10 @@ class Session:
         body = settings if lr is None else {"lr": lr, **settings}
         return self._post("optim_step", body, lambda found: StepResult(**found))
 
+    def drop_gradients(self) -> Future[int]:
+        """Drop the accumulated gradients. The result is the version of the weights, which stay."""
+        return self._post("drop_gradients", {}, lambda found: found["version"])
+
     def sample(
         self, prompts: Sequence[Ids], *, max_tokens: int, n: int = 1, **options: Any
     ) -> Future[list[list[Sample]]]:

@@ -120,7 +120,7 @@ def _serve(
 
     folder = Path(config.output_dir)
     command, least = serve_command(folder), least_limits_of_service(config)
-    made: list[Service[Any]] = []
+    made: list[Service] = []
     with ExitStack() as undo:
         undo.enter_context(
             reporting(

@@ -113,7 +113,8 @@ class ControlConfig(Branch):
     made. Null opens no port."""
     tinker_save_every: int = Field(default=1, ge=0)
     """Number of optimizer steps after which a model of the Tinker API is saved, so that a killed
-    service loses only what came later; 0 saves models only when their clients ask for it."""
+    service loses only what came later. It is also saved after each `load_state`. 0 saves models only
+    when their clients ask for it."""
 
 
 class ServiceConfig(Branch):

@@ -3,8 +3,6 @@ engines."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from mrl.config import ServiceConfig
@@ -66,7 +64,7 @@ def build_service(
     mesh: Mesh,
     registry: Registry | None,
     publish: Publish = lambda metrics: None,
-) -> Service[Any]:
+) -> Service:
     """Return the service on this trainer rank. Its engines are not started yet. A collective of the
     trainer ranks.
 
@@ -106,7 +104,10 @@ def _share_remote(
     which tells these ranks about the tenants. A collective of the trainer ranks."""
     coordinator = open_coordinator(config, roles) if mesh.rank == 0 else None
     base = _load_base(config, mesh)
-    engines = SharedRemoteEngines(coordinator, config.rollout.start_timeout_s, roles.world)
+    rollout = config.rollout_config()
+    engines = SharedRemoteEngines(
+        coordinator, rollout.start_timeout_s, roles.world, roles.num_engines(rollout)
+    )
     return SharedResources(config, mesh, base, engines)
 
 

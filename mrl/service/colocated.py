@@ -11,22 +11,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from mrl.config import Recipe
 from mrl.engine_pool.local import LocalPool, remaining
 from mrl.exchange.sharing import share_bytes
-from mrl.service.consensus import ALONE_S, SERVICE_FAULTS
+from mrl.service.consensus import SERVICE_FAULTS
 from mrl.service.local_engine import SharedLocalEngine
 from mrl.service.metrics import add_up, trainer_shares
 from mrl.service.registry import Registry
 from mrl.service.schedule import Phase
-from mrl.service.service import Publish, Service, describe
+from mrl.service.service import Publish, Run, Service, describe
+from mrl.service.sessions.local_sampling import LocalSampling
 from mrl.service.sessions.run import SessionRun
-from mrl.service.sessions.sampling import SessionSampler
 from mrl.service.shared import SharedResources
 from mrl.service.tenant_run import TenantRun
 from mrl.system.clock import Clock
@@ -39,7 +37,7 @@ class RecipeMember:
 
     The service itself runs the training loop of such a tenant. The class has the methods and
     properties that a rollout phase uses. For a session, which is the other kind of tenant,
-    `SessionSampler` has the same methods and properties. All of the methods except `generate` are
+    `LocalSampling` has the same methods and properties. All of the methods except `generate` are
     collectives.
     """
 
@@ -92,15 +90,15 @@ class RecipeMember:
         current.is_generated = self._pool.end_generation(current.assignments, was_lost)
 
 
-Runs = TenantRun | SessionRun
-
-
-def _member(run: Runs) -> SessionSampler | RecipeMember:
+def _member(run: Run) -> LocalSampling | RecipeMember:
     """Return the object that represents the tenant of `run` in rollout phases."""
-    return run.sampler if isinstance(run, SessionRun) else RecipeMember(run)
+    if not isinstance(run, SessionRun):
+        return RecipeMember(run)
+    assert isinstance(run.sampler.engines, LocalSampling)
+    return run.sampler.engines
 
 
-class ColocatedService(Service[Runs]):
+class ColocatedService(Service):
     """Serves tenants in rounds: one rollout phase, then updates."""
 
     def __init__(
@@ -117,14 +115,6 @@ class ColocatedService(Service[Runs]):
         to wait. The dict is used as an ordered set."""
         self._phase = Phase(shared.config.lora.slots)
         self._round = 0
-
-    def _new_run(self, incarnation: str, weight: float, recipe: Recipe) -> TenantRun:
-        return TenantRun(incarnation, weight, recipe, self._shared)
-
-    def _new_session(self, incarnation: str, weight: float, recipe: Recipe) -> SessionRun:
-        queue = None if self._registry is None else self._registry.operations
-        agree = partial(self._consensus.first, limit_s=ALONE_S)
-        return SessionRun(incarnation, weight, recipe, self._shared, queue, agree)
 
     def _forget(self, name: str) -> None:
         super()._forget(name)
@@ -157,7 +147,7 @@ class ColocatedService(Service[Runs]):
         capacity = self._config.rollout.max_total_tokens
         return self._phase.start(capacity or sum(wanting.values()), wanting)
 
-    def _collect(self, runs: Sequence[Runs], clock: Clock) -> dict[str, float]:
+    def _collect(self, runs: Sequence[Run], clock: Clock) -> dict[str, float]:
         """Generate and score one step's samples for each tenant. Return statistics that say how
         full this rank's engine was while it generated, and whose requests filled it (see
         `GateTimes`)."""
@@ -182,7 +172,7 @@ class ColocatedService(Service[Runs]):
         return add_up(times)
 
     @phase("sync")
-    def _sync(self, runs: Sequence[Runs]) -> None:
+    def _sync(self, runs: Sequence[Run]) -> None:
         """Wake the engine, send these tenants' adapters to it, and move the base model off the
         device."""
         self._base.onload()
@@ -201,11 +191,11 @@ class ColocatedService(Service[Runs]):
             self._attempt(run, _member(run).check_sync)
 
     @phase("rollout")
-    def _generate(self, runs: Sequence[Runs]) -> None:
+    def _generate(self, runs: Sequence[Run]) -> None:
         """Generate the samples of all these tenants at the same time, with one thread per tenant. A
         tenant whose generation fails on any rank is paused."""
 
-        def failure_of(run: Runs) -> str:
+        def failure_of(run: Run) -> str:
             try:
                 _member(run).generate()
             except SERVICE_FAULTS:
@@ -220,7 +210,7 @@ class ColocatedService(Service[Runs]):
             if failure := self._consensus.first(own):
                 self._pause(run, failure)
 
-    def _train_all(self, runs: Sequence[Runs]) -> dict[str, float]:
+    def _train_all(self, runs: Sequence[Run]) -> dict[str, float]:
         """Train each tenant on its samples, in the order of the training queue. Return, by tenant,
         the seconds from the start of training in this round to the start of the tenant's update."""
         self._base.onload()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -18,12 +19,15 @@ from mrl.engines.admission import UNLIMITED
 from mrl.engines.sglang.server import SGLangServer
 from mrl.preflight import Plan
 from mrl.run.folder import RunFolder
+from mrl.service.sessions.local_sampling import LocalSampling
+from mrl.service.sessions.samplers import Source
 from mrl.system.heartbeat import phase
 from mrl.system.worker_user import worker_user
 from mrl.types import Prompt
 from mrl.weight_sync.engine_group import EngineGroup
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
+from parallel.policy import Policy
 
 
 @dataclass
@@ -55,6 +59,20 @@ class SharedLocalEngine:
         pool = LocalPool(plan, mesh, folder, part, is_shared=True, user=user)
         pool.budget.limit_s = self.limits.max_reward_s
         return collector_on(pool, plan, mesh, folder)
+
+    def make_sampling(
+        self,
+        name: str,
+        weight: float,
+        recipe: Recipe,
+        adapter: Adapter,
+        canaries: list[Prompt],
+        policy: Policy,
+        in_place: Callable[[Source], AbstractContextManager[None]],
+    ) -> LocalSampling:
+        part = self.make_part(name, weight, recipe, adapter, canaries)
+        tp = recipe.rollout.tensor_parallel_size
+        return LocalSampling(part, policy, in_place, policy.mesh.rank // tp, self.world // tp)
 
     def make_part(
         self, name: str, weight: float, recipe: Recipe, adapter: Adapter, canaries: list[Prompt]

@@ -151,11 +151,6 @@ class Registry(Closing):
                 f"weight is {weight:g}; expected a number from {MIN_WEIGHT:g} to {1 / MIN_WEIGHT:g}"
             )
         if loop == "client":
-            if self.service.rollout.placement != "colocated":
-                raise InputError(
-                    "a session needs engines that take turns with the trainer, but the service has "
-                    f"rollout.placement={self.service.rollout.placement}; start another service"
-                )
             tree = session_tree(tree)
         recipe = resolve_tenant(self.service, tree, f"the recipe of {name}", is_record=is_record)
         if loop == "client":

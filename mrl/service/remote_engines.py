@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from mrl.collect.collector import Collector
-from mrl.config import ServiceConfig
+from mrl.config import Recipe, ServiceConfig
+from mrl.config.adapter import Adapter
+from mrl.engine_pool.remote.coordinator import fixed_coordinator
+from mrl.engine_pool.remote.link import EngineLink
 from mrl.engine_pool.remote.rendezvous import Address, Rendezvous, launcher_rendezvous
 from mrl.engine_pool.remote.steps import make_remote_collector
 from mrl.engine_pool.remote.supervisor import Job
 from mrl.preflight import Plan
 from mrl.preflight.roles import Roles
 from mrl.run.folder import RunFolder
+from mrl.service.record import Loop
+from mrl.service.sessions.remote_sampling import RemoteSampling
+from mrl.service.sessions.samplers import Source
 from mrl.service.tenant_coordinator import TenantCoordinator
 from mrl.system.heartbeat import phase
+from mrl.types import Prompt
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
+from parallel.policy import Policy
 
 START_S = 600.0
 """Seconds within which the ranks of a service must find each other, in addition to the time that
@@ -33,6 +44,7 @@ class SharedRemoteEngines:
     start_timeout_s: float
     """How many seconds the engines may take to start."""
     world: int
+    num_engines: int
 
     @phase("start")
     def start(self, base: SharedBase) -> None:
@@ -44,22 +56,52 @@ class SharedRemoteEngines:
     def make_collector(
         self, plan: Plan, mesh: Mesh, folder: RunFolder, name: str, weight: float
     ) -> Collector:
+        rendezvous = self._rendezvous(name, weight, plan.recipe, "recipe")
+        return make_remote_collector(plan, mesh, folder, rendezvous)
+
+    def make_sampling(
+        self,
+        name: str,
+        weight: float,
+        recipe: Recipe,
+        adapter: Adapter,
+        canaries: list[Prompt],
+        policy: Policy,
+        in_place: Callable[[Source], AbstractContextManager[None]],
+    ) -> RemoteSampling:
+        link = EngineLink(
+            recipe,
+            policy.mesh,
+            canaries,
+            self._rendezvous(name, weight, recipe, "client"),
+            partial(fixed_coordinator, self.num_engines, recipe.asynchronous),
+            sends_adapter=True,
+        )
+        with ExitStack() as undo:
+            undo.callback(link.close)
+            link.open()
+            undo.pop_all()
+        return RemoteSampling(link, policy, in_place, self.num_engines)
+
+    def _rendezvous(self, name: str, weight: float, recipe: Recipe, loop: Loop) -> Rendezvous:
+        """Return how the workers of a tenant find its coordinator."""
+
         def invite(address: Address, token: str) -> None:
             message = {
                 "server": address,
                 "token": token,
                 "weight": weight,
-                "recipe": plan.recipe.model_dump(mode="json"),
+                "loop": loop,
+                "recipe": recipe.model_dump(mode="json"),
             }
             self._on_rank_0.open(name, message)
 
-        rendezvous = Rendezvous(
+        return Rendezvous(
             hosts=lambda: self._on_rank_0.hosts,
             invite=invite,
             end=lambda: self._on_rank_0.end(name),
             is_shared=True,
         )
-        return make_remote_collector(plan, mesh, folder, rendezvous)
 
     @property
     def _on_rank_0(self) -> TenantCoordinator:

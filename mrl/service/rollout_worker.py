@@ -2,7 +2,8 @@
 
 The process owns an engine, which all tenants share. The coordinator on the trainer's rank 0
 announces the tenants. For each tenant, the process runs the same worker as in a run without a
-service (mrl/engine_pool/remote/worker.py), in separate threads. This module imports no Megatron.
+service (mrl/engine_pool/remote/worker.py), in separate threads. The worker of a session has other
+jobs (mrl/service/sessions/jobs.py). This module imports no Megatron.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mrl.config import Recipe, ServiceConfig
@@ -24,12 +26,15 @@ from mrl.engines.admission import UNLIMITED
 from mrl.engines.sglang.server import SGLangServer
 from mrl.errors import InputError, RunFailed
 from mrl.preflight import check
+from mrl.preflight.lora import check_lora
 from mrl.rewards.budget import Budget
 from mrl.run import console
 from mrl.service.engines import make_engines
 from mrl.service.record import name_of
 from mrl.service.reward_user import prepare_reward_user
+from mrl.service.sessions.jobs import SessionJobs
 from mrl.system.worker_user import worker_user
+from parallel.hf_config import HfModel
 from parallel.mesh import local_device
 
 REJOIN_S = 0.5
@@ -106,15 +111,21 @@ class TenantWork:
     def _work(self) -> None:
         self._worker = None
         recipe = Recipe.model_validate(self._settings["recipe"])
-        plan = check(
-            recipe,
-            int(self._settings["world"]),
-            imports_rewards=self._limits.reward_user is None,
-        )
-        assert plan.adapter is not None  # `check_tenant` refuses a recipe without an adapter
+        if self._settings["loop"] == "client":
+            adapter = check_lora(recipe, HfModel.read(recipe.model.path, recipe.model.architecture))
+            jobs = SessionJobs(recipe.captures_routes)
+            make = partial(Worker, recipe, jobs=jobs)
+        else:
+            plan = check(
+                recipe,
+                int(self._settings["world"]),
+                imports_rewards=self._limits.reward_user is None,
+            )
+            adapter, make = plan.adapter, partial(Worker.of_plan, plan)
+        assert adapter is not None  # `check_tenant` refuses a recipe without an adapter
         endpoint = self._server.add_endpoint(
             self._name,
-            plan.adapter,
+            adapter,
             weight=float(self._settings["weight"]),
             max_tokens_in_flight=self._limits.max_tokens_in_flight or UNLIMITED,
         )
@@ -127,7 +138,7 @@ class TenantWork:
             # the same work with the same engine.
             reported_errors=(Exception,),
         )
-        self._worker = Worker(plan, engine, self._settings)
+        self._worker = make(engine=engine, settings=self._settings)
         self._worker.run()
 
 

@@ -13,7 +13,8 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 from mrl.config import Recipe
 from mrl.errors import DiskFailed, InputError
@@ -36,7 +37,7 @@ from mrl.system.memory_error import noting_bytes, out_of_memory
 from mrl.system.stop import StopRequest
 
 Publish = Callable[[dict[str, float]], None]
-Run = TypeVar("Run", bound=TenantRun | SessionRun)
+Run = TenantRun | SessionRun
 LOST = (
     "what was under way was not over and saved after checkpoint.stop_limit_s={:g} s; every tenant goes "
     "back to its newest checkpoint"
@@ -58,7 +59,7 @@ class Wanted(NamedTuple):
     """The tenant's resolved recipe; empty if the tenant's run is open already."""
 
 
-class Service(ABC, Generic[Run]):
+class Service(ABC):
     """Serves the tenants of a registry until a signal stops it. Every method is a collective."""
 
     def __init__(
@@ -125,15 +126,16 @@ class Service(ABC, Generic[Run]):
     def run_turn(self) -> None:
         """Advance one or several tenants by a step, or by a part of a step."""
 
-    @abstractmethod
-    def _new_run(self, incarnation: str, weight: float, recipe: Recipe) -> Run:
+    def _new_run(self, incarnation: str, weight: float, recipe: Recipe) -> TenantRun:
         """Open and return the run of a tenant with a recipe. If the run cannot be opened, the error
         is raised."""
+        return TenantRun(incarnation, weight, recipe, self._shared)
 
-    def _new_session(self, incarnation: str, weight: float, recipe: Recipe) -> Run:
+    def _new_session(self, incarnation: str, weight: float, recipe: Recipe) -> SessionRun:
         """Open and return the run of a session. If the run cannot be opened, the error is raised."""
-        name = name_of(incarnation)
-        raise InputError(f"{name} is a session, which only a colocated service can have; remove it")
+        queue = None if self._registry is None else self._registry.operations
+        agree = partial(self._consensus.first, limit_s=consensus.ALONE_S)
+        return SessionRun(incarnation, weight, recipe, self._shared, queue, agree)
 
     def _present(self, names: Iterable[str]) -> list[Run]:
         """Return the runs of these tenants, without tenants whose run is not open any more."""

@@ -17,7 +17,7 @@ from mrl.tinker import bodies
 from mrl.tinker.calls import Calls
 from mrl.tinker.data import BadDatum
 from mrl.tinker.futures import as_json
-from mrl.tinker.messages import read_pass
+from mrl.tinker.passes import ask_pass
 from mrl.tinker.wire import WireError
 from mrl.web.app import Api, Call, Incoming, Rules
 from mrl.web.callers import is_of_this_machine
@@ -122,12 +122,9 @@ class App:
         return owner
 
     def _pass(self, incoming: Incoming, *, forward_only: bool) -> Any:
-        if PROTO in incoming.headers.get("content-type", ""):
-            given = read_pass(incoming.content)
-        else:
-            body = bodies.read(bodies.JsonPass, incoming.json())
-            given = body.as_pass(forward_only=forward_only)
-        return self._calls.training.run_pass(incoming.owner, given)
+        is_message = PROTO in incoming.headers.get("content-type", "")
+        given = incoming.content if is_message else incoming.json()
+        return ask_pass(self._calls.training, incoming.owner, given, forward_only=forward_only)
 
     async def _retrieve(self, incoming: Incoming) -> Any:
         """Return the result of a request, for which the client waits."""

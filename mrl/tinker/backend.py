@@ -44,6 +44,14 @@ EXPORTED = "export."
 """Prefix of the names of samplers that are written for an export. Clients cannot use it."""
 NOT_YOURS = "there is no {what} {key!r} that this key owns"
 SETTLING = ("queued", "running")
+WILL_FAIL = (
+    "; the next optim_step of this model will fail and drop all gradients since the last one, because "
+    "those of this request are missing: then begin the step again"
+)
+MISSING = (
+    "{} was refused, so its gradients are missing; those of the others are dropped: begin the step "
+    "again"
+)
 
 
 class Backend:
@@ -58,6 +66,9 @@ class Backend:
         """When the service was started (`time.time`)."""
         self._whole: set[tuple[str, str]] = set()
         """Pairs (session of the service, life) in which nothing was lost, see `check_whole`."""
+        self._refused: dict[str, str] = {}
+        """The pass that was refused since the last optimizer step, by the id of the session of the
+        service (`Tenant.incarnation`)."""
         ledger.remove_older("requests", time.time() - REQUESTS_S)
 
     @property
@@ -76,8 +87,7 @@ class Backend:
 
     @cached_property
     def bounds(self) -> Bounds:
-        context_len = self.config.rollout.context_len or self.model.context_len
-        return Bounds(self.model.sizes.vocab_size, context_len)
+        return Bounds.of(self.model, self.config.rollout)
 
     def check_base(self, name: str) -> None:
         """Raise Refused unless `name` is the name of the base model: the path of its folder, or the
@@ -195,7 +205,8 @@ class Backend:
         `request`: the id of the request; a repeated request has the same id. `about`: data that the
         answer needs in addition to the operation's result.
         """
-        mark = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).hexdigest()
+        own = {key: value for key, value in body.items() if key != "sampler"}  # it may have moved
+        mark = hashlib.sha256(json.dumps([kind, own], sort_keys=True).encode()).hexdigest()
         if (known := self.ledger.get("requests", request)) is not None:
             if known["digest"] != mark or known["owner"] != owner:
                 raise Refused(
@@ -205,6 +216,10 @@ class Backend:
                 )
             return known["operation"]
         tenant = self.active(tenant_name)
+        begins = kind in ("optim_step", "load_weights")  # gradients are collected anew after it
+        refused = self._refused.get(tenant.incarnation) if begins else None
+        if refused is not None and kind == "optim_step":
+            body = {"kind": "drop_gradients", "reason": MISSING.format(refused)}
         try:
             asked = read_body(body, self.bounds)
             key = hashlib.sha256(request.encode()).hexdigest()[:40]
@@ -215,7 +230,19 @@ class Backend:
         except InputError as error:
             raise Refused(400, str(error)) from None
         self.note(owner, request, kind, tenant_name, operation, mark, about)
+        if begins:
+            self._refused.pop(tenant.incarnation, None)
         return operation
+
+    def note_refused(self, model: Row, what: str) -> str:
+        """Record that the pass `what` of a model was refused, so that the next optimizer step fails:
+        the SDK may have split a batch, of which other passes were accepted. Return what the client is
+        to be told; empty if the model takes no requests."""
+        tenant = self.tenant(model["tenant"])
+        if tenant is None or tenant.state not in SETTLING:
+            return ""
+        self._refused.setdefault(tenant.incarnation, what)
+        return WILL_FAIL
 
     def note(
         self,

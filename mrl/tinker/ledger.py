@@ -35,6 +35,14 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
 }
 """The columns of each table; the first is the key."""
+INDEXES: dict[str, tuple[str, ...]] = {
+    "sessions": ("owner",),
+    "models": ("session", "owner", "tenant"),
+    "samplers": ("session", "tenant"),
+    "requests": ("tenant", "created"),
+    "checkpoints": ("run", "owner"),
+}
+"""The other columns by which rows are looked up."""
 JSON_COLUMNS = frozenset({"metadata", "about"})
 Row = dict[str, Any]
 
@@ -55,6 +63,9 @@ class Ledger(Closing):
             for table, columns in TABLES.items():
                 names = ", ".join([f"{columns[0]} primary key", *columns[1:]])
                 self._base.execute(f"create table if not exists {table} ({names})")
+                for column in INDEXES[table]:
+                    name = f"{table}_by_{column}"
+                    self._base.execute(f"create index if not exists {name} on {table} ({column})")
         except (sqlite3.Error, OSError) as error:
             raise InputError(
                 f"{file} cannot be used: {error}; bring it back from a copy, or move it away to forget "
@@ -86,6 +97,14 @@ class Ledger(Closing):
         """Return the rows whose columns have these values, in the order in which they were added."""
         where = " and ".join(f"{name} = ?" for name in equal) or "1"
         return self._run(f"select * from {table} where {where} order by rowid", equal.values())
+
+    def newest(self, table: str, **equal: Any) -> Row | None:
+        """Return the row that was added last of those whose columns have these values."""
+        where = " and ".join(f"{name} = ?" for name in equal) or "1"
+        found = self._run(
+            f"select * from {table} where {where} order by rowid desc limit 1", equal.values()
+        )
+        return found[0] if found else None
 
     def set(self, table: str, key: str, **values: Any) -> None:
         """Change columns of the row with this key."""

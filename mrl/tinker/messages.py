@@ -4,7 +4,7 @@ results of forward_backward and of sampling. The constants are the numbers of fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,29 @@ STOP, LENGTH = 0, 1
 """The enum StopReason."""
 EMPTY_LOGPROB = -99999.0
 """The log-prob of an empty cell in a matrix of top-k log-probs."""
+
+
+class PassHead(NamedTuple):
+    """Whose pass a request asks for."""
+
+    model_id: str
+    seq_id: Any
+    """The number of the request, as the client gave it."""
+    forward_only: bool
+
+
+def read_head(data: bytes) -> PassHead:
+    """Return the head of a request of forward_backward, which may have other faults. Raises WireError
+    if the bytes are not a message."""
+    head = PassHead("", 0, False)
+    for number, kind, value in fields(data):
+        if number == 1:
+            head = head._replace(model_id=as_text(kind, value))
+        elif number == 2:
+            head = head._replace(seq_id=as_int(kind, value))
+        elif number == 6:
+            head = head._replace(forward_only=bool(as_int(kind, value)))
+    return head
 
 
 def read_pass(data: bytes) -> Pass:

@@ -228,7 +228,7 @@ class Models:
 
     def training_run(self, model: Row) -> Answer:
         """Return a model as the SDK's TrainingRun."""
-        requests = self._ledger.find("requests", tenant=model["tenant"])
+        last = self._ledger.newest("requests", tenant=model["tenant"]) or model
         saved = self._checkpoints.of_run(model["id"])
         newest = {
             kind: next((c for c in reversed(saved) if c["checkpoint_type"] == kind), None)
@@ -240,7 +240,7 @@ class Models:
             "model_owner": model["owner"],
             "is_lora": True,
             "lora_rank": model["rank"],
-            "last_request_time": as_time(requests[-1]["created"] if requests else model["created"]),
+            "last_request_time": as_time(last["created"]),
             "last_checkpoint": newest["training"],
             "last_sampler_checkpoint": newest["sampler"],
             "user_metadata": texts(model["metadata"]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.service.sessions.bodies import BASE, MAX_TOP
 from mrl.service.sessions.saved import place
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import SETTLING, Backend, Row
@@ -17,8 +18,6 @@ from mrl.tinker.checkpoints import Checkpoints
 from mrl.tinker.data import BadDatum
 from mrl.web.limits import NotYet, Refused
 
-BASE = "@base"
-"""The name of the base model in an operation."""
 COPIED = "copy."
 """Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied
 before they are sampled."""
@@ -26,7 +25,8 @@ OPEN_S = 60.0
 """How long a session of the service may take to open before it gets a copy, in seconds."""
 COPY_S = 60.0
 """How long a request waits for another one that copies the same checkpoint, in seconds."""
-MAX_TOP = 20
+TRIES = 2
+"""How often a request to sample is posted, if its session is closed just then."""
 Answer = dict[str, Any]
 
 
@@ -124,10 +124,10 @@ class Samplers:
             self._copying.discard(target)
 
     def _reopened(self, owner: str, row: Row) -> Row:
-        """Return a sampler whose session of the service takes operations: if that was closed to make
-        room, another one samples in its place from now on."""
+        """Return a sampler whose session of the service takes operations: if that was closed, paused or
+        removed, another one samples in its place from now on, from the checkpoint."""
         tenant = self._backend.tenant(row["tenant"])
-        if tenant is not None and tenant.state != "done":
+        if tenant is not None and tenant.state in SETTLING:
             return row
         if row["path"] is None:
             moved = {"tenant": self._host(owner, self._smallest()), "name": BASE}
@@ -186,12 +186,10 @@ class Samplers:
             )
         row = self._backend.owned("samplers", owner, body.sampling_session_id)
         self._backend.session_seen(row["session"])
-        row = self._reopened(owner, row)
         try:
             tokens = body.prompt.ints("the prompt")
         except BadDatum as error:
             raise Refused(400, str(error)) from None
-        asked = self._operation(row, body, tokens)
         request = f"{row['id']}:{body.seq_id}"
         about = {
             "n": body.num_samples,
@@ -199,9 +197,29 @@ class Samplers:
             "last_n": body.prompt_logprobs_last_n,
             "top": body.topk_prompt_logprobs,
         }
-        operation = self._backend.post(owner, request, "sample", row["tenant"], asked, about)
+        operation = self._post(owner, row, body, tokens, request, about)
         names = [f"{operation}/0/{k}" for k in range(body.num_samples)]
         return {"request_id": request, "sample_sequence_ids": names}
+
+    def _post(
+        self,
+        owner: str,
+        row: Row,
+        body: bodies.Sample,
+        tokens: list[int],
+        request: str,
+        about: dict[str, Any],
+    ) -> str:
+        """Post a request to sample; return the operation's id."""
+        for _ in range(TRIES):
+            row = self._reopened(owner, row)
+            asked = self._operation(row, body, tokens)
+            try:
+                return self._backend.post(owner, request, "sample", row["tenant"], asked, about)
+            except Refused as error:
+                if error.status != 410:  # otherwise it was closed in this moment
+                    raise
+        raise Refused(503, "the sampler is being opened again; try again")
 
     def _operation(self, row: Row, body: bodies.Sample, tokens: list[int]) -> dict[str, Any]:
         params = body.sampling_params

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 
-from mrl.errors import InputError
 from mrl.service.registry import Registry
 from mrl.service.sockets import open_tcp
 from mrl.system.files import write_whole
@@ -22,17 +21,12 @@ ADDRESS = "address"
 
 
 class TinkerServer(Closing):
-    """The server of the API. It listens from its construction until `close()`. Raises InputError if the
-    service's engines are on ranks of their own, or if it cannot listen."""
+    """The server of the API. It listens from its construction until `close()`. Raises InputError
+    if it cannot listen."""
 
     def __init__(self, registry: Registry, limits: Limits | None = None) -> None:
         port = registry.service.control.tinker
         assert port is not None
-        if registry.service.rollout.placement != "colocated":
-            raise InputError(
-                "control.tinker needs engines that take turns with the trainer, but the service has "
-                f"rollout.placement={registry.service.rollout.placement}; leave one of them out"
-            )
         folder = registry.root / FOLDER
         with ExitStack() as undo:
             ledger = undo.enter_context(Ledger(folder))

@@ -52,6 +52,14 @@ class Training:
     def __init__(self, backend: Backend, checkpoints: Checkpoints, samplers: Samplers) -> None:
         self._backend, self._checkpoints, self._samplers = backend, checkpoints, samplers
 
+    def refused_pass(self, owner: str, model_id: str, seq_id: Any) -> str:
+        """Record that a forward_backward was refused. Return what the client is to be told, beside the
+        reason."""
+        model = self._backend.ledger.get("models", model_id)
+        if model is None or model["owner"] != owner:
+            return ""
+        return self._backend.note_refused(model, f"forward_backward {model_id}:{str(seq_id)[:20]}")
+
     def run_pass(self, owner: str, given: Pass) -> Answer:
         """Compute log-probs and, unless `forward_only`, add the gradients of a loss."""
         model = self._model(owner, given.model_id)

@@ -22,7 +22,7 @@ UNITS = (
     ("routing/(disagreement|token_any_layer|(replay|captured)_coverage).*", "share"),
     ("rollout/off_policy_tokens|throughput/mfu", "share"),
     ("throughput/.*_per_(gpu_)?s", "tokens/s"),
-    ("session/(replayed|native)_rows", "tokens"),
+    ("session/(replayed|native|ambiguous)_rows", "tokens"),
     ("tokens/.*|response_len/.*|.*/response_len(_max)?|episode/tool_tokens", "tokens"),
     ("memory/leak_bytes_per_cycle", "bytes a step"),
     (".*_bytes|routing/wire_bytes_per_token", "bytes"),

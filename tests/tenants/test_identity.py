@@ -63,7 +63,7 @@ class FakeEngines:
     def close(self) -> None: ...
 
 
-class FakeService(Service[Any]):
+class FakeService(Service):
     """The loop of a service over such runs."""
 
     def __init__(self, config: ServiceConfig, registry: Registry) -> None:

@@ -168,6 +168,52 @@ def test_answers_survive_kill_9(model: Path, tmp_path: Path) -> None:
         require_same(killed.folder, other.save("end").result().folder)
 
 
+def test_a_load_before_the_first_step_survives_kill_9(model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", model)
+    service.write()
+    data, process = [Datum([5, 6, 7, 8], weight=0.1)], service.start()
+    try:
+        wait_for((service.folder / "control.sock").exists, process)
+        client = ServiceClient(service.folder)
+        ann = new_session(client, service, "ann")
+        reinforce(ann, 1)
+        state = ann.save("start").result().folder
+        bob = new_session(client, service, "bob", checkpoint={"save_every": 1})
+        loaded = bob.load(folder=state)
+        assert loaded.result() == 1
+        (found,) = bob.forward(data).result()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with served(service) as (client, _):
+        bob = client.session("bob")
+        assert bob.wait_open() == 1
+        assert client.control.operation("bob", loaded.id)["state"] == "done"
+        np.testing.assert_array_equal(bob.forward(data).result()[0], found)
+        reinforce(bob, 1)
+        assert bob.save().result().version == 2
+
+
+def test_gradients_that_a_pause_loses_are_named(model: Path, tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", model)
+    service.write()
+    data = [Datum([5, 6, 7, 8], weight=0.1)]
+    with served(service) as (client, _):
+        session = new_session(client, service, "ann")
+        reinforce(session, 1)
+        passed = session.forward_backward(data)
+        passed.result()
+        session.pause()
+        session.resume()
+        assert session.wait_open() == 1
+        with pytest.raises(OperationFailed, match="of before the session was opened are lost"):
+            session.optim_step().result()
+        found = client.control.operation("ann", passed.id)
+        assert (found["state"], "checkpoint of version 1" in found["reason"]) == ("lost", True)
+        reinforce(session, 1)
+        assert session.save().result().version == 2
+
+
 def test_settings_of_adam_for_one_step(model: Path, tmp_path: Path) -> None:
     service = Service(tmp_path / "service", model)
     service.write()

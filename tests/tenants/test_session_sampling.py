@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from mrl.config import Recipe
 from mrl.engines.base import Completion, EndsEngine, EngineLost, Request, RequestFailed
 from mrl.errors import InputError, RunFailed, WrongWeights
-from mrl.service.sessions import sampling
+from mrl.service.sessions import local_sampling, sampling
 from mrl.service.sessions.bodies import SampleBody
+from mrl.service.sessions.engine_samples import MAX_ENDED
+from mrl.service.sessions.local_sampling import LocalSampling
 from mrl.service.sessions.recipe import session_tree
 from mrl.service.sessions.samplers import Source
 from mrl.service.sessions.samples import Samples
-from mrl.service.sessions.sampling import MAX_ENDED, SessionSampler
+from mrl.service.sessions.sampling import SessionSampler
 from mrl.types import VersionSpan
 
 REFUSED, LETHAL = 70, 77
@@ -72,68 +75,80 @@ class Part:
             self.num_lost += 1
 
 
+@dataclass
+class Turns:
+    """A session before one engine."""
+
+    session: SessionSampler
+    engines: LocalSampling
+    part: Any
+
+
 @pytest.fixture
-def sampler(monkeypatch: pytest.MonkeyPatch) -> SessionSampler:
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Turns:
     monkeypatch.setattr(sampling, "share_bytes", lambda data: [data])
-    monkeypatch.setattr(sampling, "sum_over_ranks", int)
+    monkeypatch.setattr(local_sampling, "sum_over_ranks", int)
     tree = {"model": {"path": "x"}, "output_dir": "y", **session_tree({})}
     mesh: Any = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
     part: Any = Part()
     policy: Any = None  # which no test sends
-    return SessionSampler(
-        Recipe.model_validate(tree), mesh, part, policy, Samples(), lambda source: nullcontext()
+    engines = LocalSampling(part, policy, lambda source: nullcontext(), 0, 1)
+    return Turns(
+        SessionSampler(Recipe.model_validate(tree), mesh, Samples(), engines), engines, part
     )
 
 
 def turn(
-    sampler: SessionSampler, *tokens: int, what: str = "", **keys: Any
+    sampler: Turns, *tokens: int, what: str = "", **keys: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Ask for an answer to each token by an operation of its own; return the answers, or `what` of the
     results, and the errors."""
     given: dict[str, Any] = {"kind": "sample", "max_tokens": 4, **keys}
     body = {n: SampleBody(prompts=[[t, 1]], **given) for n, t in enumerate(tokens)}
-    sampler.begin({f"1-{n}": (each, n) for n, each in body.items()}, Source(None, 0, 0))
-    part: Any = sampler.part
+    asked = {f"1-{n}": (each, n) for n, each in body.items()}
+    sampler.session.begin(asked, Source(None, 0, 0))
     while True:
-        before = part.num_lost
-        sampler.generate()
-        sampler.end_generation(was_lost=part.num_lost > before)
-        if (found := sampler.finish()) is not None:
+        before = sampler.part.num_lost
+        sampler.engines.generate()
+        sampler.engines.end_generation(was_lost=sampler.part.num_lost > before)
+        if (found := sampler.session.finish()) is not None:
             results, failures = found
             own = {k: v["samples"][0][0]["tokens"] for k, v in results.items()}
             return ({k: v[what] for k, v in results.items()} if what else own), failures
 
 
-def test_a_refused_sample_fails_alone(sampler: SessionSampler) -> None:
+def test_a_refused_sample_fails_alone(sampler: Turns) -> None:
     results, failures = turn(sampler, 5, REFUSED, 6)
     assert results == {"1-0": [5], "1-2": [6]}
     assert list(failures) == ["1-1"]
     assert "the engine refused" in failures["1-1"]
-    engine: Any = sampler.part.endpoint
-    assert engine.calls == [[5, REFUSED, 6], [REFUSED], [6]]  # what was whole is not drawn again
+    assert sampler.part.endpoint.calls == [
+        [5, REFUSED, 6],
+        [REFUSED],
+        [6],
+    ]  # what was whole is not drawn again
     assert turn(sampler, 8) == ({"1-0": [8]}, {})
 
 
-def test_a_sample_that_ends_engines_fails_alone_after_two(sampler: SessionSampler) -> None:
+def test_a_sample_that_ends_engines_fails_alone_after_two(sampler: Turns) -> None:
     results, failures = turn(sampler, 5, LETHAL, 6)
     assert results == {"1-0": [5], "1-2": [6]}
     assert list(failures) == ["1-1"]
-    part: Any = sampler.part
-    assert part.num_lost == 2
-    sampler.check_behaviour()
+    assert sampler.part.num_lost == 2
+    sampler.session.check_behaviour()
 
 
-def test_who_ends_too_many_engines_is_paused(sampler: SessionSampler) -> None:
+def test_who_ends_too_many_engines_is_paused(sampler: Turns) -> None:
     results, failures = turn(sampler, 5, *[LETHAL] * 5, 6)
     assert results == {"1-0": [5]}
     assert len(failures) == 6
     assert sum("third time" in text for text in failures.values()) == MAX_ENDED
     with pytest.raises(RunFailed, match="have each killed the engine twice"):
-        sampler.check_behaviour()
+        sampler.session.check_behaviour()
 
 
 def test_wrong_weights_are_no_operations_own(
-    sampler: SessionSampler, monkeypatch: pytest.MonkeyPatch
+    sampler: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def generate(self: Engine, requests: Sequence[Request], **options: Any) -> Iterator[Completion]:
         raise WrongWeights("it read another's cache")
@@ -144,7 +159,7 @@ def test_wrong_weights_are_no_operations_own(
         turn(sampler, 5)
 
 
-def test_prompts_are_scored_beside_their_answers(sampler: SessionSampler) -> None:
+def test_prompts_are_scored_beside_their_answers(sampler: Turns) -> None:
     asked = {"what": "prompt_logprobs", "prompt_logprobs": True}
     results, failures = turn(sampler, 5, UNSCORED, REFUSED, 6, **asked)
     assert results == {"1-0": [[None, -1.0]], "1-3": [[None, -1.0]]}
@@ -153,33 +168,32 @@ def test_prompts_are_scored_beside_their_answers(sampler: SessionSampler) -> Non
     assert turn(sampler, 8) == ({"1-0": [8]}, {})  # not asked for
 
 
-def test_a_prompt_that_ends_engines_fails_alone(sampler: SessionSampler) -> None:
+def test_a_prompt_that_ends_engines_fails_alone(sampler: Turns) -> None:
     asked = {"what": "prompt_logprobs", "prompt_logprobs": True}
     results, failures = turn(sampler, 5, LETHAL_SCORE, 6, **asked)
     assert results == {"1-0": [[None, -1.0]], "1-2": [[None, -1.0]]}
     assert failures == {"1-1": "it died of a prompt"}
-    part: Any = sampler.part
-    assert part.num_lost == 2
+    assert sampler.part.num_lost == 2
     assert turn(sampler, 5, top_prompt_logprobs=2)[1] == {
         "1-0": "this engine does not return the likeliest tokens of prompts; leave "
         "top_prompt_logprobs out"
     }
 
 
-def test_a_sampler_that_cannot_be_read_fails_its_samples(sampler: SessionSampler) -> None:
+def test_a_sampler_that_cannot_be_read_fails_its_samples(sampler: Turns) -> None:
     def in_place(source: Source) -> Any:
         raise InputError("checkpoint iter_0000003 is damaged")
 
-    sampler._in_place = in_place
-    part: Any = sampler.part
-    part.endpoint.weight_version = 0
-    sampler._policy = SimpleNamespace(mount=lambda **keys: None)  # pyright: ignore[reportAttributeAccessIssue]
+    engines = sampler.engines
+    engines._in_place = in_place
+    sampler.part.endpoint.weight_version = 0
+    engines._policy = SimpleNamespace(mount=lambda **keys: None)  # pyright: ignore[reportAttributeAccessIssue]
     body = SampleBody(kind="sample", prompts=[[5]], max_tokens=4, sampler="x")
-    sampler.begin({"1-0": (body, 0)}, Source("x", 1 << 30, 3))
-    sampler.prepare_sync()
-    sampler.send()
-    sampler.check_sync()
-    assert not sampler.num_remaining
-    sampler.generate()
-    sampler.end_generation(was_lost=False)
-    assert sampler.finish() == ({}, {"1-0": "checkpoint iter_0000003 is damaged"})
+    sampler.session.begin({"1-0": (body, 0)}, Source("x", 1 << 30, 3))
+    engines.prepare_sync()
+    engines.send()
+    engines.check_sync()
+    assert not engines.num_remaining
+    engines.generate()
+    engines.end_generation(was_lost=False)
+    assert sampler.session.finish() == ({}, {"1-0": "checkpoint iter_0000003 is damaged"})

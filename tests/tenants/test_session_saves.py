@@ -4,19 +4,16 @@ own loss."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mrl.config import OptimizerConfig
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.service.sessions import samplers, saved
-from mrl.service.sessions import samples as kept_samples
 from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.trainer import SessionTrainer
 from mrl.types import Sample
@@ -303,36 +300,6 @@ def test_so_they_are_on_two_ranks(sizes: dict[str, int], model_path: Path, tmp_p
     arguments = model_path, sizes, make_samples(), tmp_path
     for found in run_ranks(2, saved_and_loaded, *arguments, folder=tmp_path / "out"):
         check_saves(found)
-
-
-def test_samples_are_found_by_tokens_and_log_probs() -> None:
-    kept, (one, other) = Samples(), make_samples()[:2]
-    twins = [
-        replace(one, rollout_logprobs=torch.where(one.loss_mask, value, 0.0), routing=each.routing)
-        for value, each in ((-1.0, one), (-2.0, replace(one, routing=copy(one.routing))))
-    ]
-    for name, each in zip("ab", twins, strict=True):
-        kept.keep(name, each)
-    first, second = (each.routing for each in twins)
-    tokens, given = one.token_ids, torch.full((len(one.token_ids),), -1.0)
-    assert kept.find(None, tokens, None) is second  # the newest
-    assert kept.find(None, tokens, given) is first
-    assert kept.find(None, tokens, 3 * given) is second
-    assert kept.find("a", tokens, 2 * given) is first
-    assert kept.find("c", other.token_ids, given) is None
-
-
-def test_routes_beyond_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = make_samples()[0]
-    assert one.routing is not None
-    monkeypatch.setattr(kept_samples, "MAX_ROUTE_BYTES", 2 * one.routing.num_bytes)
-    kept = Samples()
-    for name in "abc":
-        kept.keep(name, replace(one, routing=copy(one.routing)))
-    with pytest.raises(InputError, match="'a' are not kept"):
-        kept.routes_of("a", one.token_ids)
-    assert kept.find("a", one.token_ids, None) is kept.routes_of("c", one.token_ids)
-    assert kept._alike == {key: ["b", "c"] for key in kept._alike}
 
 
 def test_a_damaged_sampler_is_not_listed(tmp_path: Path) -> None:

@@ -91,6 +91,18 @@ def of_client(
     return exported(policy)
 
 
+def drop(trainer: SessionTrainer, tokens: list[int], refused: Callable[..., None]) -> None:
+    """Drop gradients, with a reason and without one, and find none before and after."""
+    refused(InputError, "optim_step")
+    for reason in ("a part was refused", None):
+        operation(trainer, "forward_backward", loss="cross_entropy", sequences=[{"tokens": tokens}])
+        if reason is None:
+            operation(trainer, "drop_gradients")
+        else:
+            refused(InputError, "drop_gradients", reason=reason)
+        refused(InputError, "optim_step")
+
+
 def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path) -> dict[str, Any]:
     mesh = join_mesh(path, sizes)
     recipe = recipe_of(path, root / "run")
@@ -116,7 +128,7 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
             operation(trainer, name, **keys)
         refusals.append(str(error.value))
 
-    refused(InputError, "optim_step")
+    drop(trainer, tokens, refused)
     huge = {**one, "logprobs": [-1e30] * len(tokens), "advantages": [-1.0] * len(tokens)}
     refused(NotFinite, "forward_backward", loss="importance_sampling", sequences=[one, huge])
     refused(InputError, "optim_step")
@@ -156,7 +168,9 @@ def check(found: dict[str, Any]) -> None:
     assert not found["same"]
     assert not found["after"]
     says = (
-        "there are no gradients",
+        "those of before the session was opened are lost",
+        "a part was refused",
+        *["there are no gradients"] * 2,
         "are not finite in the rows sequence 1",
         "forward_backward failed",
         "are not kept",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mrl.errors import InputError
-from mrl.service.sessions import operations, turns
+from mrl.service.sessions import answers, operations, turns
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.operations import Operations
 
@@ -152,3 +152,27 @@ def test_what_does_not_fit_is_refused(keys: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError) as error:
         read_body(keys, BOUNDS)
     assert says in str(error.value)
+
+
+def test_the_likeliest_tokens_count_in_a_turn(
+    queue: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All answers of a turn are there at once, and none may push out another."""
+    monkeypatch.setattr(turns, "MAX_TURN_TOKENS", 30)
+    asked = {"prompts": [[5, 6]], "max_tokens": 1, "sampler": "one"}
+    for top in (0, 5, 5, 0, 20, 0):  # 3, 13, 13, 3, 43 and 3
+        queue.post(ANN, body("sample", **asked, top_prompt_logprobs=top))
+    assert [len(taken(queue)) for _ in range(4)] == [3, 1, 1, 1]
+
+
+def test_answers_that_nobody_has_got_are_kept_longest(
+    queue: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MAX_KEPT_BYTES", 400)
+    names = [queue.post(ANN, body("save")) for _ in range(5)]
+    for number, each in enumerate(queue.take(ANN)):
+        queue.answer(ANN, each.id, result={"text": "x" * 100}, version=0)
+        if number in (1, 2):
+            assert queue.look("ann", each.id)["state"] == "done"
+    left = [name for name in names if queue._lives[ANN].answers.read(name) is not None]
+    assert left == [names[0], names[3], names[4]]

@@ -16,7 +16,7 @@ from mrl.client import Datum, OperationFailed, OperationLost, Sample, ServiceCli
 from mrl.errors import InputError
 from mrl.service.control import Control
 from mrl.service.registry import Registry
-from mrl.service.sessions import operations
+from mrl.service.sessions import answers, operations
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.operations import Operations
 from tests.tenants.parts import service, tenant
@@ -115,14 +115,14 @@ def test_the_queue_and_its_answers_are_bounded(
     posted = [session.save() for _ in range(operations.MAX_QUEUED)]
     with pytest.raises(InputError, match="has 32 operations in its queue"):
         session.save()
-    monkeypatch.setattr(operations, "MAX_KEPT", 4)
+    monkeypatch.setattr(answers, "MAX_KEPT", 4)
     for each in queue.take(ANN):
         queue.answer(ANN, each.id, result={"version": 0, "folder": "x"}, version=0)
     assert all(each.done() for each in posted[-4:])
     for forgotten in (posted[0], posted[-5]):
         with pytest.raises(InputError, match="no longer keeps its answer"):
             forgotten.done()
-    monkeypatch.setattr(operations, "KEPT_S", 0.0)
+    monkeypatch.setattr(answers, "KEPT_S", 0.0)
     time.sleep(0.01)
     assert posted[-1].done()  # the newest answer stays
     monkeypatch.setattr(operations, "MAX_QUEUED_TOKENS", 10)
@@ -204,12 +204,13 @@ def test_the_client_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_a_disaggregated_service_has_no_sessions(tmp_path: Path, model: Path) -> None:
+def test_a_disaggregated_service_has_sessions(tmp_path: Path, model: Path) -> None:
     rollout = {"placement": "disaggregated", "num_ranks": 1}
     with Registry(service(tmp_path, model, rollout=rollout)) as registry:
         keys = {"lora": {"rank": 2}, "output_dir": str(tmp_path / "x")}
-        with pytest.raises(InputError, match="engines that take turns"):
-            registry.add("ann", keys, loop="client")
+        registry.add("ann", keys, loop="client")
+        recipe = registry.recipe("ann")
+        assert (recipe.rollout.placement, recipe.asynchronous.max_staleness) == ("disaggregated", 0)
 
 
 def test_a_restart_keeps_sessions(tmp_path: Path, model: Path) -> None:

@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 import urllib.request
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -295,42 +293,16 @@ def reinforces(url: str, rank: str) -> list[Found]:
     return [policy_gradient(trainer, seed) for seed in range(3)]
 
 
-def goes_on(url: str, folder: str) -> Found:
-    """Train, and wait in the middle for the file `go` in a folder; the file `ready` says when."""
-    client, base = connected(url)
-    trainer = client.create_lora_training_client(base, rank=4, seed=5).result()
-    steps = [policy_gradient(trainer, seed) for seed in range(2)]
-    Path(folder, "ready").touch()
-    while not Path(folder, "go").exists():
-        time.sleep(0.05)
-    steps += [policy_gradient(trainer, seed) for seed in range(2, 4)]
-    return {"steps": steps, "saved": trainer.save_state("end").result().path}
-
-
-def loses(url: str, folder: str) -> Found:
-    """Post gradients, wait as above, and go on."""
-    from tinker import types
-
-    client, base = connected(url)
-    trainer = client.create_lora_training_client(base, rank=4, seed=5).result()
-    supervised = datum(PROMPT, ANSWER, weights=[1.0] * 4)
-    state = trainer.save_state("start").result().path
-    trainer.forward_backward([supervised], "cross_entropy").result()
-    Path(folder, "ready").touch()
-    while not Path(folder, "go").exists():
-        time.sleep(0.05)
-    refused = failure_of(lambda: trainer.optim_step(types.AdamParams(**ADAM)).result())
-    again = client.create_training_client_from_state_with_optimizer(state).result()
-    passed = again.forward_backward([supervised], "cross_entropy")
-    again.optim_step(types.AdamParams(**ADAM)).result()
-    return {"refused": refused, "loss": passed.result().metrics["loss:sum"]}
-
-
 PROGRAMS: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (trains, saves, sampling, refusals, download, reinforces, goes_on, loses)
+    each.__name__: each for each in (trains, saves, sampling, refusals, download, reinforces)
 }
 
-if __name__ == "__main__":
+
+def main(programs: dict[str, Callable[..., Any]]) -> None:
+    """Run the program that the command line names, and print what it has found."""
     logging.disable(logging.ERROR)
-    print(json.dumps(PROGRAMS[sys.argv[1]](*sys.argv[2:])))
+    print(json.dumps(programs[sys.argv[1]](*sys.argv[2:])))
+
+
+if __name__ == "__main__":
+    main(PROGRAMS)

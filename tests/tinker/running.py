@@ -32,9 +32,10 @@ needs_cookbook = pytest.mark.skipif(
 )
 
 
-def tinker_service(folder: Path, model: Path, **more: Any) -> Service:
+def tinker_service(folder: Path, model: Path, ranks: int = 1, **more: Any) -> Service:
     """Return a service that speaks the Tinker API, and write its configuration."""
-    service = Service(folder / "service", model)
+    folder.mkdir(exist_ok=True)
+    service = Service(folder / "service", model, ranks)
     service.write(**{"control": {"tinker": 0}, "tenants": {"max_number": 8}, **more})
     service.folder.mkdir(exist_ok=True)
     return service
@@ -65,9 +66,11 @@ def sdk_environment(key: str) -> dict[str, str]:
 
 
 def start_program(name: str, url: str, key: str, *words: str) -> subprocess.Popen[str]:
-    """Start a program of programs.py."""
+    """Start a program of programs.py or, with `fault_programs.` before its name, of that file."""
+    module, _, name = f"programs.{name}".rpartition(".")
+    module = module.removeprefix("programs.")
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.tinker.programs", name, url, *words],
+        [sys.executable, "-W", "ignore", "-m", f"tests.tinker.{module}", name, url, *words],
         cwd=ROOT, env=sdk_environment(key), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -84,5 +87,5 @@ def result_of(program: subprocess.Popen[str]) -> Any:
 
 
 def run_program(name: str, url: str, key: str, *words: str) -> Any:
-    """Return what a program of programs.py has found."""
+    """Return what a program has found: see `start_program`."""
     return result_of(start_program(name, url, key, *words))

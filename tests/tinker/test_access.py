@@ -216,12 +216,6 @@ def test_flags_of_an_adapter(api: Api) -> None:
     assert "train_mlp" in made["warning_message"]
 
 
-def test_a_disaggregated_service_has_no_such_port(tmp_path: Path, model: Path) -> None:
-    config = service(tmp_path, model, control={"tinker": 0}, rollout={"placement": "disaggregated"})
-    with Registry(config) as registry, pytest.raises(InputError, match="take turns"):
-        TinkerServer(registry)
-
-
 def test_what_was_lost_stops_a_client(tmp_path: Path, model: Path) -> None:
     """After a restart the session is at its newest checkpoint; a client that does not know must not go
     on, unless nothing was lost or it loads a checkpoint."""

@@ -83,7 +83,7 @@ def test_answers_that_were_dropped_are_not_lost(
     step(api, model, 1, folder, 1)
     step(api, model, 2, folder, 2)
     reopened(api, model, folder, 2)
-    monkeypatch.setattr("mrl.service.sessions.operations.KEPT_S", -1.0)
+    monkeypatch.setattr("mrl.service.sessions.answers.KEPT_S", -1.0)
     api.registry.operations.look(api.tenant(model).name, "00000000-1")
     row = api.server.calls.ledger.get("requests", f"{model}:1")
     assert row is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from mrl.toy_model import write_toy_model
-from tests.tenants.serving import wait_for
 from tests.tinker.running import (
     key_of,
     needs_sdk,
@@ -21,6 +19,8 @@ from tests.tinker.running import (
     tinker_service,
 )
 
+TOGETHER = {"batch_invariant": True, "context_len": 64, "max_total_tokens": 2048}
+APART = {**TOGETHER, "placement": "disaggregated", "num_ranks": 1}
 pytestmark = [needs_sdk, pytest.mark.timeout(900), pytest.mark.release]
 
 
@@ -61,32 +61,20 @@ def test_two_clients_have_the_bits_of_each_alone(model: Path, tmp_path: Path) ->
     assert not any(step["native"] for steps in together for step in steps)
 
 
-def test_a_client_goes_on_after_the_service_was_killed(model: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    service = tinker_service(tmp_path, model, control={"tinker": port})
-    key = key_of(service)
-    programs = {}
-    with served(service) as (url, process):
-        for name in ("goes_on", "loses"):
-            (tmp_path / name).mkdir()
-            programs[name] = start_program(name, url, key, str(tmp_path / name))
-        for name in programs:
-            wait_for((tmp_path / name / "ready").exists, process)
-        process.kill()
-        process.wait()
-    with served(service) as (url, process):
-        for name in programs:
-            (tmp_path / name / "go").touch()
-        found = {name: result_of(each) for name, each in programs.items()}
-        (tmp_path / "whole").mkdir()
-        (tmp_path / "whole" / "go").touch()
-        whole = run_program("goes_on", url, key, str(tmp_path / "whole"))
-    assert found["goes_on"]["steps"] == whole["steps"]
-    kind, says = found["loses"]["refused"]
-    assert (kind, "lost" in says) == ("APIStatusError", True), says
-    assert found["loses"]["loss"] > 0
+def test_engines_on_ranks_of_their_own(model: Path, tmp_path: Path) -> None:
+    """The bits are those of a service whose engine is on the trainer."""
+    found = []
+    for name, ranks, rollout in (("apart", 2, APART), ("together", 1, TOGETHER)):
+        service = tinker_service(tmp_path / name, model, ranks=ranks, rollout=rollout)
+        key = key_of(service)
+        with served(service) as (url, _):
+            if name == "apart":
+                check_trains(run_program("trains", url, key))
+                check_saves(run_program("saves", url, key))
+                check_sampling(run_program("sampling", url, key))
+            found.append(run_program("reinforces", url, key, "4"))
+    assert found[0] == found[1]
+    assert not any(step["native"] for step in found[0])
 
 
 def check_trains(found: dict) -> None:

@@ -16,7 +16,7 @@ def _work(settings: dict[str, Any]) -> None:
     plan = check(recipe, int(settings["world"]), allowed=settings["allowed"])
     engine = make_own_engine(plan, int(settings["engine"]))
     try:
-        Worker(plan, engine, settings).run(engine.owner.start)
+        Worker.of_plan(plan, engine, settings).run(engine.owner.start)
     finally:
         engine.owner.stop()
 

@@ -20,7 +20,7 @@ from mrl.engine_pool.remote.messages import Delivered, Work
 from mrl.engine_pool.remote.rendezvous import open_store
 from mrl.errors import EngineGone
 from mrl.run import console
-from mrl.scheduling.schedule import Schedule
+from mrl.scheduling.schedule import FixedSchedule, Schedule
 from mrl.scheduling.staleness import in_flight, oldest_versions
 
 S = TypeVar("S", bound=Schedule)
@@ -301,3 +301,10 @@ class Coordinator(Generic[S]):
     def _send(self, engine: int, message: Mapping[str, Any], body: bytes) -> None:
         if worker := self._workers.get(engine):
             self._connections.send(worker, message, body)
+
+
+def fixed_coordinator(
+    num_engines: int, config: AsyncConfig, hosts: Sequence[str]
+) -> Coordinator[FixedSchedule]:
+    """Return a coordinator with which each work item is done by exactly the weights that it names."""
+    return Coordinator(num_engines, config, hosts, FixedSchedule(num_engines))

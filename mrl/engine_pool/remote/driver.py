@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from mrl.collect.task import EngineTasks
+from mrl.config import Recipe
 from mrl.engine_pool.metrics import EngineMetrics
 from mrl.engine_pool.remote.activity import ActivityLog
 from mrl.engine_pool.remote.engine_owner import WorkerEngine
-from mrl.engine_pool.remote.messages import Delivered, Work
+from mrl.engine_pool.remote.jobs import Jobs
+from mrl.engine_pool.remote.messages import Work
 from mrl.engine_pool.remote.wire import Wire
 from mrl.engines.base import EngineLost
-from mrl.preflight import Plan
 from mrl.weight_sync.base import WeightReceiver
 from mrl.weight_sync.load import WeightLoader
 from mrl.weight_sync.staging import Staging
@@ -108,15 +108,15 @@ class EngineDriver:
     """Carries out work items, loads weights, and replaces a lost engine. Its methods run in the
     main thread."""
 
-    plan: Plan
+    recipe: Recipe
     engine: WorkerEngine
-    tasks: EngineTasks
+    jobs: Jobs
     wire: Wire
     main: Functions
     versions: StagedVersions
 
     def __post_init__(self) -> None:
-        rollout, model = self.plan.recipe.rollout, self.plan.recipe.model
+        rollout, model = self.recipe.rollout, self.recipe.model
         self.version: int | None = None
         """The version of the weights in the engine; None before it has loaded a version from the
         trainer."""
@@ -165,24 +165,18 @@ class EngineDriver:
     def do(self, work: Work) -> None:
         """Generate and score the groups of a work item, and send them to the trainer."""
         self.engine.budget.begin_step()
-        if work.kind == "evaluation":
-            self.activity.enter("evaluate")
-            tasks = self.tasks.of_evaluation()
-        else:
-            self.activity.enter("generate")
-            tasks = [self.tasks.of_step(work.started, work.num_wanted)]
-        while remaining := [task for task in tasks if not task.is_over]:
+        self.activity.enter("evaluate" if work.kind == "evaluation" else "generate")
+        jobs = self.jobs.of(work)
+        while remaining := [job for job in jobs if not job.is_over]:
             try:
-                for task in remaining:
-                    task.run(self.engine.endpoint)
+                for job in remaining:
+                    job.run(self.engine.endpoint)
             except EngineLost as error:
                 self.replace_engine(error)
                 self.reload()
         self.activity.enter("score")
-        for part, task in enumerate(tasks):
-            groups, num_failed = task.finish()
-            partial = task.partial if work.kind == "batch" else []
-            self.wire.send(*Delivered(groups, num_failed, partial).frame(work.work_id, part))
+        for part, job in enumerate(jobs):
+            self.wire.send(*job.finish().frame(work.work_id, part))
         self.report_metrics()
         self.engine.owner.reset_losses()
         self.wire.send({"type": "done", "work_id": work.work_id})

@@ -7,6 +7,7 @@ Each class has a method `frame`, which returns a message and its body, and a cla
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
@@ -19,15 +20,31 @@ from mrl.types import SampleGroup
 Frame = tuple[dict[str, Any], bytes]
 
 
+def _with_object(message: dict[str, Any], given: Mapping[str, Any], body: bytes) -> Frame:
+    """Return a frame whose body begins with the JSON object `given`, unless that is empty. A message
+    has little room."""
+    text = json.dumps(given).encode() if given else b""
+    return ({**message, "object_bytes": len(text)} if text else message), text + body
+
+
+def _without_object(message: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the object and the body that were given to `_with_object`."""
+    size = int(message.get("object_bytes", 0))
+    found = json.loads(body[:size]) if size else {}
+    if not isinstance(found, dict):
+        raise TypeError(f"got {type(found).__name__}, expected a JSON object")
+    return found, body[size:]
+
+
 @dataclass(frozen=True)
 class Work:
-    """A work item: it asks one engine to generate the engine's part of a batch or of the evaluation
-    sets."""
+    """A work item: it asks one engine to generate the engine's part of a batch, of the evaluation
+    sets, or of the samples that a client has asked for."""
 
     work_id: int
     """Unique within a coordinator."""
     engine: int
-    kind: Literal["batch", "evaluation"]
+    kind: Literal["batch", "evaluation", "samples"]
     version: int
     """The version of the weights to generate with."""
     num_wanted: int = 0
@@ -35,14 +52,20 @@ class Work:
     started: tuple[Started, ...] = ()
     """The groups to begin or to continue; empty for an evaluation, whose prompts the worker
     knows."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """How `samples` are drawn, as a JSON object; empty for the other kinds."""
 
     def frame(self) -> Frame:
-        rest = {key: value for key, value in vars(self).items() if key != "started"}
+        apart = ("started", "details")
+        rest = {key: value for key, value in vars(self).items() if key not in apart}
         message = {"type": "work", **rest, "seeds": [one.seed for one in self.started]}
-        return message, encode_groups([one.group for one in self.started])
+        return _with_object(
+            message, self.details, encode_groups([one.group for one in self.started])
+        )
 
     @classmethod
     def of_frame(cls, message: Mapping[str, Any], body: bytes) -> Work:
+        details, body = _without_object(message, body)
         groups = decode_groups(body)
         started = [Started(g, int(seed)) for g, seed in zip(groups, message["seeds"], strict=True)]
         return cls(
@@ -52,6 +75,7 @@ class Work:
             int(message["version"]),
             int(message["num_wanted"]),
             tuple(started),
+            details,
         )
 
     def by(self, version: int) -> Work:
@@ -73,6 +97,9 @@ class Delivered:
     """Number of samples in `groups` that could not be scored."""
     partial: list[SampleGroup] = field(default_factory=list)
     """Incomplete groups."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What else belongs to the samples that a client has asked for, as a JSON object; empty for the
+    other kinds of work."""
 
     def add(self, other: Delivered) -> None:
         """Add the groups and the number of failed samples that another engine has delivered."""
@@ -92,12 +119,13 @@ class Delivered:
             "num_failed": self.num_failed,
             "num_whole": len(self.groups),
         }
-        return message, encode_groups([*self.groups, *self.partial])
+        return _with_object(message, self.notes, encode_groups([*self.groups, *self.partial]))
 
     @classmethod
     def of_frame(cls, message: Mapping[str, Any], body: bytes) -> Delivered:
+        notes, body = _without_object(message, body)
         groups, num_whole = decode_groups(body), int(message["num_whole"])
-        return cls(groups[:num_whole], int(message["num_failed"]), groups[num_whole:])
+        return cls(groups[:num_whole], int(message["num_failed"]), groups[num_whole:], notes)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from mrl.engine_pool.engine_nodes import served_adapter
 from mrl.engine_pool.metrics import join_rounds
 from mrl.engine_pool.remote.coordinator import Coordinator
 from mrl.engine_pool.remote.engine_times import Span
+from mrl.engine_pool.remote.link import EngineLink
 from mrl.engine_pool.remote.messages import Delivered, Work
 from mrl.engine_pool.remote.rendezvous import Rendezvous
 from mrl.preflight import Plan
@@ -28,14 +29,8 @@ from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.scheduling.staleness import count_by_staleness
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
-from mrl.system.shared_memory import SharedMemory
 from mrl.types import SampleGroup, Statistics
-from mrl.weight_sync.base import WeightSender
 from mrl.weight_sync.delta import Traffic
-from mrl.weight_sync.load import CanaryMaker
-from mrl.weight_sync.quantize import quantized_buckets
-from mrl.weight_sync.transports import make_sender, transfer_device
-from parallel.implementation import choose_dtype
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 
@@ -83,22 +78,27 @@ class RemotePool:
         """`make_coordinator` is called on rank 0 with the hosts of the rollout ranks. `rendezvous`
         tells the workers the coordinator's address."""
         self._plan, self._mesh, self._rendezvous = plan, mesh, rendezvous
-        self._make_coordinator = make_coordinator
-        recipe = plan.recipe
-        self.coordinator: Coordinator[Any] | None = None
-        """The object to which the workers connect; None on ranks other than 0."""
+        self._link = EngineLink(
+            plan.recipe,
+            mesh,
+            plan.prompts,
+            rendezvous,
+            make_coordinator,
+            sends_adapter=served_adapter(plan) is not None,
+        )
         self._measured: dict[str, float] = {}
-        self._traffic = Traffic()
-        """Counts of what the weight syncs of this step have sent, summed over all ranks. They stay 0
-        unless `rollout.weight_encoding` is `delta`."""
         self._wait_s = 0.0
         """Seconds that this rank has waited for engines in this step."""
-        self._dtype = choose_dtype(recipe.rollout.engine_dtype(recipe.model))
-        self._canaries = CanaryMaker(recipe.rollout, recipe.model, plan.prompts)
-        self._sender: WeightSender | None = None
-        self._quantized = SharedMemory()
-        """On CPUs, the memory for the buckets with quantised weights."""
         self._policy: Policy | None = None
+
+    @property
+    def coordinator(self) -> Coordinator[Any] | None:
+        """The object to which the workers connect; None on ranks other than 0."""
+        return self._link.coordinator
+
+    @coordinator.setter
+    def coordinator(self, coordinator: Coordinator[Any] | None) -> None:
+        self._link.coordinator = coordinator
 
     @property
     def is_shared(self) -> bool:
@@ -108,40 +108,20 @@ class RemotePool:
 
     @phase("start")
     def start(self, policy: Policy) -> None:
-        recipe = self._plan.recipe
-        if self._mesh.rank == 0:
-            self.coordinator = self._make_coordinator(self._rendezvous.hosts())
-            self._rendezvous.invite(self.coordinator.address, self.coordinator.token)
-        address = self.ask_coordinator(lambda coordinator: coordinator.store_address)
-        device = transfer_device(sends_adapter=served_adapter(self._plan) is not None)
-        timeout_s = recipe.asynchronous.worker_timeout_s
-        rollout = recipe.rollout
-        self._sender = make_sender(
-            rollout.weight_sync, address, timeout_s, device, rollout.max_deltas
-        )
+        self._link.open()
         if self.is_shared:
             return
         if self.coordinator is not None:
-            self.coordinator.wait_until_started(recipe.rollout.start_timeout_s)
+            self.coordinator.wait_until_started(self._plan.recipe.rollout.start_timeout_s)
             self.coordinator.times.restart()
         dist.barrier()
 
     def ask_coordinator(self, ask: Callable[[Coordinator[Any]], T]) -> T:
-        """Call `ask` with rank 0's coordinator, and return the result on every rank. If `ask`
-        raises an exception, it is raised on every rank. A collective."""
-        answer: list[Any] = [None, None]
-        if self.coordinator is not None:
-            try:
-                answer[0] = ask(self.coordinator)
-            except Exception as error:
-                answer[1] = error
-        dist.broadcast_object_list(answer)
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
+        """Call `ask` with rank 0's coordinator: see `EngineLink.ask_coordinator`."""
+        return self._link.ask_coordinator(ask)
 
     def begin_step(self) -> None:
-        self._measured, self._traffic, self._wait_s = {}, Traffic(), 0.0
+        self._measured, self._link.traffic, self._wait_s = {}, Traffic(), 0.0
 
     def wait_for_room(self, step: int, clock: Clock) -> None:
         """Wait until the coordinator's schedule lets the trainer send the weights of `step`.
@@ -203,36 +183,10 @@ class RemotePool:
     def _new_delivered(self) -> Delivered | None:
         return None if self.coordinator is None else Delivered()
 
-    @phase("sync")
     def sync(self, policy: Policy, version: int) -> None:
-        policy.onload()
         self._policy = policy
-        assert self._sender is not None
-        canaries = self._canaries.make(policy)
-        pairs, present = self.ask_coordinator(lambda coordinator: coordinator.next_update(version))
-        if not pairs:
-            return  # all workers have these weights already
-        self._sender.keep(present)
-        world = self._mesh.dims.world
-        own = [pair for engine, pair in pairs if engine % world == self._mesh.rank]
-        bucket_bytes = self._plan.recipe.rollout.weight_bucket_bytes(
-            policy.export_bytes(self._dtype)
-        )
-        buckets = quantized_buckets(
-            policy.export(version, bucket_bytes, self._dtype),
-            self._plan.recipe.rollout.quantization,
-            self._quantized,
-        )
-        failed = self._sender.send(buckets, version, own, canaries)
-        sends_deltas = self._plan.recipe.rollout.max_deltas > 0
-        everywhere: list[Any] = [None] * world
-        dist.all_gather_object(everywhere, (failed, self._sender.traffic if sends_deltas else None))
-        if self.coordinator is not None:
-            self.coordinator.lose_pairs([name for names, _ in everywhere for name in names])
-        if sends_deltas:
-            for _, traffic in everywhere:
-                self._traffic.add(traffic)
-            self._measured |= self._traffic.metrics()
+        if self._link.sync(policy, version) and self._plan.recipe.rollout.max_deltas > 0:
+            self._measured |= self._link.traffic.metrics()
 
     def rollout(self, assignments: Sequence[RemoteWork], step: int, clock: Clock) -> bool:
         with clock.part("rollout"):
@@ -325,11 +279,7 @@ class RemotePool:
         return [] if self.coordinator is None else self.coordinator.times.take_spans()
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-        if self.coordinator is not None:
-            self._rendezvous.end()
-            self.coordinator.close()
+        self._link.close()
 
 
 def _accept(assigned: RemoteWork, batch: Delivered | None) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from mrl.collect.task import EngineTasks
+from mrl.config import Recipe
 from mrl.engine_pool.engine_nodes import served_adapter
 from mrl.engine_pool.remote.driver import (
     EngineDriver,
@@ -25,6 +26,7 @@ from mrl.engine_pool.remote.driver import (
     raising,
 )
 from mrl.engine_pool.remote.engine_owner import WorkerEngine
+from mrl.engine_pool.remote.jobs import Jobs, RecipeJobs
 from mrl.engine_pool.remote.messages import Work, failed_message
 from mrl.engine_pool.remote.process import PULSE_S, connect
 from mrl.engine_pool.remote.wire import Wire, WireClosed
@@ -40,24 +42,46 @@ class Worker:
     """Carries out what the trainer's messages ask of one engine, or of one of the tenants that share an
     engine, until the message `stop` comes."""
 
-    def __init__(self, plan: Plan, engine: WorkerEngine, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: WorkerEngine,
+        settings: Mapping[str, Any],
+        jobs: Jobs,
+        make_schedule: Callable[[EngineDriver], Schedule] = FixedWorks,
+        *,
+        sends_adapter: bool = True,
+    ) -> None:
         """The keys of `settings`: `server` and `token` are the address and the token of the
         trainer's server; `engine` is the number of the engine; `pulse` is the file descriptor of a
-        pipe to the supervisor. Raises WireClosed if the trainer is gone."""
+        pipe to the supervisor. The worker closes `jobs`. `sends_adapter`: whether the weights are
+        an adapter. Raises WireClosed if the trainer is gone."""
         self._engine, self._pulse_pipe = engine, int(settings["pulse"])
         self._main = Functions()
         self._is_over = False
         with ExitStack() as undo:  # release what was made if a later step fails
-            tasks = EngineTasks(plan, engine.owner.number, engine.budget, engine.user)
-            undo.callback(tasks.close)
+            undo.callback(jobs.close)
             self._wire = connect(settings)
             undo.callback(self._wire.close)
-            versions, receiver = _receive_versions(plan, self._wire, self._main)
+            versions, receiver = _receive_versions(
+                recipe, self._wire, self._main, sends_adapter=sends_adapter
+            )
             undo.callback(receiver.close)
-            self.driver = EngineDriver(plan, engine, tasks, self._wire, self._main, versions)
-            is_free = plan.recipe.asynchronous.is_free
-            self._schedule: Schedule = (Leases if is_free else FixedWorks)(self.driver)
+            self.driver = EngineDriver(recipe, engine, jobs, self._wire, self._main, versions)
+            self._schedule = make_schedule(self.driver)
             self._undo = undo.pop_all()
+
+    @classmethod
+    def of_plan(cls, plan: Plan, engine: WorkerEngine, settings: Mapping[str, Any]) -> Worker:
+        """Return the worker of a recipe."""
+        tasks = EngineTasks(plan, engine.owner.number, engine.budget, engine.user)
+        schedule: Callable[[EngineDriver], Schedule] = FixedWorks
+        if plan.recipe.asynchronous.is_free:
+            schedule = partial(Leases, plan=plan, scoring=tasks.scoring)
+        sends_adapter = served_adapter(plan) is not None
+        return cls(
+            plan.recipe, engine, settings, RecipeJobs(tasks), schedule, sends_adapter=sends_adapter
+        )
 
     def run(self, start_engine: Callable[[], None] = lambda: None) -> None:
         """Call `start_engine`, and carry out the trainer's messages until it sends `stop`.
@@ -133,15 +157,14 @@ class Worker:
 
 
 def _receive_versions(
-    plan: Plan, wire: Wire, main: Functions
+    recipe: Recipe, wire: Wire, main: Functions, *, sends_adapter: bool
 ) -> tuple[StagedVersions, WeightReceiver]:
     """Wait for the trainer's `welcome` message, and prepare to receive weights. Return the versions
     that this worker holds in host memory (none yet), and the receiver of new versions. The message has
     the name under which weights are sent to this worker (`pair`), and the address of the store through
     which the trainer's ranks and the worker find each other."""
     welcome, _ = wire.receive()
-    recipe = plan.recipe
-    device = transfer_device(sends_adapter=served_adapter(plan) is not None)
+    device = transfer_device(sends_adapter=sends_adapter)
     receiver = make_receiver(
         recipe.rollout.weight_sync,
         tuple(welcome["store"]),

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from mrl.collect.backlog import Started
+from mrl.collect.scoring import Scoring
 from mrl.collect.task import Rollout, make_rollout
 from mrl.engine_pool.engine_nodes import served_adapter
 from mrl.engine_pool.remote.driver import EngineDriver, raising
@@ -22,6 +23,7 @@ from mrl.engine_pool.remote.lease_schedule import default_groups
 from mrl.engine_pool.remote.messages import FinishedGroup, FinishedSample, LeasedGroup
 from mrl.engines.base import EngineLost, PauseMode
 from mrl.environments.concurrent import ConcurrentEpisodes
+from mrl.preflight import Plan
 from mrl.system.heartbeat import beat
 from mrl.types import SampleGroup
 
@@ -40,9 +42,10 @@ class Leases:
     """A `Schedule` that generates the groups of a worker's leases concurrently. Each lease is for
     the group of one prompt."""
 
-    def __init__(self, driver: EngineDriver) -> None:
-        plan, config = driver.plan, driver.plan.recipe.asynchronous
-        self._driver = driver
+    def __init__(self, driver: EngineDriver, plan: Plan, scoring: Scoring) -> None:
+        """`scoring` scores the groups."""
+        config = plan.recipe.asynchronous
+        self._driver, self._plan = driver, plan
         self._interrupts = config.in_flight_updates == "interrupt"
         self._pause_mode: PauseMode = "in_place" if config.kv == "keep" else "retract"
         self._max_leases = config.groups_in_flight or default_groups(
@@ -64,12 +67,12 @@ class Leases:
         self._asked: dict[str, Any] = {}
         """The last `ask` message that was sent to the trainer."""
         self._threads = ThreadPoolExecutor(self._max_leases + 1, thread_name_prefix="mrl-lease")
-        self._scoring = driver.tasks.scoring
+        self._scoring = scoring
         self._scoring.begin_step()
 
     def handle(self, message: dict[str, Any], body: bytes) -> None:
         if message.get("type") == "lease":
-            plan, leased = self._driver.plan, LeasedGroup.of_frame(message, body)
+            plan, leased = self._plan, LeasedGroup.of_frame(message, body)
             started = [Started(leased.group, leased.seed)]
             episodes = self._scoring.episodes()
             on_sample = partial(self._send_sample, leased.lease_id)

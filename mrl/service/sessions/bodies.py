@@ -10,23 +10,28 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Strict, ValidationError, model_validator
 
 from mrl.algorithms import ppo
-from mrl.config import AlgorithmConfig
+from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.config.branch import Branch
 from mrl.config.explain import first_problem
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams, check_sampling_params
 from mrl.errors import InputError
 from mrl.learn.named_losses import LOSSES, LossOptions
+from mrl.service.sessions.sequence import (
+    LARGEST,
+    PER_TOKEN,
+    Number,
+    SequenceBody,
+    TokenId,
+    factors_of,
+)
 from parallel.adam_step import AdamStep
+from parallel.hf_config import HfModel
 
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens in one operation: in its sequences, or in its prompts and the longest
 answers that it allows."""
 MAX_SEQUENCES = 4096
 """Maximum number of sequences in one operation, or of answers that it asks for."""
-LARGEST = 3.4e38
-"""The largest allowed absolute value of a number, chosen so that the number fits into float32."""
-TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
-Number = Annotated[float, Strict(), Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[int, Strict(), Field(ge=1)]
 NotNegative = Annotated[float, Strict(), Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
@@ -45,44 +50,10 @@ class Bounds:
     vocab_size: int
     context_len: int
 
-
-PER_TOKEN = ("weights", "advantages", "logprobs", "ratio_mask")
-"""The lists of a sequence with one number for each token that only losses read."""
-
-
-class SequenceBody(Branch):
-    """A sequence to train on. Index t of each list belongs to token t; the first token is never in
-    the loss."""
-
-    tokens: list[TokenId] = Field(min_length=2)
-    targets: list[TokenId] | None = None
-    """The tokens whose log-probs are in the loss and in the result, each given the tokens before its
-    index. None takes `tokens`. The first one is not used."""
-    weights: list[Number] | None = None
-    """The weight of each token in `cross_entropy` and `linear`; None gives every token the weight 1."""
-    advantages: list[Number] | None = None
-    """The advantage of each token, for losses other than `cross_entropy`. Tokens with advantage 0
-    are not in the loss."""
-    logprobs: list[Number] | None = None
-    """The log-prob with which each token was sampled, for losses other than `cross_entropy`."""
-    ratio_mask: list[Annotated[float, Strict(), Field(ge=0, le=1)]] | None = None
-    """In `gspo`, not 0 for the tokens over which the ratio of the sequence is taken. None takes the
-    tokens whose advantage is not 0."""
-    weight: Number = 1.0
-    """Factor by which the loss of the sequence is multiplied."""
-    sample: Annotated[str, Field(max_length=100)] | None = None
-    """The id of the sample whose routes (the experts that the engine's router chose) are replayed.
-    The sample must have the same tokens as this sequence. None: no routes are replayed."""
-
-    @model_validator(mode="after")
-    def _has_one_length(self) -> Self:
-        for name in ("targets", *PER_TOKEN):
-            given = getattr(self, name)
-            if given is not None and len(given) != len(self.tokens):
-                raise ValueError(
-                    f"{name} has {len(given)} numbers for {len(self.tokens)} tokens; give one each"
-                )
-        return self
+    @classmethod
+    def of(cls, model: HfModel, rollout: RolloutConfig) -> Bounds:
+        """Return the limits of a service."""
+        return cls(model.sizes.vocab_size, rollout.context_len or model.context_len)
 
 
 class ForwardBody(Branch):
@@ -165,6 +136,12 @@ class OptimStepBody(Branch):
     def settings(self) -> AdamStep:
         """Return the settings of the step."""
         return AdamStep(**self.model_dump(exclude={"kind"}))
+
+
+class DropGradientsBody(Branch):
+    kind: Literal["drop_gradients"]
+    reason: Annotated[str, Field(max_length=1000)] | None = None
+    """With a reason, the operation fails with it once the gradients are dropped."""
 
 
 class SampleBody(Branch):
@@ -261,6 +238,7 @@ Body = (
     ForwardBody
     | ForwardBackwardBody
     | OptimStepBody
+    | DropGradientsBody
     | SampleBody
     | SaveBody
     | SaveSamplerBody
@@ -269,6 +247,7 @@ Body = (
 KINDS: dict[str, type[Body]] = {
     "forward_backward": ForwardBackwardBody,
     "optim_step": OptimStepBody,
+    "drop_gradients": DropGradientsBody,
     "sample": SampleBody,
     "forward": ForwardBody,
     "save": SaveBody,
@@ -307,12 +286,6 @@ def num_tokens(body: Body) -> int:
     plus its maximum length."""
     repeats = body.n if isinstance(body, SampleBody) else 1
     return repeats * sum(len(tokens) + more for tokens, more in _lengths(body))
-
-
-def factors_of(sequence: SequenceBody) -> list[float]:
-    """Return the factor of each token in the loss: its weight, its advantage, or 1 if the sequence
-    has neither list."""
-    return sequence.weights or sequence.advantages or [1.0] * len(sequence.tokens)
 
 
 def _lengths(body: Body) -> list[tuple[Sequence[int], int]]:

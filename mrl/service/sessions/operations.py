@@ -14,14 +14,15 @@ import json
 import re
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from mrl.errors import InputError
 from mrl.run.json_lines import finite_or_null
 from mrl.service.record import name_of
+from mrl.service.sessions import answers
+from mrl.service.sessions.answers import Answers, State
 from mrl.service.sessions.bodies import Body, num_tokens
 from mrl.service.sessions.journal import Entry, Journal
 from mrl.service.sessions.turns import is_frozen, next_turn
@@ -31,13 +32,8 @@ MAX_QUEUED = 32
 MAX_QUEUED_TOKENS = 1 << 20
 MAX_FROZEN, MAX_FROZEN_TOKENS = 1024, 1 << 22
 """The same limits for samples that name a sampler, which are counted apart."""
-MAX_KEPT = 2048
-"""Maximum number of answers that are kept for a session; the oldest are dropped first."""
-MAX_KEPT_BYTES = 64 << 20
 MAX_PAST = 8
 """Maximum number of closed sessions whose answers are still kept."""
-KEPT_S = 3600.0
-"""How long an answer is kept, in seconds."""
 MAX_KEYS = 4096
 """Maximum number of idempotency keys that are remembered for an open session; the oldest are
 dropped first. A repeated request with a remembered key adds no operation."""
@@ -46,7 +42,6 @@ LOST = (
     "lost: the session was left before it was done, and is at its newest checkpoint when it is opened "
     "again"
 )
-State = Literal["queued", "running", "done", "failed", "lost"]
 
 
 class TooMany(InputError):
@@ -74,17 +69,6 @@ class Operation:
     """Whether the journal has its end."""
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The stored answer of an operation that has ended."""
-
-    state: State
-    text: bytes
-    """The result of the operation as JSON text. If the operation failed or was lost, the reason as
-    JSON text."""
-    since_s: float
-
-
 @dataclass
 class _Life:
     """The operations of a session from when it is added or resumed until it is closed."""
@@ -96,7 +80,7 @@ class _Life:
     version: int | None = None
     """The version of the session's weights; None until the session is open."""
     waiting: list[Operation] = field(default_factory=list)
-    answers: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
+    answers: Answers = field(default_factory=Answers)
     keys: OrderedDict[str, tuple[str, str]] = field(default_factory=OrderedDict)
     """For each idempotency key, the id of the operation that was posted with this key, and a digest
     of the operation's body."""
@@ -194,8 +178,7 @@ class Operations:
             mine = next((life for life in lives if operation in life.recalled), mine)
             if mine is None:
                 return {"id": operation, "state": "lost", "reason": LOST}
-            self._forget_old(mine)
-            if (answer := mine.answers.get(operation)) is not None:
+            if (answer := mine.answers.read(operation)) is not None:
                 key = "result" if answer.state == "done" else "reason"
                 return {"id": operation, "state": answer.state, key: json.loads(answer.text)}
             for each in mine.waiting:
@@ -203,7 +186,7 @@ class Operations:
                     return {"id": operation, "state": each.state}
         raise NoOperation(
             f"session {name} has no operation {operation}, or no longer keeps its answer: at most "
-            f"{MAX_KEPT} of them, for {KEPT_S:g} s"
+            f"{answers.MAX_KEPT} of them, for {answers.KEPT_S:g} s"
         )
 
     def begin(self, session: str, version: int, journal: Journal | None = None) -> None:
@@ -213,14 +196,14 @@ class Operations:
         with self._changing:
             mine = self._life(session)
             mine.version, mine.journal = version, journal
-            answers, keys = OrderedDict[str, _Answer](), OrderedDict[str, tuple[str, str]]()
-            for each in entries:
+            keys = OrderedDict[str, tuple[str, str]]()
+            for each in reversed(entries):  # some may have been posted while it was opened
                 text = json.dumps(each.answer).encode()
-                answers[each.id] = _Answer(cast(State, each.state), text, time.monotonic())
+                mine.answers.add_earlier(each.id, cast(State, each.state), text)
+            for each in entries:
                 mine.recalled[each.id] = cast(State, each.state)
                 if each.key is not None:
                     keys[each.key] = each.id, each.digest
-            mine.answers = answers | mine.answers  # some may have been posted while it was opened
             mine.keys = keys | mine.keys
 
     def cancel(self, session: str, operation: str) -> bool:
@@ -230,8 +213,7 @@ class Operations:
             for each in mine.waiting:
                 if each.id == operation and each.state == "queued":
                     mine.waiting.remove(each)
-                    text = json.dumps("cancelled").encode()
-                    mine.answers[operation] = _Answer("failed", text, time.monotonic())
+                    mine.answers.add(operation, "failed", json.dumps("cancelled").encode())
                     return True
         return False
 
@@ -254,7 +236,7 @@ class Operations:
         """Mark the operations of the life `mine` that are in one of these states as lost."""
         for each in [each for each in mine.waiting if each.state in states]:
             mine.waiting.remove(each)
-            mine.answers[each.id] = _Answer("lost", json.dumps(LOST).encode(), time.monotonic())
+            mine.answers.add(each.id, "lost", json.dumps(LOST).encode())
 
     def _keep_past(self, name: str, mine: _Life) -> None:
         """Keep the answers of `mine`, the last life of the session `name`, after the life has
@@ -297,10 +279,9 @@ class Operations:
             mine.version = version
             ended = next((each for each in mine.waiting if each.id == operation), None)
             mine.waiting = [each for each in mine.waiting if each.id != operation]
-            mine.answers[operation] = _Answer(state, text, time.monotonic())
+            mine.answers.add(operation, state, text)
             if ended is not None and ended.body.kind == "load":
                 mine.recalled[operation] = state
-            self._forget_old(mine)
 
     def note_done(self, session: str, operation: str, result: Any, version: int) -> None:
         """Write the result of an operation to the journal, before a checkpoint has its effect. The
@@ -333,17 +314,6 @@ class Operations:
         """Return the operations of a session's next turn, see `take`; empty if the queue is
         empty."""
         return next_turn(self._life(session).waiting)
-
-    def _forget_old(self, mine: _Life) -> None:
-        """Drop the oldest answers until the number, size and age of the answers are within the
-        limits. The newest answer always stays."""
-        total = sum(len(each.text) for each in mine.answers.values())
-        for operation, oldest in list(mine.answers.items())[:-1]:
-            fits = len(mine.answers) <= MAX_KEPT and total <= MAX_KEPT_BYTES
-            if fits and time.monotonic() - oldest.since_s <= KEPT_S:
-                return
-            del mine.answers[operation]
-            total -= len(oldest.text)
 
 
 def _digest(body: Body) -> str:

@@ -1,8 +1,8 @@
 """The run of a session, from when the session is opened until it is paused or removed.
 
-The run takes part in the rollout phases of a colocated service. In a turn, it carries out the
-`sample` operations at the front of its queue, and then the operations behind them up to the next
-`sample`.
+In a turn, the run carries out the `sample` operations at the front of its queue, and then the
+operations behind them up to the next `sample`. `SessionSampler.engines` takes part in the rollout
+phases of a colocated service, or in the exchange of a disaggregated one with its workers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mrl.preflight.resume import check_adapter, resume_step
 from mrl.run import console
 from mrl.run.folder import RunFolder
 from mrl.service.consensus import SERVICE_FAULTS
-from mrl.service.local_engine import SharedLocalEngine
 from mrl.service.record import engine_name, name_of
 from mrl.service.sessions.bodies import (
     KINDS,
     Body,
     ForwardBackwardBody,
+    LoadBody,
     OptimStepBody,
     SampleBody,
 )
@@ -60,7 +60,7 @@ class SessionRun:
         incarnation: str,
         weight: float,
         recipe: Recipe,
-        shared: SharedResources[SharedLocalEngine],
+        shared: SharedResources[Any],
         operations: Operations | None,
         agree: Callable[[str], str],
     ) -> None:
@@ -95,17 +95,18 @@ class SessionRun:
                 recipe, model, mesh, adapter, trains=True, base=shared.base, name=name
             )
             undo.callback(self.policy.close)
-            part = shared.engines.make_part(
+            samples = Samples()
+            self._trainer = SessionTrainer(recipe, mesh, self.folder, self.policy, samples)
+            engines = shared.engines.make_sampling(
                 engine_name(incarnation),
                 weight,
                 recipe,
                 adapter,
                 canary_prompts(model.sizes.vocab_size, recipe.rollout),
+                self.policy,
+                self._trainer.samplers.in_place,
             )
-            samples = Samples()
-            self._trainer = SessionTrainer(recipe, mesh, self.folder, self.policy, samples)
-            in_place = self._trainer.samplers.in_place
-            self.sampler = SessionSampler(recipe, mesh, part, self.policy, samples, in_place)
+            self.sampler = SessionSampler(recipe, mesh, samples, engines)
             undo.callback(self.sampler.close)
             self._trainer.resume(step)
             undo.pop_all()
@@ -203,8 +204,8 @@ class SessionRun:
             result, failure = self._carried_out(name, body)
             if failure:
                 self._trainer.note_failure(name, body)
-            if isinstance(body, OptimStepBody) and not failure:
-                self._save_if_due(name, result)
+            if isinstance(body, (OptimStepBody, LoadBody)) and not failure:
+                self._save_if_due(name, body, result)
             self._answer(name, result, failure)
             if isinstance(body, ForwardBackwardBody) and not failure:
                 self._record(partial(self._records.train, self.step, body, result))
@@ -224,12 +225,13 @@ class SessionRun:
             failure = " ".join(str(error).split()) or type(error).__name__
         return result, self._agree(failure)
 
-    def _save_if_due(self, name: str, result: Any) -> None:
-        """Save a checkpoint after every `checkpoint.save_every` optimizer steps, before the step `name`
-        is answered: a step whose answer is known is not lost. Its result is in the journal before
-        that, so that a step whose effect is in a checkpoint is never repeated."""
+    def _save_if_due(self, name: str, body: Body, result: Any) -> None:
+        """Save a checkpoint after every `checkpoint.save_every` optimizer steps and, unless that is 0,
+        after each `load`, before the operation `name` is answered: one whose answer is known is not
+        lost. Its result is in the journal before that, so that an operation whose effect is in a
+        checkpoint is never repeated."""
         every = self._recipe.checkpoint.save_every
-        if every and self.step % every == 0:
+        if every and (isinstance(body, LoadBody) or self.step % every == 0):
             if self._operations is not None:
                 self._operations.note_done(self._incarnation, name, result, self.step)
             self._trainer.save()

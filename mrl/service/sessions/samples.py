@@ -31,6 +31,16 @@ class _Kept(NamedTuple):
         return torch.equal(torch.where(self.logprobs == 0, 0.0, logprobs), self.logprobs)
 
 
+class Match(NamedTuple):
+    """The routes that a sequence replays."""
+
+    routing: RoutingTrace | None = None
+    """None if the trainer's routers choose."""
+    is_ambiguous: bool = False
+    """Whether other samples, with other routes, have the sequence's tokens, and nothing tells which of
+    them it is."""
+
+
 class Samples:
     """Keeps the routes of the newest samples, by sample id, so that training can replay them."""
 
@@ -56,18 +66,19 @@ class Samples:
             if not alike:
                 del self._alike[key]
 
-    def find(
-        self, name: str | None, tokens: Tensor, logprobs: Tensor | None
-    ) -> RoutingTrace | None:
+    def find(self, name: str | None, tokens: Tensor, logprobs: Tensor | None) -> Match:
         """Return the routes of the sample `name` if it is kept and has the tokens `tokens` i64[T]. Else
         return those of the newest kept sample with these tokens, preferably of one with these
-        `logprobs` f32[T] where the policy sampled; None if there is none."""
+        `logprobs` f32[T] where the policy sampled; none if there is none."""
         if name in self._kept and torch.equal(self._kept[name].tokens, tokens):
-            return self._kept[name].routing
+            return Match(self._kept[name].routing)
         alike = [self._kept[each] for each in self._alike.get(_digest(tokens), ())]
         same = [each for each in alike if logprobs is not None and each.was_drawn_with(logprobs)]
-        found = same or alike
-        return found[-1].routing if found else None
+        found = [each.routing for each in same or alike]
+        if not found:
+            return Match()
+        *others, newest = found
+        return Match(newest, any(not _same_routes(other, newest) for other in others))
 
     def routes_of(self, name: str, tokens: Tensor) -> RoutingTrace:
         """Return the routes of the sample with the id `name`. Raises InputError if the routes are
@@ -83,6 +94,10 @@ class Samples:
                 "ones, or leave `sample` out"
             )
         return kept.routing
+
+
+def _same_routes(one: RoutingTrace, other: RoutingTrace) -> bool:
+    return torch.equal(one.expert_ids, other.expert_ids)
 
 
 def _digest(tokens: Tensor) -> bytes:

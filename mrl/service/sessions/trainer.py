@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.config import Recipe
 from mrl.errors import InputError
@@ -20,6 +21,7 @@ from mrl.run import console
 from mrl.run.folder import RunFolder
 from mrl.service.sessions import saved
 from mrl.service.sessions.bodies import (
+    DropGradientsBody,
     ForwardBackwardBody,
     ForwardBody,
     LoadBody,
@@ -30,7 +32,7 @@ from mrl.service.sessions.bodies import (
     factors_of,
 )
 from mrl.service.sessions.samplers import Samplers
-from mrl.service.sessions.samples import Samples
+from mrl.service.sessions.samples import Match, Samples
 from parallel.checkpoint.manifest import candidates, folder_name, step_of
 from parallel.kept_gradients import KeptGradients
 from parallel.mesh import Mesh
@@ -82,6 +84,7 @@ class SessionTrainer:
             ForwardBody: self._forward,
             ForwardBackwardBody: self._forward_backward,
             OptimStepBody: self._optim_step,
+            DropGradientsBody: self._drop_gradients,
             SaveBody: self._save,
             SaveSamplerBody: self._save_sampler,
             LoadBody: self._load,
@@ -103,13 +106,11 @@ class SessionTrainer:
             self.checkpoints.finish()
 
     def _forward(self, body: ForwardBody) -> dict[str, Any]:
-        matches = body.replay == "match"
-        passed = self._steps.forward([self._weighted(s, matches=matches) for s in body.sequences])
-        return {"logprobs": passed.logprobs}
+        sequences, _ = self._weighted(body)
+        return {"logprobs": self._steps.forward(sequences).logprobs}
 
     def _forward_backward(self, body: ForwardBackwardBody) -> dict[str, Any]:
-        matches = body.replay == "match"
-        sequences = [self._weighted(each, matches=matches) for each in body.sequences]
+        sequences, ambiguous_rows = self._weighted(body)
         passed = self._steps.compute_gradients(
             sequences, LOSSES[body.loss], body.options(), scores_all=body.all_logprobs
         )
@@ -117,6 +118,7 @@ class SessionTrainer:
         loss = passed.metrics.get(self._policy.loss_key, math.nan)
         self._loss += loss
         metrics = passed.metrics | _replayed(sequences)
+        metrics["session/ambiguous_rows"] = float(ambiguous_rows)
         return {"loss": loss, "logprobs": passed.logprobs, "metrics": metrics}
 
     def _optim_step(self, body: OptimStepBody) -> dict[str, Any]:
@@ -128,7 +130,10 @@ class SessionTrainer:
                 "are dropped: begin the step again"
             )
         if not self._gradients:
-            raise InputError("there are no gradients; forward_backward comes before optim_step")
+            raise InputError(
+                "there are no gradients; forward_backward comes before optim_step, and those of before "
+                "the session was opened are lost"
+            )
         try:
             self._gradients.put_back()
             grad_norm, lr = self._policy.apply_gradients(body.settings())
@@ -137,6 +142,13 @@ class SessionTrainer:
             self._forget_gradients()
         self._next_version({"loss/policy": loss, "grad_norm": grad_norm, "lr": lr})
         return {"version": self.version, "grad_norm": grad_norm, "lr": lr}
+
+    def _drop_gradients(self, body: DropGradientsBody) -> dict[str, Any]:
+        self._failed = ""
+        self._forget_gradients()
+        if body.reason is not None:
+            raise InputError(body.reason)
+        return {"version": self.version}
 
     def _save(self, body: SaveBody) -> dict[str, Any]:
         if body.name is None:
@@ -203,36 +215,48 @@ class SessionTrainer:
             self._folder.add_metrics(row)
             console.step_line(row, name=self._policy.name)
 
-    def _weighted(self, given: SequenceBody, *, matches: bool = False) -> Weighted:
-        """Return a sequence in the form that the trainer takes. `matches`: whether it replays the
-        routes of a kept sample with its tokens, if there is one. Otherwise raises InputError if the
-        sequence names a sample although the session does not replay routes, or if the sample's routes
-        are not kept."""
-        tokens = torch.tensor(given.tokens)
-        old = None
-        if given.logprobs is not None:
-            old = torch.tensor(given.logprobs, dtype=torch.float32)
-        routing = None
+    def _weighted(self, body: ForwardBody | ForwardBackwardBody) -> tuple[list[Weighted], int]:
+        """Return the sequences of an operation in the form that the trainer takes, and the number of
+        rows of those whose routes are one sample's of several that it could be. Raises InputError as
+        `_routes` does."""
+        sequences: list[Weighted] = []
+        ambiguous_rows = 0
+        for given in body.sequences:
+            tokens, old = torch.tensor(given.tokens), None
+            if given.logprobs is not None:
+                old = torch.tensor(given.logprobs, dtype=torch.float32)
+            match = self._routes(given, tokens, old, matches=body.replay == "match")
+            ambiguous_rows += match.is_ambiguous * (len(tokens) - 1)
+            mask = None if given.ratio_mask is None else torch.tensor(given.ratio_mask) != 0
+            sequences.append(
+                Weighted(
+                    token_ids=tokens,
+                    factors=torch.tensor(factors_of(given), dtype=torch.float32),
+                    old_logprobs=old,
+                    weight=given.weight,
+                    routing=match.routing,
+                    targets=None if given.targets is None else torch.tensor(given.targets),
+                    in_loss=mask,
+                )
+            )
+        return sequences, ambiguous_rows
+
+    def _routes(
+        self, given: SequenceBody, tokens: Tensor, old: Tensor | None, *, matches: bool
+    ) -> Match:
+        """Return the routes that a sequence replays. `matches`: whether these are of a kept sample with
+        its tokens, if there is one. Otherwise raises InputError if the sequence names a sample although
+        the session does not replay routes, or if the sample's routes are not kept."""
         if matches:
-            found = self._samples.find(given.sample, tokens, old)
-            routing = found if self._replays else None
-        elif given.sample is not None:
+            return self._samples.find(given.sample, tokens, old) if self._replays else Match()
+        if given.sample is not None:
             if not self._replays:
                 raise InputError(
                     "sample names routes to replay, but the session has moe.routing_replay=off; leave "
                     "`sample` out"
                 )
-            routing = self._samples.routes_of(given.sample, tokens)
-        mask = None if given.ratio_mask is None else torch.tensor(given.ratio_mask) != 0
-        return Weighted(
-            token_ids=tokens,
-            factors=torch.tensor(factors_of(given), dtype=torch.float32),
-            old_logprobs=old,
-            weight=given.weight,
-            routing=routing,
-            targets=None if given.targets is None else torch.tensor(given.targets),
-            in_loss=mask,
-        )
+            return Match(self._samples.routes_of(given.sample, tokens))
+        return Match()
 
 
 def _replayed(sequences: Sequence[Weighted]) -> dict[str, float]:

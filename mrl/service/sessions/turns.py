@@ -13,7 +13,9 @@ from typing import Protocol, TypeVar
 from mrl.service.sessions.bodies import Body, SampleBody, SaveSamplerBody, num_tokens
 
 MAX_TURN_TOKENS = 1 << 20
-"""Maximum number of tokens of the frozen samples of a turn, unless it is a single one."""
+"""Maximum number of tokens of the frozen samples of a turn, unless it is a single one. Each of the
+likeliest tokens that a sample wants in the place of a prompt's token counts, too: all answers of a turn
+are there at once, and fit into those that are kept (`answers.MAX_KEPT_BYTES`)."""
 
 
 class Waiting(Protocol):
@@ -77,11 +79,18 @@ def _sampler(item: Waiting) -> str | None:
     return item.body.sampler if isinstance(item.body, SampleBody) else None
 
 
+def _num_top(body: Body) -> int:
+    """Return how many likeliest tokens the answer to a sample has."""
+    if not isinstance(body, SampleBody):
+        return 0
+    return body.top_prompt_logprobs * sum(map(len, body.prompts))
+
+
 def _within_limit(samples: Iterable[Item]) -> list[Item]:
     found: list[Item] = []
     total = 0
     for each in samples:
-        total += num_tokens(each.body)
+        total += num_tokens(each.body) + _num_top(each.body)
         if found and total > MAX_TURN_TOKENS:
             break
         found.append(each)

@@ -1,0 +1,126 @@
+"""Batches of which a part is refused, and samplers whose model is not there any more."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mrl.tinker.ledger import INDEXES, TABLES
+from parallel.checkpoint.manifest import write_manifest
+from tests.tinker.conftest import Api
+from tests.tinker.test_requests import PROTO, json_pass, request, sample
+from tests.tinker.test_wire import tensor
+from tests.waiting import wait_until
+
+
+def refused_pass(api: Api, content: Any, **headers: str) -> str:
+    found = api.call("forward_backward", content, **headers)
+    assert found.status_code in (400, 422), found.text
+    return found.json()["detail"]
+
+
+def step(model: str, number: int) -> dict[str, Any]:
+    return {"model_id": model, "seq_id": number, "adam_params": {}}
+
+
+@pytest.mark.parametrize("how", ["inputs", "shape", "json", "vocabulary"])
+def test_a_step_without_a_part_of_its_batch_fails(api: Api, how: str) -> None:
+    model = api.model()
+    contents: dict[str, Any] = {
+        "inputs": request(model, 2, "ppo"),
+        "shape": request(model, 2, weights=tensor([1.0, 1.0], "<f4", 1)),
+        "json": {**json_pass(model, [6, 7.7, 8]), "seq_id": 2},
+        "vocabulary": {**json_pass(model, [6, 7, 1 << 20]), "seq_id": 2},
+    }
+    assert api.call("forward_backward", request(model, 1), **PROTO).is_success
+    headers = {} if isinstance(contents[how], dict) else PROTO
+    assert "the next optim_step of this model will fail" in refused_pass(
+        api, contents[how], **headers
+    )
+    assert api.call("forward_backward", request(model, 3), **PROTO).is_success
+    for _ in range(2):  # the second is a repetition of the first
+        api.ask("optim_step", step(model, 4))
+    *passes, dropped = api.taken(model)
+    assert [each.body.kind for each in passes] == ["forward_backward"] * 2
+    body = dropped.body.model_dump()
+    assert body["kind"] == "drop_gradients"
+    assert f"forward_backward {model}:2 was refused" in body["reason"]
+    for each in passes:
+        api.answer(model, each, {"loss": 0.0, "logprobs": [], "metrics": {}})
+    api.answer(model, dropped, error=body["reason"])
+    found = api.result(f"{model}:4")
+    assert (found["category"], "begin the step again" in found["error"]) == ("user", True)
+    api.ask("optim_step", step(model, 5))
+    assert [each.body.kind for each in api.taken(model)] == ["optim_step"]
+
+
+def test_other_refusals_cost_no_step(api: Api) -> None:
+    """Those of `forward`, of another user, and those before a checkpoint is loaded."""
+    model, eve = api.model(), api.another("eve")
+    found = api.call("forward", json_pass(model, [6, 7.7, 8]))
+    assert (found.status_code, "optim_step" in found.text) == (400, False)
+    assert "optim_step" not in refused_pass(eve, json_pass(model, [6, 7.7, 8]))
+    assert api.call("forward_backward", b"\xff", **PROTO).status_code == 400
+    api.ask("optim_step", step(model, 1))
+    refused_pass(api, {**json_pass(model, [6, 7.7, 8]), "seq_id": 2})
+    load = {"kind": "load", "version": 0}
+    backend, name = api.server.calls.backend, api.tenant(model).name
+    backend.post("ann", f"{model}:3", "load_weights", name, load, {"path": "p", "model": model})
+    api.ask("optim_step", step(model, 4))
+    kinds = [each.body.kind for each in api.taken(model)]
+    assert kinds == ["optim_step", "load", "optim_step"]
+
+
+def saved_sampler(api: Api, session: str, model: str) -> str:
+    """Save a sampler without a name, as the SDK does; return its id."""
+    saved = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    api.ask("save_weights_for_sampler", saved)
+    (operation,) = api.taken(model)
+    name = operation.body.model_dump()["name"]
+    place = api.server.calls.backend.run_folder(api.tenant(model).name) / "samplers" / name
+    (place / "iter_0000000").mkdir(parents=True)
+    write_manifest(place / "iter_0000000", {"trainer": {"weights_only": True}}, {})
+    api.answer(model, operation, {"version": 0, "folder": str(place), "name": name})
+    return f"{session}:sample:0"
+
+
+@pytest.mark.parametrize("state", ["paused", "done", "removed"])
+def test_a_sampler_goes_on_from_its_checkpoint(api: Api, state: Any) -> None:
+    session = api.session()
+    model = api.model(session)
+    sampler, ledger = saved_sampler(api, session, model), api.server.calls.ledger
+    first = api.ask("asample", sample(sampler, 0))
+    (operation,) = api.taken(model)
+    api.answer(model, operation, {"samples": [[]]})
+    api.registry.move(api.tenant(model).name, state)
+    asked: list[Any] = []
+    thread = threading.Thread(target=lambda: asked.append(api.ask("asample", sample(sampler, 1))))
+    thread.start()
+
+    def hosts() -> list[Any]:
+        return [each for each in api.registry.tenants() if each.name.startswith("tk-host")]
+
+    wait_until(lambda: bool(hosts()))
+    (host,) = hosts()
+    api.registry.operations.begin(host.incarnation, 0)  # it is open now
+    thread.join(30)
+    (operation,) = api.registry.operations.take(host.incarnation)
+    assert asked[0]["sample_sequence_ids"][0] == f"{operation.id}/0/0"
+    row = ledger.get("samplers", sampler)
+    assert row is not None
+    assert operation.body.model_dump()["sampler"] == row["name"]
+    saved = api.server.calls.backend.saved(host.name, "sampler", row["name"])
+    assert saved is not None
+    assert api.ask("asample", sample(sampler, 0)) == first  # a repetition is no other request
+
+
+def test_rows_are_looked_up_by_an_index(api: Api) -> None:
+    ledger = api.server.calls.ledger
+    assert set(INDEXES) == set(TABLES)
+    columns = [(table, name) for table, names in INDEXES.items() for name in names]
+    for table, column in [*columns, *((table, names[0]) for table, names in TABLES.items())]:
+        sql = f"explain query plan select * from {table} where {column} = ? order by rowid"
+        (plan,) = ledger._run(sql, ["x"])
+        assert plan["detail"].startswith(f"SEARCH {table} USING INDEX"), plan
