@@ -94,6 +94,13 @@ def test_sentence_piece_tokens_keep_their_spaces() -> None:
     assert pieces[-1] == END
 
 
+def test_special_tokens_keep_the_mark_of_a_space() -> None:
+    """DeepSeek's vocabulary is one of byte-level BPE, and has the mark in its special tokens."""
+    tokenizer, name = byte_level(), "<|end\u2581of\u2581sentence|>"
+    tokenizer.add_special_tokens({"bos_token": name})
+    assert pieces_of(tokenizer, f"seven{name}") == ["seven", name]
+
+
 def test_ids_without_a_token_are_named() -> None:
     tokenizer = byte_level()
     assert token_pieces(tokenizer, [len(tokenizer) + 5]) == {
