@@ -111,7 +111,6 @@ class HfTensors:
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise InputError(f"{where}: expected finite, positive scales; download it again")
 
-
     def _refuse_unscaled(self, name: str) -> None:
         """Raise InputError if the weight `name` is stored in 8-bit floats and has no scales. Its
         numbers would be taken for those of the model."""

@@ -58,6 +58,18 @@ def test_float32_has_no_delta_that_pays() -> None:
     assert found.break_even == 0
 
 
+def test_quantised_weights_have_small_deltas_from_every_dtype() -> None:
+    """A step of 1e-6 changes all float32 weights, and few of their fp8 values."""
+    quantized = dataclasses.replace(WORK, quantized=True)
+    plain = delta_cost(SHAPE, DIMS, WORK, GPU)
+    for weight_bytes, most in ((2, 0.03), (4, 0.12)):  # of float32, embeddings change throughout
+        work = dataclasses.replace(quantized, weight_bytes=weight_bytes)
+        found = delta_cost(SHAPE, DIMS, work, GPU)
+        assert found.full_bytes < 0.6 * plain.full_bytes
+        assert 0.01 < found.delta_bytes / found.full_bytes < most
+        assert found.break_even > 0
+
+
 def test_only_a_recipe_with_deltas_plans_for_them() -> None:
     def names(work: Workload) -> dict[str, Row]:
         (node, *_) = roles.nodes(SHAPE, DIMS, work, GPU)

@@ -111,7 +111,7 @@ def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="config.json has no quantization_config"):
+    with pytest.raises(InputError, match=r"config\.json has no quantization_config"):
         HfTensors(HfModel.read(folder))
 
 
