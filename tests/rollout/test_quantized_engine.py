@@ -115,6 +115,21 @@ def test_a_wrong_update_is_refused(
     assert quantized_engine.endpoint.weight_version == 4
 
 
+def test_the_report_of_quantised_modules_is_compared_at_every_update(
+    quantized_engine: Engine, toy_weights: Weights, monkeypatch: pytest.MonkeyPatch
+):
+    """As if the engine computed one module less, or one more, with quantised weights."""
+    manifest = quantized_engine.core.manifest
+    known = sorted(manifest.quantized_modules)
+    for expected, says in ((known[1:], "quantised there alone: "), ([*known, "x"], "there: x")):
+        monkeypatch.setattr(manifest, "quantized_modules", set(expected))
+        with pytest.raises(RuntimeError, match=says):
+            quantized_engine.endpoint.update_weights(encoded(toy_weights, 5), 5)
+        assert quantized_engine.endpoint.weight_version is None
+    monkeypatch.undo()
+    quantized_engine.endpoint.update_weights(encoded(toy_weights, 6), 6)
+
+
 def with_stale_scale(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
     """Change one scale of the first bucket after its digest was computed."""
     for number, bucket in enumerate(buckets):

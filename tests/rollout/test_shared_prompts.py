@@ -51,9 +51,14 @@ def test_answers_do_not_depend_on_who_computed_the_prompt(engine, oracle):
 
 
 def request(
-    tokens: tuple[int, ...] = (1, 2, 3), key: str = "a", *, num_cached: int = 0, salt: str = ""
+    tokens: tuple[int, ...] = (1, 2, 3),
+    key: str = "a",
+    *,
+    num_cached: int = 0,
+    salt: str = "",
+    adapter: str | None = None,
 ) -> Any:
-    made = SimpleNamespace(extra_key=key, lora_id=None, origin_input_ids=tokens, output_ids=[])
+    made = SimpleNamespace(extra_key=key, lora_id=adapter, origin_input_ids=tokens, output_ids=[])
     made.cache_salt, made.return_logprob = salt, False
     setattr(made, path_of("Req.prefix").rpartition(".")[2], num_cached)
     made.ended = False
@@ -97,6 +102,23 @@ def test_nobody_waits_in_vain():
         assert batch(waits, **options) == waits
     salted = [request(prompt_of(4000), salt=salt) for salt in "ab"]
     assert batch(salted) == salted
+    adapted = [request(prompt_of(5000), adapter=adapter) for adapter in (None, "a", "b")]
+    assert batch(adapted) == adapted
+
+
+def test_requests_for_log_probs_of_their_prompt_compute_it():
+    """They neither wait nor are waited for. A request for log-probs of its answer alone may share."""
+
+    def scored(start: int) -> Any:
+        made = request(prompt_of(6000))
+        made.return_logprob, made.logprob_start_len = True, start
+        return made
+
+    first, other = scored(0), request(prompt_of(6000))
+    assert batch([first, other]) == [first, other]
+    assert batch([whole := scored(LONG - 2)]) == [whole]
+    alone, waiting = scored(LONG - 1), scored(-1)
+    assert batch([alone, waiting]) == []  # `other` is computing the prompt
 
 
 def test_who_waits():
