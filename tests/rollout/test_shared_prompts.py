@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_helpers import TOLERANCE, generate, make_prompts, score
+from rollout_helpers import TOLERANCE, generate, make_prompts, score, slow_steps
 
-from mrl.engines.base import SamplingParams
+from mrl.engines.base import Request, SamplingParams
 from mrl.engines.sglang.compat import path_of
 from mrl.engines.sglang.plugins.server.mrl_shared_prompts import (
     MAX_BATCHES,
@@ -48,6 +48,25 @@ def test_answers_do_not_depend_on_who_computed_the_prompt(engine, oracle):
             assert (sample.rollout_logprobs[LONG:] - expected).abs().max() < TOLERANCE
         routes = [sample.routing.expert_ids[: LONG - 1] for sample in group.samples]
         assert all(torch.equal(each, routes[0]) for each in routes)
+
+
+def test_an_abort_ends_those_who_wait_and_the_prompt_can_be_asked_again(engine):
+    """All requests of the prompt are aborted before its second batch, which others would join."""
+    (prompt,), (other,) = make_prompts(1, seed=24, num_tokens=LONG), make_prompts(1, seed=25)
+    short = Request(other.prompt_id, other.token_ids, 0, SamplingParams(1))
+    same = [
+        Request(f"{prompt.prompt_id} {i}", prompt.token_ids, i, SamplingParams(40, 40))
+        for i in range(4)
+    ]
+    reasons = {}
+    with slow_steps():
+        for done in engine.endpoint.generate([short, *same]):
+            reasons[done.request_id] = done.finish_reason
+            engine.endpoint.abort()
+    assert reasons.pop(short.request_id) == "length"
+    assert set(reasons.values()) == {"abort"}
+    assert len(reasons) == 4
+    assert cached_rows(engine, [prompt], seed=1)[0][-1] == LONG - 1
 
 
 def request(

@@ -25,6 +25,12 @@ from tests.parallel.models import write_tiny
 from tests.ranks import run_ranks
 
 
+def written(model_type: str, folder: Path) -> Path:
+    source = write_tiny(model_type, folder / "source", vocab_size=128)
+    build_tokenizer(128).save_pretrained(source)
+    return source
+
+
 def saved(path: Path, run: Path, lora: bool = False) -> None:
     """Save a model as it was loaded."""
     mesh = join_mesh(path, {})
@@ -44,8 +50,7 @@ def values_of(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_an_fp8_model_is_exported_with_the_bits_it_had(model_type: str, tmp_path: Path) -> None:
-    source, run = in_fp8(write_tiny(model_type, tmp_path / "source")), tmp_path / "run"
-    build_tokenizer(HfModel.read(source).sizes.vocab_size).save_pretrained(source)
+    source, run = in_fp8(written(model_type, tmp_path)), tmp_path / "run"
     given, values = tensors_of(source), values_of(source)
     run.mkdir()
     run_ranks(1, saved, source, run, folder=tmp_path / "ranks")
@@ -72,8 +77,7 @@ def test_an_fp8_model_is_exported_with_the_bits_it_had(model_type: str, tmp_path
 
 
 def test_other_models_are_quantised_when_they_are_exported(tmp_path: Path) -> None:
-    source, run = write_tiny("qwen3_moe", tmp_path / "source"), tmp_path / "run"
-    build_tokenizer(HfModel.read(source).sizes.vocab_size).save_pretrained(source)
+    source, run = written("qwen3_moe", tmp_path), tmp_path / "run"
     run.mkdir()
     run_ranks(1, saved, source, run, folder=tmp_path / "ranks")
     main(["export", str(run), str(tmp_path / "fp8"), "--quantization", "fp8_block"])
@@ -88,8 +92,7 @@ def test_other_models_are_quantised_when_they_are_exported(tmp_path: Path) -> No
 def test_an_adapter_is_quantised_only_with_its_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, run = write_tiny("qwen3_moe", tmp_path / "source"), tmp_path / "run"
-    build_tokenizer(HfModel.read(source).sizes.vocab_size).save_pretrained(source)
+    source, run = written("qwen3_moe", tmp_path), tmp_path / "run"
     run.mkdir()
     run_ranks(1, saved, source, run, True, folder=tmp_path / "ranks")
     words = ["export", str(run), str(tmp_path / "fp8"), "--quantization", "fp8_block"]
