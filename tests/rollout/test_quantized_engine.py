@@ -147,6 +147,29 @@ def test_int8_is_refused_on_gpus():
         check_quantization(config, rollout, "tensor", on_gpu=True)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "quantization", "message"),
+    [
+        ("qwen3_moe", "none", r"stored in fp8, .* set rollout\.quantization=fp8_block"),
+        ("qwen3_moe", "int8", r"stored in fp8, .* set rollout\.quantization=fp8_block"),
+        ("qwen3_moe", "fp8_block", None),
+        ("deepseek_v3", "none", "give the weights in bfloat16, and set it to none"),
+        ("deepseek_v3", "fp8_block", "give the weights in bfloat16, and set it to none"),
+    ],
+)
+def test_what_can_be_done_with_weights_in_fp8(
+    model_type: str, quantization: str, message: str | None
+):
+    """What one message says to set is not what the next one refuses."""
+    config = SimpleNamespace(model_type=model_type, quantization_config={"quant_method": "fp8"})
+    rollout = RolloutConfig.model_validate({"quantization": quantization, "max_response_len": 1})
+    if message is None:
+        check_quantization(config, rollout, "tensor", on_gpu=False)
+        return
+    with pytest.raises(InputError, match=message):
+        check_quantization(config, rollout, "tensor", on_gpu=False)
+
+
 TRITON = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
 
 
