@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.kernels.weight_delta import CHUNK, encode
+from mrl.kernels.weight_delta import CHUNK, PIECE_BYTES, TORCH_PIECE, encode
 from mrl.planner import cost, report, roles
 from mrl.planner.deltas import copy_seconds, delta_bytes, delta_cost
 from mrl.planner.hardware import HARDWARE
@@ -75,6 +75,13 @@ def test_only_a_recipe_with_deltas_plans_for_them() -> None:
         (node, *_) = roles.nodes(SHAPE, DIMS, work, GPU)
         return {row.name: row for row in node.rows}
 
+    def compared(work: Workload) -> set[int]:
+        found = [p for p in roles.all_phases(SHAPE, DIMS, work, GPU) if p.name == "sync"]
+        rows = [row for phase in found for row in phase.device]
+        return {row.num_bytes for row in rows if row.name == "comparison for deltas"}
+
+    assert compared(DELTAS) == {PIECE_BYTES * TORCH_PIECE}
+    assert not any(compared(WORK))
     both = delta_cost(SHAPE, DIMS, DELTAS, GPU)
     host = names(DELTAS).keys() - names(WORK).keys()
     assert host == {"last exported version, for deltas"}
