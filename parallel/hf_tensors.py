@@ -47,6 +47,8 @@ class HfTensors:
                 self._scales[name.removesuffix(SCALES)] = self._where.pop(name)
             for name in self._scales:
                 self._check_scales(name)
+        for name in self._where:
+            self._refuse_unscaled(name)
 
     def __enter__(self) -> HfTensors:
         return self
@@ -108,6 +110,20 @@ class HfTensors:
             )
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise InputError(f"{where}: expected finite, positive scales; download it again")
+
+    def _refuse_unscaled(self, name: str) -> None:
+        """Raise InputError if the weight `name` is stored in 8-bit floats and has no scales. Its
+        numbers would be taken for those of the model."""
+        dtype = self._where[name].get_slice(name).get_dtype()
+        if name in self._scales or not dtype.startswith("F8"):
+            return
+        cause = "download it again"
+        if name + SCALES in self._where:
+            cause = "config.json has no quantization_config that names them; correct it"
+        raise InputError(
+            f"model.path: {self.path}: {name} is {dtype}, expected scales {name + SCALES!r} for it; "
+            f"{cause}"
+        )
 
 
 def shape_in_words(shape: tuple[int, ...]) -> str:

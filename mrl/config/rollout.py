@@ -11,6 +11,9 @@ from mrl.config.branch import Branch, one_or_several
 from mrl.config.dtypes import Dtype
 from mrl.config.training import ModelConfig
 
+FULL_SYNC_EVERY = 20
+"""The default of `rollout.full_sync_every`."""
+
 
 class SharedRolloutConfig(Branch):
     """Configuration of a rollout engine. All runs that share the engine have the same values
@@ -142,8 +145,9 @@ class RolloutConfig(SharedRolloutConfig):
     The worker compares its result with digests from the trainer; a bucket that differs is sent again
     in full. Each trainer rank that sends weights keeps a copy of them in host memory.
     docs/rollout-weights.md says when deltas are faster."""
-    full_sync_every: int = Field(default=20, ge=2)
-    """With `weight_encoding: delta`, one in this many versions is sent to all workers in full."""
+    full_sync_every: int | None = Field(default=None, ge=2)
+    """With `weight_encoding: delta`, each worker gets one in this many versions in full. By default
+    20."""
     over_sampling: float = Field(default=1.0, ge=1)
     """Number of prompts started, as a multiple of `prompts_per_step`. The step trains on the
     prompts that finish first and does not wait for the slowest; 1 waits for all."""
@@ -186,7 +190,8 @@ class RolloutConfig(SharedRolloutConfig):
     def max_deltas(self) -> int:
         """Maximum number of consecutive versions that are sent as deltas; 0 with `weight_encoding:
         full`."""
-        return self.full_sync_every - 1 if self.weight_encoding == "delta" else 0
+        every = FULL_SYNC_EVERY if self.full_sync_every is None else self.full_sync_every
+        return every - 1 if self.weight_encoding == "delta" else 0
 
     @property
     def num_started(self) -> int:

@@ -57,7 +57,7 @@ def _piece(token: int, name: str | None, text: str) -> str:
     to."""
     if name is None:
         return f"<token {token}>"
-    if SPACE in name:
+    if SPACE in name and SPACE not in text:  # names of special tokens may have the mark itself
         return name.replace(SPACE, " ")
     if REPLACEMENT not in text:
         return text

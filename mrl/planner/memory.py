@@ -22,6 +22,9 @@ UNEVEN = 0.5
 """Surplus of expert rows that the busiest rank may get, relative to balanced routing: 0.5 means 50%
 more rows than with balanced routing."""
 COUNTED = "counted in tests/planner/test_bytes.py"
+PROOF_BYTES = 24
+"""Bytes per element of a matrix while it is quantised for engines, and its rounding errors are
+compared with their bounds (`mrl.weight_sync.quantize`). 21 were measured."""
 
 
 def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
@@ -120,7 +123,8 @@ def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
 
     - two export buffers, or one if a single buffer holds the whole model and there is one pipeline
       stage;
-    - as many buffers for quantised weights, if engines hold quantised weights;
+    - if engines hold quantised weights, as many buffers in which matrices are quantised and everything
+      else is copied, and the temporary tensors of the largest matrix;
     - the pieces of the largest parameter that other ranks send to this rank;
     - memory to merge an adapter.
     """
@@ -128,8 +132,20 @@ def export_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:
     buffer = export_buffer_bytes(shape, dims, work)
     num_buffers = 1 if dims.pp == 1 and whole <= buffer else 2
     peers = largest * (dims.tp * dims.ep * dims.etp > 1)
-    quantized = num_buffers * quantized_bytes(buffer // work.weight_bytes) * work.quantized
+    quantized = 0
+    if work.quantized:
+        exact = min(buffer, work.exact_bytes(shape))
+        packed = exact + quantized_bytes((buffer - exact) // work.weight_bytes)
+        quantized = num_buffers * packed + PROOF_BYTES * largest_matrix(shape)
     return num_buffers * buffer + quantized + peers + merging_bytes(shape, dims, work)
+
+
+def largest_matrix(shape: ModelShape) -> int:
+    """Return the number of elements of the largest matrix that engines quantise, in Hugging Face's
+    format, in which the matrices of a gated MLP are apart."""
+    has_dense = len(shape.moe_layers) < shape.num_layers
+    widths = (shape.moe_ffn, shape.dense_ffn * has_dense, shape.shared_ffn)
+    return max(*(shape.hidden * width for width in widths), *shape.attention_sizes)
 
 
 def merging_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:

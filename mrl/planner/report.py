@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mrl.planner.communication import Volume, sync_volumes, volumes
 from mrl.planner.cost import StepCost, step_cost
-from mrl.planner.deltas import CHANGED, delta_cost
+from mrl.planner.deltas import CHANGED, CHANGED_QUANTIZED, delta_cost
 from mrl.planner.flops import model_flops
 from mrl.planner.hardware import Hardware
 from mrl.planner.prefixes import prefix_gain, samples_together
@@ -188,7 +188,7 @@ def delta_table(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hard
     rows: list[tuple[str, ...]] = []
     if work.rollout_ranks:
         cost = delta_cost(shape, dims, work, gpu)
-        share = CHANGED[work.weight_bytes]
+        share = CHANGED_QUANTIZED if work.quantized else CHANGED[work.weight_bytes]
         pays = "faster" if cost.link < cost.break_even else "not faster"
         here = f"{pays} on this run's {size(cost.link)}/s"
         rows = [

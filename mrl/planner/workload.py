@@ -98,7 +98,12 @@ class Workload:
     def encoded_bytes(self, shape: ModelShape) -> int:
         """Return the bytes that a weight sync sends to an engine, after quantising."""
         matrices = shape.num_quantized if self.quantized else 0
-        return self.sent_bytes(shape) - matrices * self.weight_bytes + quantized_bytes(matrices)
+        return self.exact_bytes(shape) + quantized_bytes(matrices)
+
+    def exact_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of what a weight sync sends to an engine and does not quantise."""
+        matrices = shape.num_quantized if self.quantized else 0
+        return self.sent_bytes(shape) - matrices * self.weight_bytes
 
     @property
     def sequence_len(self) -> int:

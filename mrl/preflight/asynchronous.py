@@ -59,8 +59,7 @@ def _check_encoding(recipe: Recipe) -> None:
             "rollout.weight_encoding is delta, but lora.rollout is adapter: all of an adapter changes "
             "in a step, so a delta saves nothing; leave it at full, or set lora.rollout=merged"
         )
-    default = type(rollout).model_fields["full_sync_every"].default
-    if rollout.weight_encoding == "full" and rollout.full_sync_every != default:
+    if rollout.weight_encoding == "full" and rollout.full_sync_every is not None:
         raise InputError(
             f"rollout.full_sync_every is {rollout.full_sync_every}, but rollout.weight_encoding is "
             "full, which sends every version whole; set rollout.weight_encoding=delta, or leave it out"

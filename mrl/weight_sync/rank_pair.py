@@ -118,10 +118,12 @@ class PairSender:
     ) -> None:
         """`address` is (host, port) of the store through which the trainer rank and a worker find
         each other. `device` is the device that holds the buckets. `max_deltas` is the largest number
-        of versions in a row that are sent as deltas; 0 sends every version whole."""
+        of versions in a row that a worker gets as deltas; 0 sends every version whole."""
         self._address, self._timeout_s, self._device = address, timeout_s, device
         self._groups: dict[str, PairGroup] = {}
-        self._max_deltas, self._num_deltas = max_deltas, 0
+        self._max_deltas = max_deltas
+        self._num_deltas: dict[str, int] = {}
+        """For each worker, the number of versions that it got as deltas since its last whole one."""
         self._last = LastVersion()
         self.traffic = Traffic()
 
@@ -142,11 +144,12 @@ class PairSender:
         """
         self.traffic = Traffic()
         keeps = self._max_deltas > 0 and bool(names)
-        base = self._last.version if keeps and self._num_deltas < self._max_deltas else None
+        base = self._last.version if keeps else None
         sendings = [_Sending(name, self._join(name), self._timeout_s) for name in names]
         try:
             for sending in sendings:
-                sending.add(_first_job(version, canaries, base))
+                is_due = self._num_deltas.get(sending.name, 0) >= self._max_deltas
+                sending.add(_first_job(version, canaries, None if is_due else base))
             for sending in sendings:
                 sending.wait()
             wants_delta = any(sending.has_base for sending in sendings)
@@ -167,7 +170,9 @@ class PairSender:
                 sending.wait()
             if keeps:
                 self._last.finish()
-                self._num_deltas = 0 if base is None else self._num_deltas + wants_delta
+            for sending in sendings:
+                number = self._num_deltas.get(sending.name, 0)
+                self._num_deltas[sending.name] = number + 1 if sending.has_base else 0
         finally:
             for sending in sendings:
                 sending.add(None)
@@ -182,6 +187,7 @@ class PairSender:
 
     def keep(self, names: Collection[str]) -> None:
         self._groups = {name: group for name, group in self._groups.items() if name in names}
+        self._num_deltas = {name: num for name, num in self._num_deltas.items() if name in names}
 
     def _join(self, name: str) -> Callable[[], PairGroup]:
         def join() -> PairGroup:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mrl.cli import main
+from mrl.diagnosis.detectors.extremes import text_of
 from mrl.diagnosis.pieces import byte_alphabet, join_pieces, token_pieces
 from mrl.diagnosis.tokens import load_tokens, save_tokens
 from mrl.run.folder import RunFolder
@@ -92,6 +94,19 @@ def test_sentence_piece_tokens_keep_their_spaces() -> None:
     assert pieces[6:9] == [" minus", "\n", "seven"]
     assert pieces.count("<0x80>") == 2
     assert pieces[-1] == END
+
+
+def test_special_tokens_keep_the_mark_of_a_space() -> None:
+    """DeepSeek's vocabulary is one of byte-level BPE, and has the mark in its special tokens."""
+    tokenizer, name = byte_level(), "<|end\u2581of\u2581sentence|>"
+    tokenizer.add_special_tokens({"bos_token": name})
+    assert pieces_of(tokenizer, f"seven{name}") == ["seven", name]
+
+
+def test_a_text_before_a_token_has_whole_characters() -> None:
+    pieces = {0: "a", 1: "<0xC3>", 2: "<0xA9>", 3: " b"}
+    assert text_of(torch.tensor([0, 1, 2, 3, 9]), pieces) == "a\u00e9 b"
+    assert text_of(torch.tensor([2, 3]), pieces) == "<0xA9> b"
 
 
 def test_ids_without_a_token_are_named() -> None:

@@ -74,6 +74,7 @@ def test_a_layout_that_does_not_fit_names_the_ranks_that_train() -> None:
             "weight_encoding is delta, but lora.rollout is adapter",
         ),
         ([*APART, "rollout.full_sync_every=5"], "full_sync_every is 5, but .*weight_encoding is full"),
+        ([*APART, "rollout.full_sync_every=20"], "full_sync_every is 20, but .*is full"),
         ([*APART, "profile.steps=[3]"], "profile.engine is on"),
         ([*APART, "async.at_bound=drop"], "async.at_bound is set, but it only applies to engines"),
         ([*APART, "async.max_staleness=1", "async.deterministic=true"], "algorithm.importance is none"),

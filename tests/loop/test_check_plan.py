@@ -185,3 +185,9 @@ def test_a_config_that_cannot_be_read(qwen: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["train", str(TOY_RECIPE), "--plan"])
     assert "unrecognized arguments: --plan" in capsys.readouterr().err
+
+
+def test_check_prints_hints(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype, is_hinted in (("bfloat16", True), ("float32", False)):
+        out = planned(capsys, *toy.overrides(tmp_path, f"rollout.dtype={dtype}"))
+        assert ("hint: the engine computes logits in bfloat16" in out) == is_hinted

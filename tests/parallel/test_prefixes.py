@@ -20,6 +20,16 @@ from tests.parallel.conftest import make_sample, weighted
 from tests.parallel.shared_samples import make_groups, with_prefix, with_route, with_token
 
 
+class One:
+    """The group of a rank that is alone."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
 def routes_of(samples: list[Sample]) -> list[TokenRoutes | None]:
     return [routes_of_trace(s.routing) if s.routing else None for s in samples]
 
@@ -137,13 +147,6 @@ def test_packed_tokens_and_computed_rows(group: list[Sample]) -> None:
     assert batch.num_tokens == 48 + 36
     assert torch.equal(batch.input_ids[: plain.num_tokens], plain.input_ids)
 
-    class One:
-        def size(self) -> int:
-            return 1
-
-        def rank(self) -> int:
-            return 0
-
     context = context_slice(batch.cu_seqlens, One(), torch.device("cpu"), batch.shared)  # type: ignore[arg-type]
     assert context.index is not None
     assert context.places is not None
@@ -156,6 +159,22 @@ def test_packed_tokens_and_computed_rows(group: list[Sample]) -> None:
     packed, source = context.tokens_of_rows(slice(7, 9))
     assert packed.tolist() == [7, 8, 25, 26, 47, 48, 64, 65]
     assert source.tolist() == [0, 1] * 4
+
+
+def test_many_rows_after_a_prefix_are_several_blocks_of_queries() -> None:
+    """Otherwise all pairs of a long suffix would be computed, twice as many as are needed."""
+
+    def blocks(length: int) -> list[tuple[int, int]]:
+        bounds = torch.tensor([0, 600, 600 + length]).int()
+        shared = SharedPrefixes((0, 0), (0, 100))
+        context = context_slice(bounds, One(), torch.device("cpu"), shared)  # type: ignore[arg-type]
+        assert (context.blocks[0].offset, context.blocks[0].num_tokens) == (0, 600)  # not shared
+        return [(each.offset, each.num_tokens) for each in context.blocks[1:]]
+
+    assert blocks(100 + 511) == [(100, 511)]
+    assert blocks(100 + 512) == [(100, 256), (356, 256)]
+    assert blocks(100 + 1030) == [(100, 257), (357, 258), (615, 257), (872, 258)]
+    assert len(blocks(100 + 9000)) == 4
 
 
 def numbers(packs: list[FamilyPack]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.kernels.weight_delta import CHUNK, encode
+from mrl.kernels.weight_delta import CHUNK, PIECE_BYTES, TORCH_PIECE, encode
 from mrl.planner import cost, report, roles
 from mrl.planner.deltas import copy_seconds, delta_bytes, delta_cost
 from mrl.planner.hardware import HARDWARE
@@ -58,11 +58,30 @@ def test_float32_has_no_delta_that_pays() -> None:
     assert found.break_even == 0
 
 
+def test_quantised_weights_have_small_deltas_from_every_dtype() -> None:
+    """A step of 1e-6 changes all float32 weights, and few of their fp8 values."""
+    quantized = dataclasses.replace(WORK, quantized=True)
+    plain = delta_cost(SHAPE, DIMS, WORK, GPU)
+    for weight_bytes, most in ((2, 0.03), (4, 0.12)):  # of float32, embeddings change throughout
+        work = dataclasses.replace(quantized, weight_bytes=weight_bytes)
+        found = delta_cost(SHAPE, DIMS, work, GPU)
+        assert found.full_bytes < 0.6 * plain.full_bytes
+        assert 0.01 < found.delta_bytes / found.full_bytes < most
+        assert found.break_even > 0
+
+
 def test_only_a_recipe_with_deltas_plans_for_them() -> None:
     def names(work: Workload) -> dict[str, Row]:
         (node, *_) = roles.nodes(SHAPE, DIMS, work, GPU)
         return {row.name: row for row in node.rows}
 
+    def compared(work: Workload) -> set[int]:
+        found = [p for p in roles.all_phases(SHAPE, DIMS, work, GPU) if p.name == "sync"]
+        rows = [row for phase in found for row in phase.device]
+        return {row.num_bytes for row in rows if row.name == "comparison for deltas"}
+
+    assert compared(DELTAS) == {PIECE_BYTES * TORCH_PIECE}
+    assert not any(compared(WORK))
     both = delta_cost(SHAPE, DIMS, DELTAS, GPU)
     host = names(DELTAS).keys() - names(WORK).keys()
     assert host == {"last exported version, for deltas"}

@@ -115,6 +115,21 @@ def test_a_wrong_update_is_refused(
     assert quantized_engine.endpoint.weight_version == 4
 
 
+def test_the_report_of_quantised_modules_is_compared_at_every_update(
+    quantized_engine: Engine, toy_weights: Weights, monkeypatch: pytest.MonkeyPatch
+):
+    """As if the engine computed one module less, or one more, with quantised weights."""
+    manifest = quantized_engine.core.manifest
+    known = sorted(manifest.quantized_modules)
+    for expected, says in ((known[1:], "quantised there alone: "), ([*known, "x"], "there: x")):
+        monkeypatch.setattr(manifest, "quantized_modules", set(expected))
+        with pytest.raises(RuntimeError, match=says):
+            quantized_engine.endpoint.update_weights(encoded(toy_weights, 5), 5)
+        assert quantized_engine.endpoint.weight_version is None
+    monkeypatch.undo()
+    quantized_engine.endpoint.update_weights(encoded(toy_weights, 6), 6)
+
+
 def with_stale_scale(buckets: Iterator[WeightBucket]) -> Iterator[WeightBucket]:
     """Change one scale of the first bucket after its digest was computed."""
     for number, bucket in enumerate(buckets):
@@ -130,6 +145,29 @@ def test_int8_is_refused_on_gpus():
     check_quantization(config, rollout, "tensor", on_gpu=False)
     with pytest.raises(InputError, match="int8 on a GPU"):
         check_quantization(config, rollout, "tensor", on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantization", "message"),
+    [
+        ("qwen3_moe", "none", r"stored in fp8, .* set rollout\.quantization=fp8_block"),
+        ("qwen3_moe", "int8", r"stored in fp8, .* set rollout\.quantization=fp8_block"),
+        ("qwen3_moe", "fp8_block", None),
+        ("deepseek_v3", "none", "give the weights in bfloat16, and set it to none"),
+        ("deepseek_v3", "fp8_block", "give the weights in bfloat16, and set it to none"),
+    ],
+)
+def test_what_can_be_done_with_weights_in_fp8(
+    model_type: str, quantization: str, message: str | None
+):
+    """What one message says to set is not what the next one refuses."""
+    config = SimpleNamespace(model_type=model_type, quantization_config={"quant_method": "fp8"})
+    rollout = RolloutConfig.model_validate({"quantization": quantization, "max_response_len": 1})
+    if message is None:
+        check_quantization(config, rollout, "tensor", on_gpu=False)
+        return
+    with pytest.raises(InputError, match=message):
+        check_quantization(config, rollout, "tensor", on_gpu=False)
 
 
 TRITON = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_helpers import TOLERANCE, generate, make_prompts, score
+from rollout_helpers import TOLERANCE, generate, make_prompts, score, slow_steps
 
-from mrl.engines.base import SamplingParams
+from mrl.engines.base import Request, SamplingParams
 from mrl.engines.sglang.compat import path_of
 from mrl.engines.sglang.plugins.server.mrl_shared_prompts import (
     MAX_BATCHES,
@@ -50,10 +50,34 @@ def test_answers_do_not_depend_on_who_computed_the_prompt(engine, oracle):
         assert all(torch.equal(each, routes[0]) for each in routes)
 
 
+def test_an_abort_ends_those_who_wait_and_the_prompt_can_be_asked_again(engine):
+    """All requests of the prompt are aborted before its second batch, which others would join."""
+    (prompt,), (other,) = make_prompts(1, seed=24, num_tokens=LONG), make_prompts(1, seed=25)
+    short = Request(other.prompt_id, other.token_ids, 0, SamplingParams(1))
+    same = [
+        Request(f"{prompt.prompt_id} {i}", prompt.token_ids, i, SamplingParams(40, 40))
+        for i in range(4)
+    ]
+    reasons = {}
+    with slow_steps():
+        for done in engine.endpoint.generate([short, *same]):
+            reasons[done.request_id] = done.finish_reason
+            engine.endpoint.abort()
+    assert reasons.pop(short.request_id) == "length"
+    assert set(reasons.values()) == {"abort"}
+    assert len(reasons) == 4
+    assert cached_rows(engine, [prompt], seed=1)[0][-1] == LONG - 1
+
+
 def request(
-    tokens: tuple[int, ...] = (1, 2, 3), key: str = "a", *, num_cached: int = 0, salt: str = ""
+    tokens: tuple[int, ...] = (1, 2, 3),
+    key: str = "a",
+    *,
+    num_cached: int = 0,
+    salt: str = "",
+    adapter: str | None = None,
 ) -> Any:
-    made = SimpleNamespace(extra_key=key, lora_id=None, origin_input_ids=tokens, output_ids=[])
+    made = SimpleNamespace(extra_key=key, lora_id=adapter, origin_input_ids=tokens, output_ids=[])
     made.cache_salt, made.return_logprob = salt, False
     setattr(made, path_of("Req.prefix").rpartition(".")[2], num_cached)
     made.ended = False
@@ -97,6 +121,23 @@ def test_nobody_waits_in_vain():
         assert batch(waits, **options) == waits
     salted = [request(prompt_of(4000), salt=salt) for salt in "ab"]
     assert batch(salted) == salted
+    adapted = [request(prompt_of(5000), adapter=adapter) for adapter in (None, "a", "b")]
+    assert batch(adapted) == adapted
+
+
+def test_requests_for_log_probs_of_their_prompt_compute_it():
+    """They neither wait nor are waited for. A request for log-probs of its answer alone may share."""
+
+    def scored(start: int) -> Any:
+        made = request(prompt_of(6000))
+        made.return_logprob, made.logprob_start_len = True, start
+        return made
+
+    first, other = scored(0), request(prompt_of(6000))
+    assert batch([first, other]) == [first, other]
+    assert batch([whole := scored(LONG - 2)]) == [whole]
+    alone, waiting = scored(LONG - 1), scored(-1)
+    assert batch([alone, waiting]) == []  # `other` is computing the prompt
 
 
 def test_who_waits():

@@ -129,6 +129,22 @@ def test_every_nth_version_is_whole(address: tuple[str, int]) -> None:
     worker.finish()
 
 
+def test_a_late_worker_does_not_put_off_the_whole_version_of_another(
+    address: tuple[str, int],
+) -> None:
+    """The late one gets the version again that was the other one's last delta before a whole one."""
+    sender = PairSender(address, PATIENT_S, CPU, 2)
+    worker = Receiving(address, "one", range(5), Staging())
+    late = Receiving(address, "late", (2, 3, 4), Staging())
+    assert [send(sender, version, "one").num_full for version in range(3)] == [1, 0, 0]
+    assert send(sender, 2, "late").num_full == 1
+    assert send(sender, 3, "one", "late").num_full == 1  # that of "one"
+    assert send(sender, 4, "one", "late").num_full == 0
+    for each in (worker, late):
+        each.finish()
+        assert_same(held(each.staging), dict(tensors(4, torch.bfloat16)))
+
+
 def test_a_worker_without_the_base_gets_the_whole(
     address: tuple[str, int], sender: PairSender
 ) -> None:

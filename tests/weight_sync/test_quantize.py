@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from mrl.kernels.digest import add_digests, digests_of
 from mrl.quantization import SCHEMES, fake_quantize, is_quantized, with_rounding_noise
 from mrl.system.shared_memory import SharedMemory
 from mrl.types import WeightBucket
+from mrl.weight_sync.delta import LastVersion, Traffic
 from mrl.weight_sync.quantize import quantized_buckets
+from mrl.weight_sync.staging import Staging, header_of
 
 FP8 = SCHEMES["fp8_block"]
 LAYER = "model.layers.0."
@@ -147,6 +151,36 @@ def test_noise_changes_weights_that_are_exact_in_the_format(name: str):
     assert 1e-3 < float((noisy - exact).norm() / exact.norm()) < 0.1
     assert torch.equal(noisy, with_rounding_noise(SCHEMES[name], EXPERT, exact))
     assert with_rounding_noise(SCHEMES[name], ROUTER, exact) is exact
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_quantised_versions_travel_as_deltas(name: str):
+    """A few weights change, one of them the largest of its block, so that its scale changes too."""
+    first, last, staging = weights(), LastVersion(), Staging()
+    second = {key: weight.clone() for key, weight in first.items()}
+    second[EXPERT][3, 7] = -second[EXPERT][3, 7]
+    second[EXPERT][90, 129] *= 8
+    second["lm_head.weight"][0, :3] += 1
+    for version, given in enumerate((first, second)):
+        staging.begin(version, None, staging if version else None)
+        last.begin(version)
+        for bucket in encode(buckets(given), name):
+            assert bucket.flat is not None
+            delta = last.replace(bucket, Traffic(), wants_delta=version > 0)
+            if delta is None:
+                assert not version
+                staging.room(header_of(bucket)).copy_(bucket.flat)
+            else:
+                assert delta.payload.numel() < 0.1 * bucket.num_bytes
+                header = json.loads(json.dumps({**header_of(bucket), "delta": delta.header()}))
+                assert staging.patch(header, delta.payload) == ""
+        staging.finish()
+        last.finish()
+    expected = [pair for bucket in encode(buckets(second), name) for pair in bucket.tensors]
+    found = [pair for bucket in staging.buckets() for pair in bucket.tensors]
+    for (key, sent), (other, held) in zip(expected, found, strict=True):
+        assert (key, sent.dtype) == (other, held.dtype)
+        assert torch.equal(sent.view(torch.uint8), held.view(torch.uint8)), key
 
 
 def test_what_is_sent_has_digests_too():

@@ -84,6 +84,13 @@ def check_quantization(
     """
     key = f"rollout.quantization={rollout.quantization}"
     stored = getattr(config, "quantization_config", None)
+    is_known = config.model_type in MODEL_TYPES
+    if stored and not is_known:
+        raise InputError(
+            f"{key} with model {config.model_type!r}: the weights of model.path are stored in fp8, and "
+            f"engines hold quantised weights of {', '.join(MODEL_TYPES)} only; give the weights in "
+            "bfloat16, and set it to none"
+        )
     if stored and rollout.quantization not in ("fp8_block", "fp8_block_ue8m0"):
         raise InputError(
             f"{key}: the weights of model.path are stored in fp8, and the engine would start with "
@@ -96,7 +103,7 @@ def check_quantization(
             f"{key} on a GPU: SGLang's int8 layers cannot be loaded again after their start; set "
             "rollout.quantization=fp8_block"
         )
-    if config.model_type not in MODEL_TYPES:
+    if not is_known:
         raise InputError(
             f"{key} with model {config.model_type!r}: which of its layers SGLang quantises is known "
             f"for {', '.join(MODEL_TYPES)} only; set it to none"

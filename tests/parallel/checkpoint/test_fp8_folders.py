@@ -95,6 +95,26 @@ def test_wrong_scales_are_refused(scales: Tensor, message: str, tmp_path: Path) 
         HfTensors(HfModel.read(folder))
 
 
+def test_a_weight_without_its_scales_is_refused(tmp_path: Path) -> None:
+    """Its numbers, up to 448, would be taken for weights."""
+    folder = in_fp8(write_tiny("qwen3_moe", tmp_path))
+    tensors = tensors_of(folder)
+    name = next(name for name in tensors if name.endswith("_scale_inv"))
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=f"is F8_E4M3, expected scales '{name}' .*download"):
+        HfTensors(HfModel.read(folder))
+
+
+def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+    folder = in_fp8(write_tiny("qwen3_moe", tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"config\.json has no quantization_config"):
+        HfTensors(HfModel.read(folder))
+
+
 def test_a_dense_model_in_fp8_is_not_upcycled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
