@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from mrl.run.folder import RunFolder
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.trainer import SessionTrainer
+from mrl.system import heartbeat
 from mrl.types import Sample
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -147,11 +149,37 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
     operation(trainer, "load", version=saved["version"])
     found["loaded"] = differences(exported(policy), after)
     found["versions"].append(trainer.version)
+    found["parts"] = parts_of_passes(trainer, [tokens[:2], tokens, tokens])
     found["steps"] = [row["step"] for row in folder.read_metrics()]
     return found
 
 
+def parts_of_passes(trainer: SessionTrainer, passes: list[list[int]]) -> list[str]:
+    """The phase that the watchdog sees while the model computes, of each of some passes."""
+    with open(heartbeat.open_page(), "rb") as file:
+        page = mmap.mmap(file.fileno(), heartbeat.SIZE, access=mmap.ACCESS_READ)
+    seen: list[str] = []
+
+    def look(*_: Any) -> None:
+        seen.append(heartbeat.read_page(page).phase)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    parts = []
+    for tokens in passes:
+        seen.clear()
+        operation(trainer, "forward", sequences=[{"tokens": tokens}])
+        (part,) = set(seen)
+        parts.append(part)
+    hook.remove()
+    heartbeat.close_page()
+    return parts
+
+
 def check(found: dict[str, Any]) -> None:
+    short, long, again = found["parts"]
+    assert (short, long) == ("train:forward-2", again)
+    assert long.startswith("train:forward-")
+    assert long != short  # so the limit of a long pass is not learned from short ones
     assert found["moved"]
     assert not found["same"]
     assert not found["after"]
