@@ -132,6 +132,7 @@ def train_step(trainer: Any, tokenizer: Any, rows: list[Row], step: int, lr: flo
         "mismatch/logprob_abs_max": max(apart),
         "session/replayed_rows": metrics["session/replayed_rows:sum"],
         "session/native_rows": metrics["session/native_rows:sum"],
+        "train/shared_tokens": metrics.get("train/shared_tokens:sum", 0.0),
         "time/rollout_s": sampled - began,
         "time/train_s": trained - sampled,
         "time/step_s": trained - began,

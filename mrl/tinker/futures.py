@@ -14,7 +14,7 @@ from mrl.service.callers import Refused
 from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.messages import write_pass, write_samples
 
-COUNTS = ("session/replayed_rows", "session/native_rows")
+COUNTS = ("session/replayed_rows", "session/native_rows", "train/shared_tokens")
 """Metrics of an operation that are numbers of tokens: those of several requests are added up, others
 averaged."""
 LOST_MODEL = (

@@ -58,6 +58,7 @@ class SessionTrainer:
             mesh,
             RolloutExchange(mesh, policy.moe_layers),
             recipe.train.micro_batch_tokens,
+            share_prefixes=recipe.train.share_prefixes == "auto",
         )
         self._replays = recipe.moe.routing_replay == "r3"
         self._gradients = KeptGradients(policy)
