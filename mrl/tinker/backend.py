@@ -148,6 +148,7 @@ class Backend:
                 "clip_grad": 0.0,
             },
             "moe": {"routing_replay": routes},
+            "train": {"share_prefixes": "auto"},
             "output_dir": str(self.registry.root / "runs" / name),
             **more,
         }

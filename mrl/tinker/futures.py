@@ -14,7 +14,12 @@ from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.messages import write_pass, write_samples
 from mrl.web.limits import Refused
 
-COUNTS = ("session/replayed_rows", "session/native_rows", "session/ambiguous_rows")
+COUNTS = (
+    "session/replayed_rows",
+    "session/native_rows",
+    "session/ambiguous_rows",
+    "train/shared_tokens",
+)
 """Metrics of an operation that are numbers of tokens: those of several requests are added up, others
 averaged."""
 LOST_MODEL = (

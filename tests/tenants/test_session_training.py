@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from mrl.run.folder import RunFolder
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.samples import Samples
 from mrl.service.sessions.trainer import SessionTrainer
+from mrl.system import heartbeat
 from mrl.types import Sample
 from parallel.mesh import Mesh
 from parallel.policy import Policy
@@ -159,11 +161,37 @@ def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path
     operation(trainer, "load", version=saved["version"])
     found["loaded"] = differences(exported(policy), after)
     found["versions"].append(trainer.version)
+    found["parts"] = parts_of_passes(trainer, [tokens[:2], tokens, tokens])
     found["steps"] = [row["step"] for row in folder.read_metrics()]
     return found
 
 
+def parts_of_passes(trainer: SessionTrainer, passes: list[list[int]]) -> list[str]:
+    """The phase that the watchdog sees while the model computes, of each of some passes."""
+    with open(heartbeat.open_page(), "rb") as file:
+        page = mmap.mmap(file.fileno(), heartbeat.SIZE, access=mmap.ACCESS_READ)
+    seen: list[str] = []
+
+    def look(*_: Any) -> None:
+        seen.append(heartbeat.read_page(page).phase)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    parts = []
+    for tokens in passes:
+        seen.clear()
+        operation(trainer, "forward", sequences=[{"tokens": tokens}])
+        (part,) = set(seen)
+        parts.append(part)
+    hook.remove()
+    heartbeat.close_page()
+    return parts
+
+
 def check(found: dict[str, Any]) -> None:
+    short, long, again = found["parts"]
+    assert (short, long) == ("train:forward-2", again)
+    assert long.startswith("train:forward-")
+    assert long != short  # so the limit of a long pass is not learned from short ones
     assert found["moved"]
     assert not found["same"]
     assert not found["after"]
@@ -188,6 +216,68 @@ def check(found: dict[str, Any]) -> None:
     assert found["versions"] == [3, 4, 5]
     assert not found["loaded"]
     assert found["steps"] == [0, 1, 2, 3, 4]
+
+
+def answers(samples: list[Sample]) -> list[dict[str, Any]]:
+    """Answers to two prompts as a client of RL sends them. Those to the second prompt have no signal.
+    One target of each prompt differs from its token, and so does one of the last answer."""
+    found = []
+    for number, sample in enumerate(samples[:8]):
+        prompt = samples[(1, 3)[number // 4]].token_ids.tolist()[:24]
+        answer = sample.token_ids.tolist()[-(5 + number) :]
+        advantage = [0.5, -1.0, 2.0, -1.5, 0.0, 0.0, 0.0, 0.0][number]
+        pad, tokens = [0.0] * len(prompt), [*prompt, *answer]
+        targets = [*tokens[:4], 3, *tokens[5:]]
+        targets[-2] = tokens[-2] ^ (number == 7)
+        found.append(
+            {
+                "tokens": tokens,
+                "targets": targets,
+                "advantages": [*pad, *[advantage] * len(answer)],
+                "logprobs": [*pad, *[-5.0] * len(answer)],
+            }
+        )
+    return found
+
+
+def passes_shared_and_not(path: Path, samples: list[Sample], root: Path) -> dict[str, Any]:
+    """The log-probs, gradient norm and shared rows of a pass with and without shared prefixes."""
+    mesh = join_mesh(path, {})
+    base, found = make_base(path, mesh), dict[str, Any]()
+    for shares in ("off", "auto"):
+        recipe = recipe_of(path, root / shares)
+        train = recipe.train.model_copy(update={"share_prefixes": shares})
+        recipe = recipe.model_copy(update={"train": train})
+        policy = make(shares, path, mesh, base)
+        policy.mount()
+        policy.make_optimizer(OptimizerConfig(lr=LR))
+        folder = RunFolder(recipe.output_dir)
+        folder.open(recipe)
+        trainer = SessionTrainer(recipe, mesh, folder, policy, Samples())
+        given = operation(
+            trainer, "forward_backward", loss="importance_sampling", sequences=answers(samples),
+            all_logprobs=True,
+        )  # fmt: skip
+        stepped = operation(trainer, "optim_step")
+        rows = given["metrics"].get("train/shared_tokens", 0)
+        found[shares] = [given["logprobs"], given["loss"], stepped["grad_norm"], rows]
+        policy.close()
+    return found
+
+
+def test_answers_to_a_prompt_share_its_rows(model_path: Path, tmp_path: Path) -> None:
+    arguments = model_path, make_samples(), tmp_path
+    (found,) = run_ranks(1, passes_shared_and_not, *arguments, folder=tmp_path / "out")
+    (alone, loss, norm, none), (shared, same_loss, same_norm, rows) = found["off"], found["auto"]
+    assert none == 0
+    # two prompts of 24 tokens, whose last row each answer has for itself; the last answer shares none
+    assert rows == (3 + 2) * 23
+    for one, other in zip(alone, shared, strict=True):
+        assert other == pytest.approx(one, abs=1e-5)
+        assert min(one[1:]) < 0
+    assert same_loss == pytest.approx(loss, rel=1e-5)
+    assert same_norm == pytest.approx(norm, rel=1e-4)
+    assert norm > 0
 
 
 def test_an_sft_loop_of_a_client_has_the_bits_of_sft(model_path: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "seed": (),
     "output_dir": (),
     "moe": ("routing_replay",),
-    "train": ("micro_batch_tokens",),
+    "train": ("micro_batch_tokens", "share_prefixes"),
     "rollout": ("temperature",),
     "checkpoint": ("keep", "save_every"),
 }

@@ -33,6 +33,7 @@ from mrl.service.sessions.bodies import (
 )
 from mrl.service.sessions.samplers import Samplers
 from mrl.service.sessions.samples import Match, Samples
+from mrl.system.heartbeat import phase
 from parallel.checkpoint.manifest import candidates, folder_name, step_of
 from parallel.kept_gradients import KeptGradients
 from parallel.mesh import Mesh
@@ -59,6 +60,7 @@ class SessionTrainer:
             mesh,
             RolloutExchange(mesh, policy.moe_layers),
             recipe.train.micro_batch_tokens,
+            share_prefixes=recipe.train.share_prefixes == "auto",
         )
         self._replays = recipe.moe.routing_replay == "r3"
         self._gradients = KeptGradients(policy)
@@ -89,7 +91,8 @@ class SessionTrainer:
             SaveSamplerBody: self._save_sampler,
             LoadBody: self._load,
         }
-        return actions[type(body)](body)
+        with phase(part_of(body, self._recipe.train.micro_batch_tokens)):
+            return actions[type(body)](body)
 
     def note_failure(self, name: str, body: Any) -> None:
         """Record that an operation failed. If it is a forward_backward, the next optimizer step is
@@ -257,6 +260,21 @@ class SessionTrainer:
                 )
             return Match(self._samples.routes_of(given.sample, tokens))
         return Match()
+
+
+def part_of(body: Any, micro_batch_tokens: int) -> str:
+    """Return the part of the phase `train` in which an operation is carried out.
+
+    The watchdog learns the limit of each part by itself. Operations of different kinds have different
+    parts, and so have passes whose micro-batches differ by a factor of two or more: a client may begin
+    with a pass over ten tokens, and its next one may take a thousand times as long.
+    """
+    sequences = getattr(body, "sequences", None)
+    if sequences is None:
+        return f"train:{body.kind}"
+    lengths = [len(each.tokens) for each in sequences]
+    largest = max(*lengths, min(sum(lengths), micro_batch_tokens))
+    return f"train:{body.kind}-{largest.bit_length()}"
 
 
 def _replayed(sequences: Sequence[Weighted]) -> dict[str, float]:
