@@ -1,12 +1,13 @@
 """This module runs an RL loop by the unmodified Tinker SDK beside `mrl train`, on SmolLM2-135M.
 
     make tinker-smollm                              # both; each continues where it stopped
-    make tinker-smollm BENCH_ARGS="--only sdk"      # or mrl
+    make tinker-smollm BENCH_ARGS="--only sdk"      # or mrl, or same
 
-Both train an adapter of rank 16 on the same prompts in the same order, with as many samples, by GSPO
-and Adam (launch/recipes/smollm.yaml). The SDK's side is `benchmarks.tinker_smollm_loop` against `mrl
-serve`. Each side runs alone with one thread for each process. CPU seconds are those of all its
-processes; other work on the machine changes them less than the seconds of a clock.
+All sides train an adapter of rank 16 by GSPO and Adam (launch/recipes/smollm.yaml), with the prompts in
+the same order: `mrl train`; the SDK's loop (`benchmarks.tinker_smollm_loop`) against `mrl serve`; and
+the SDK on the very samples of `mrl train`, whose gradients have to be the same. Each side runs alone
+with one thread for each process. CPU seconds are those of all its processes; other work on the machine
+changes them less than the seconds of a clock.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ from rich.table import Table
 from benchmarks.evidence.digest import ROOT
 from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.smollm.measure import RECIPE, SET, TOLERANCE, WORK, Z, prepare
+from mrl.diagnosis.tokens import load_tokens
 from mrl.tinker.keys import Keys
 
 SDK = ROOT / ".venv" / "tinker"
 MODEL = ROOT / ".venv" / "smollm"
 LOOP = "benchmarks.tinker_smollm_loop"
+SIDES = {"mrl": "mrl train", "sdk": "SDK", "same": "SDK, mrl train's samples"}
+SAME = 1e-3
+"""The bound for the relative difference of gradient norms on the same samples."""
 RANK, LR = 16, 3e-4
 POLL_S = 0.5
 START_LIMIT_S = 900.0
@@ -118,9 +123,33 @@ def train_by_mrl(folder: Path, steps: int) -> None:
         raise RuntimeError(f"mrl train ended with exit code {code}")
 
 
-def train_by_sdk(folder: Path, steps: int) -> None:
-    """Run the loop by the SDK against a service, or go on with it."""
-    out, service = folder / "sdk_run", folder / "service"
+def write_samples(run: Path, folder: Path, steps: int) -> None:
+    """Write the samples of the steps of a run as rows that the loop reads."""
+    folder.mkdir(exist_ok=True)
+    for step in range(steps):
+        record = load_tokens(run / f"tokens/step_{step:06d}.safetensors")
+        rows = read_rows(run / f"rollouts/step_{step:06d}.jsonl")
+        if not len(rows) == record.num_samples == record.num_samples_of_step:
+            raise RuntimeError(f"the record of step {step} has not all of its samples")
+        lines = []
+        for i, row in enumerate(rows):
+            part, first = record.sample(i), row["prompt_len"]
+            tokens, logprobs = record.token_ids[part], record.rollout_logprobs[part]
+            sample = {
+                "prompt": tokens[:first].tolist(),
+                "tokens": tokens[first:].tolist(),
+                "logprobs": logprobs[first:].tolist(),
+                "reward": row["reward"],
+            }
+            lines.append(json.dumps(sample) + "\n")
+        (folder / f"{step:06d}.jsonl").write_text("".join(lines))
+
+
+def train_by_sdk(folder: Path, steps: int, samples: Path | None = None) -> None:
+    """Run the loop by the SDK against a service, or go on with it. `samples`: a folder of
+    `write_samples`; None lets the loop sample."""
+    side = "sdk" if samples is None else "same"
+    out, service = folder / f"{side}_run", folder / "service"
     out.mkdir(parents=True, exist_ok=True)
     service.mkdir(exist_ok=True)
     config = {
@@ -151,11 +180,12 @@ def train_by_sdk(folder: Path, steps: int) -> None:
             TINKER_TELEMETRY="0",
         )
         words = ["--data", WORK / "data", "--output", out, "--steps", steps, "--rank", RANK]
+        words += [] if samples is None else ["--samples", samples]
         loop = subprocess.Popen(
             [sys.executable, "-m", LOOP, *map(str, words), "--lr", str(LR)], cwd=ROOT, env=own
         )
         try:
-            with timed(out / "metrics.jsonl", folder / "sdk_cpu.jsonl", serving.pid, loop.pid):
+            with timed(out / "metrics.jsonl", folder / f"{side}_cpu.jsonl", serving.pid, loop.pid):
                 code = loop.wait()
         finally:
             loop.kill()
@@ -195,6 +225,7 @@ def figures(rows: list[Row], cpu: list[Row], evals: list[dict[str, float]]) -> R
     return {
         "steps": len(rows),
         "rewards": [row["reward/mean"] for row in rows],
+        "grad_norms": [row["grad_norm"] for row in rows],
         "held_out": evals,
         "tokens_per_step": per_step,
         "step_s": step_s,
@@ -215,10 +246,18 @@ def found_by_mrl(folder: Path, steps: int) -> Row:
     return figures(read_rows(run / "metrics.jsonl"), read_rows(folder / "mrl_cpu.jsonl"), held_out)
 
 
-def found_by_sdk(folder: Path) -> Row:
-    run = folder / "sdk_run"
+def found_by_sdk(folder: Path, side: str) -> Row:
+    run = folder / f"{side}_run"
     held_out = [json.loads((run / name).read_text()) for name in ("before", "after")]
-    return figures(read_rows(run / "metrics.jsonl"), read_rows(folder / "sdk_cpu.jsonl"), held_out)
+    return figures(
+        read_rows(run / "metrics.jsonl"), read_rows(folder / f"{side}_cpu.jsonl"), held_out
+    )
+
+
+def relative_differences(ones: list[float], others: list[float]) -> list[float]:
+    """Return |a - b| / b of each pair; 0 where both are 0."""
+    pairs = zip(ones, others, strict=True)
+    return [abs(a - b) / max(b, 1e-12) if a != b else 0.0 for a, b in pairs]
 
 
 def checks(sides: dict[str, Row]) -> list[tuple[str, bool]]:
@@ -230,11 +269,14 @@ def checks(sides: dict[str, Row]) -> list[tuple[str, bool]]:
         required.append((f"{name}: held-out avg@4 rises beyond both confidence intervals", rise))
         held = found["mismatch_max"] < TOLERANCE
         required.append((f"{name}: |engine - trainer| of a log-prob is below {TOLERANCE:g}", held))
-    last = [found["held_out"][1] for found in sides.values()]
-    apart = abs(last[0]["avg"] - last[1]["avg"])
+    ours, same = sides[SIDES["mrl"]], sides[SIDES["same"]]
+    apart = relative_differences(same["grad_norms"], ours["grad_norms"])
+    required.append((f"on the same samples, gradient norms differ by at most {SAME:g}",
+                     max(apart) < SAME))  # fmt: skip
+    last = [found["held_out"][1] for found in (ours, same)]
     spread = Z * sum(each["stderr"] ** 2 for each in last) ** 0.5
-    required.append(("both reach the same, within the 95% interval of the difference",
-                     apart < spread))  # fmt: skip
+    required.append(("on the same samples, both reach the same held-out avg@4 (95% interval)",
+                     abs(last[0]["avg"] - last[1]["avg"]) < spread))  # fmt: skip
     return required
 
 
@@ -258,21 +300,25 @@ def show(sides: dict[str, Row]) -> None:
 
 
 def main() -> None:
-    """Run the two sides, print the table and write benchmarks/results/tinker_smollm.json."""
+    """Run the sides, print the table and write benchmarks/results/tinker_smollm.json."""
     parser = argparse.ArgumentParser(prog="make tinker-smollm", description=summary(__doc__))
-    parser.add_argument("--steps", type=int, default=12, help="of each side")
-    parser.add_argument("--only", choices=("mrl", "sdk"), help="run one side, and record nothing")
+    parser.add_argument("--steps", type=int, default=10, help="of each side")
+    parser.add_argument("--only", choices=SIDES, help="run one side, and record nothing")
     options = parser.parse_args()
     folder = WORK / "tinker"
     prepare(MODEL)
     folder.mkdir(parents=True, exist_ok=True)
-    if options.only != "sdk":
+    if options.only in (None, "mrl"):
         train_by_mrl(folder, options.steps)
-    if options.only != "mrl":
+    if options.only in (None, "sdk"):
         train_by_sdk(folder, options.steps)
+    if options.only in (None, "same"):
+        write_samples(folder / "mrl_run", folder / "samples", options.steps)
+        train_by_sdk(folder, options.steps, folder / "samples")
     if options.only is not None:
         return
-    sides = {"mrl train": found_by_mrl(folder, options.steps), "SDK": found_by_sdk(folder)}
+    sides = {SIDES["mrl"]: found_by_mrl(folder, options.steps)}
+    sides |= {SIDES[name]: found_by_sdk(folder, name) for name in ("sdk", "same")}
     show(sides)
     verdicts = checks(sides)
     for text, holds in verdicts:

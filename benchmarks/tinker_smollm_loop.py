@@ -5,8 +5,8 @@
 
 It does what `mrl train` does with that recipe and LoRA: the prompts in the order of the file, GSPO with
 the recipe's clip range, normalised advantages, one step of Adam for 64 answers. Nothing here is of mrl
-but the reward. `benchmarks.tinker_smollm` runs it beside `mrl train`. Started again, it continues after
-its last step.
+but the reward. `benchmarks.tinker_smollm` runs it beside `mrl train`. With `--samples` it trains on the
+samples of a run of `mrl train`, and draws none. Started again, it continues after its last step.
 
 Dimensions: P prompts, G answers to a prompt.
 """
@@ -37,10 +37,11 @@ Row = dict[str, Any]
 
 
 class Scored(NamedTuple):
-    """An answer to a prompt, and its reward."""
+    """The tokens of a prompt and of an answer, the answer's log-probs, and its reward."""
 
-    prompt: types.ModelInput
-    answer: types.SampledSequence
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
     reward: float
 
 
@@ -59,24 +60,26 @@ def sample(sampler: Any, tokenizer: Any, rows: list[Row], group: int, seed: int)
         params = types.SamplingParams(
             max_tokens=MAX_TOKENS, seed=seed + number, stop=[tokenizer.eos_token_id]
         )
-        futures_P.append((prompt, sampler.sample(prompt, group, params)))
+        futures_P.append((prompt.to_ints(), sampler.sample(prompt, group, params)))
     found = []
     for row, (prompt, future) in zip(rows, futures_P, strict=True):
         answers_G = future.result().sequences
         texts_G = [tokenizer.decode(a.tokens, skip_special_tokens=True) for a in answers_G]
         rewards_G = reward([], texts_G, answer=[row["answer"]] * group)
-        pairs = zip(answers_G, rewards_G, strict=True)
-        found += [Scored(prompt, answer, value) for answer, value in pairs]
+        found += [
+            Scored(prompt, list(answer.tokens), list(answer.logprobs or []), value)
+            for answer, value in zip(answers_G, rewards_G, strict=True)
+        ]
     return found
 
 
 def datum(scored: Scored, advantage: float, num_answers: int) -> types.Datum:
     """Return an answer as a datum; the loss is the mean over answers of the mean over their tokens."""
-    prompt, answer = scored.prompt.to_ints(), list(scored.answer.tokens)
+    prompt, answer = scored.prompt, scored.tokens
     tokens, pad = [*prompt, *answer], [0.0] * (len(prompt) - 1)
     share = advantage / (num_answers * len(answer))
     values = {
-        "logprobs": list(scored.answer.logprobs or []),
+        "logprobs": scored.logprobs,
         "advantages": [share] * len(answer),
         "sequence_ratio_mask": [1.0] * len(answer),
     }
@@ -97,11 +100,17 @@ def advantages(answers: list[Scored], group: int) -> list[float]:
     return found
 
 
-def train_step(trainer: Any, tokenizer: Any, rows: list[Row], step: int, lr: float) -> Row:
-    """Sample, score and train one step; return its row of metrics, with the names of mrl's."""
-    began = time.time()
+def sample_step(trainer: Any, tokenizer: Any, train: list[Row], step: int) -> list[Scored]:
+    """Return the scored answers of a step."""
+    first = step * NUM_PROMPTS
+    rows = [train[i % len(train)] for i in range(first, first + NUM_PROMPTS)]
     sampler = trainer.save_weights_and_get_sampling_client().result()
-    answers = sample(sampler, tokenizer, rows, GROUP, step * NUM_PROMPTS)
+    return sample(sampler, tokenizer, rows, GROUP, first)
+
+
+def train_step(trainer: Any, answers: list[Scored], step: int, lr: float, began: float) -> Row:
+    """Train on the answers of a step; return its row of metrics, with the names of mrl's. `began`: when
+    the step began, by `time.time`."""
     sampled = time.time()
     given = advantages(answers, GROUP)
     data = [datum(each, a, len(answers)) for each, a in zip(answers, given, strict=True)]
@@ -113,19 +122,19 @@ def train_step(trainer: Any, tokenizer: Any, rows: list[Row], step: int, lr: flo
         abs(theirs - ours)
         for each, output in zip(answers, passed.result().loss_fn_outputs, strict=True)
         for theirs, ours in zip(
-            each.answer.logprobs or [],
-            output["logprobs"].data[-len(each.answer.tokens) :],
+            each.logprobs,
+            output["logprobs"].data[-len(each.tokens) :],
             strict=True,
         )
     ]
     trained = time.time()
-    lengths = [len(each.answer.tokens) for each in answers]
+    lengths = [len(each.tokens) for each in answers]
     return {
         "step": step,
         "reward/mean": statistics.fmean(each.reward for each in answers),
         "response_len/mean": statistics.fmean(lengths),
         "tokens/rollout": sum(lengths),
-        "tokens/train": sum(lengths) + sum(each.prompt.length for each in answers),
+        "tokens/train": sum(lengths) + sum(len(each.prompt) for each in answers),
         "loss/policy": metrics["loss:sum"],
         "grad_norm": stepped.metrics["unclipped_grad_l2:mean"],
         "mismatch/logprob_abs_mean": statistics.fmean(apart),
@@ -156,7 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train SmolLM2 by RL with the Tinker SDK.")
     parser.add_argument("--data", type=Path, required=True, help="folder of train and held_out")
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--samples", type=Path, help="folder with a file of samples for each step")
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--lr", type=float, default=3e-4)
     args = parser.parse_args()
@@ -177,9 +187,13 @@ def main() -> None:
     if not before.exists():
         before.write_text(json.dumps(evaluate(trainer, tokenizer, held_out)))
     for step in range(len(done), args.steps):
-        first = step * NUM_PROMPTS
-        rows = [train[i % len(train)] for i in range(first, first + NUM_PROMPTS)]
-        found = train_step(trainer, tokenizer, rows, step, args.lr)
+        began = time.time()
+        if args.samples is None:
+            answers = sample_step(trainer, tokenizer, train, step)
+        else:
+            kept = read_rows(args.samples / f"{step:06d}.jsonl")
+            answers = [Scored(**row) for row in kept]
+        found = train_step(trainer, answers, step, args.lr, began)
         found["state"] = trainer.save_state(f"step-{step + 1}").result().path
         with log.open("a") as file:
             file.write(json.dumps(found) + "\n")

@@ -248,7 +248,7 @@ def passes_shared_and_not(path: Path, samples: list[Sample], root: Path) -> dict
         recipe = recipe_of(path, root / shares)
         train = recipe.train.model_copy(update={"share_prefixes": shares})
         recipe = recipe.model_copy(update={"train": train})
-        policy = make(shares, path, mesh, base)
+        policy = make(f"a_{shares}", path, mesh, base)
         policy.mount()
         policy.make_optimizer(OptimizerConfig(lr=LR))
         folder = RunFolder(recipe.output_dir)
