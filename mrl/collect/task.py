@@ -189,6 +189,7 @@ def make_rollout(
             context_len=plan.context_len,
             seeds=seeds,
             step_samples=step_samples,
+            is_tree=config.endpoint_branches == "tree",
             options=options,
         )
     return MultiTurnRollout(

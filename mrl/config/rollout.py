@@ -174,9 +174,10 @@ class RolloutConfig(SharedRolloutConfig):
     """Serve the policy to agents at an OpenAI-compatible address of this machine while samples are
     generated, and train on the tokens that were sampled there. Requires `environment.command`; see
     docs/endpoint.md."""
-    endpoint_branches: Literal["longest"] = "longest"
+    endpoint_branches: Literal["longest", "tree"] = "longest"
     """Which branches of an agent's conversations are trained, if the agent rewrote earlier messages or
-    held several conversations. `longest`: of each episode the branch with the most sampled tokens."""
+    held several conversations. `longest`: of each episode the branch with the most sampled tokens.
+    `tree`: all branches; a sampled token that several of them share is in the loss once."""
 
     @field_validator("stop", mode="before")
     @classmethod

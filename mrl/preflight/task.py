@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mrl.algorithms import load_algorithm
+from mrl.algorithms.base import traits
 from mrl.config import Recipe
 from mrl.data.reader import source_name
 from mrl.environments.base import environment_names, resolve_environment
@@ -72,6 +74,25 @@ def _check_agents(recipe: Recipe, eval_set: str | None) -> None:
         )
     if recipe.environment is not None and has_agents:
         resolved(recipe.environment.command)
+    if recipe.rollout.endpoint_branches == "tree" and eval_set is None:
+        _check_tree(recipe, has_agents=has_agents)
+
+
+def _check_tree(recipe: Recipe, *, has_agents: bool) -> None:
+    """Check that each sample has one advantage, which all branches of an episode can have."""
+    algorithm, tree = recipe.algorithm, "rollout.endpoint_branches is tree, but"
+    if not has_agents:
+        raise InputError(f"{tree} there are no agents (environment.command); leave it out")
+    if traits(load_algorithm(algorithm.name)).needs_critic:
+        raise InputError(
+            f"{tree} algorithm.name={algorithm.name} has a critic, whose returns would count an "
+            "episode once for each branch; take longest, or an algorithm without one"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        raise InputError(
+            f"{tree} algorithm.kl_in is reward, where branches would pay for each other; take longest, "
+            "or algorithm.kl_in=loss"
+        )
 
 
 def _who_needs_it(recipe: Recipe, eval_set: str | None) -> str:

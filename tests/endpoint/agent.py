@@ -44,7 +44,9 @@ def main():
     elif kind == "too long":
         talk(messages, 100, "x" * 200)
     else:
-        messages = talk(messages, row["turns"])
+        if kind == "forgets":
+            talk([{"role": "user", "content": "something else"}], 1)
+        messages = talk(messages, 1 if kind == "forgets" else row["turns"])
         print("nan" if kind == "lies" else len(messages[-1]["content"]))
 
 

@@ -46,6 +46,11 @@ def say(record, messages, **asked):
     return [*messages, answer.parsed.message()]
 
 
+def sample_of(record, **how):
+    (sample,) = record.samples(3, **how)
+    return sample
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -67,7 +72,7 @@ def test_turns_continue_the_sampled_tokens(engine):
         assert torch.equal(after.token_ids[: len(before.token_ids)], before.token_ids)
     assert len({request.request_id for request in engine.asked}) == 3
     assert {request.seed for request in engine.asked} == {11}
-    sample = record.sample(3)
+    sample = sample_of(record)
     chosen = sample.loss_mask
     assert torch.equal(sample.rollout_logprobs, logprobs_of(sample.token_ids) * chosen)
     assert torch.equal(sample.routing.expert_ids, routes_of(sample.token_ids).expert_ids)
@@ -93,7 +98,7 @@ def test_a_rewritten_history_is_a_branch(engine):
         record, [*QUESTION, {"role": "assistant", "content": "hellO"}, user("x")]
     )  # not its own words
     assert [len(leaf.messages) for leaf in record.leaves] == [6, 4, 3, 4]
-    sample = record.sample(3)
+    sample = sample_of(record)
     assert "and on" in engine.tokenizer.decode(sample.token_ids.tolist())
     assert int(sample.loss_mask.sum()) == 3 * len("hello.")
     foreign = record.leaves[-1].conversation
@@ -101,12 +106,34 @@ def test_a_rewritten_history_is_a_branch(engine):
     assert foreign.prompt_len == len(foreign.token_ids) - len("hello.")
 
 
+def test_branches_of_a_tree_train_each_token_once(engine):
+    record = make_record(engine)
+    talk = say(record, QUESTION)
+    longer = say(record, [*talk, user("a longer way")])
+    say(record, [*longer, user("and on")])
+    say(record, [*talk, user("another way")])
+    say(record, [user("a summary"), user("go on")])
+    samples = record.samples(3, is_tree=True)
+    assert [int(sample.loss_mask.sum()) for sample in samples] == [18, 6, 6]
+    assert sum(sample.num_generated for sample in samples) == 5 * len("hello.")
+    for sample, leaf in zip(samples, record.leaves, strict=True):
+        whole = leaf.conversation
+        assert torch.equal(sample.token_ids, whole.token_ids)
+        assert torch.equal(sample.routing.expert_ids, whole.routing.expert_ids)
+        kept = sample.loss_mask
+        assert torch.equal(sample.rollout_logprobs, whole.rollout_logprobs * kept)
+        covered = [t for span in sample.weight_versions for t in range(span.start, span.end)]
+        assert covered == kept.nonzero().flatten().tolist()
+        assert sample.prompt_len == whole.prompt_len
+    assert len(record.samples(3, is_tree=True, is_masked=True)) == 1
+
+
 def test_the_newest_of_equal_branches_is_trained(engine):
     engine.say = lambda request: f"{len(engine.asked)}"
     record = make_record(engine)
     for text in "abc":
         say(record, [user(text)])
-    assert "c<|im_end|>" in engine.tokenizer.decode(record.sample(3).token_ids.tolist())
+    assert "c<|im_end|>" in engine.tokenizer.decode(sample_of(record).token_ids.tolist())
 
 
 def test_other_tools_begin_another_conversation(engine):
@@ -197,8 +224,8 @@ def test_the_end_of_the_context(engine, room):
             ask(record, QUESTION)
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
         assert "no room" in record.cut_off
-        assert record.sample(3, is_masked=True).finish_reason == "abort"
-        assert record.sample(3).num_generated == 0
+        assert sample_of(record, is_masked=True).finish_reason == "abort"
+        assert sample_of(record).num_generated == 0
         return
     (answer,) = ask(record, QUESTION)
     assert answer.finish_reason == ("stop" if room >= len("hello.") else "length")
@@ -206,7 +233,7 @@ def test_the_end_of_the_context(engine, room):
     assert not record.cut_off
     with pytest.raises(Refused, match="maximum context length"):
         say(record, [*QUESTION, answer.parsed.message(), user("x")])
-    assert record.sample(3).finish_reason == "length"
+    assert sample_of(record).finish_reason == "length"
 
 
 def test_the_end_of_the_turns_and_of_the_episode(engine):

@@ -193,9 +193,7 @@ def test_a_caller_that_goes_away_is_not_recorded(client, engine, record):
     assert [leaf.text for leaf in record.leaves] == ["in time"]
 
 
-def roll_out(
-    engine, kinds, *, num_agents=4, limit_s=60.0, max_turns=3, context_len=500, endpoints=()
-):
+def roll_out(engine, kinds, *, num_agents=4, limit_s=60.0, max_turns=3, endpoints=(), **more):
     """Episodes of tests/endpoint/agent.py, one of each kind, two samples -> their groups and agents."""
     command = ("python", str(AGENT))
     config = EnvironmentConfig(
@@ -207,9 +205,10 @@ def roll_out(
             start_groups(prompts, 2),
             GroupAgents(agents),
             sampling=SAMPLING,
-            context_len=context_len,
+            context_len=500,
             seeds=[1] * len(kinds),
             step_samples=1000,
+            **more,
         )
         groups = []
         for endpoint in (*endpoints, engine):
@@ -257,6 +256,17 @@ def test_agents_that_misbehave_are_masked(engine):
     assert groups["dies"].samples[0].num_generated == 0
     assert agents.num_failed == 10
     assert agents.num_cut_off == 4
+
+
+def test_branches_become_samples_of_one_episode(engine):
+    groups, _ = roll_out(engine, ["forgets", "good"], is_tree=True)
+    assert groups["forgets"].episodes == (0, 0, 1, 1)
+    assert groups["forgets"].rewards.tolist() == [5.0] * 4
+    assert [s.num_generated for s in groups["forgets"].samples] == [6] * 4
+    assert groups["good"].episodes == (0, 1)
+    groups, _ = roll_out(engine, ["forgets"])
+    assert groups["forgets"].episodes is None
+    assert len(groups["forgets"].samples) == 2
 
 
 def test_too_many_failures_end_the_run_and_its_agents(engine):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,7 @@ from mrl.collect.endpoint.refused import Refused, too_long
 from mrl.collect.endpoint.texts import Texts
 from mrl.engines.base import Completion, Request, sample_seed
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams
-from mrl.types import Prompt, Sample
+from mrl.types import Prompt, Sample, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -283,16 +283,54 @@ class EpisodeRecord:
             continued = {answer.context.parent for answer in self._answers}
             return [answer for answer in self._answers if answer not in continued]
 
-    def sample(self, weight_version: int, *, is_masked: bool = False) -> Sample:
-        """Return the sample to train on: the branch with the most sampled tokens, the newest of equals.
+    def samples(
+        self, weight_version: int, *, is_masked: bool = False, is_tree: bool = False
+    ) -> list[Sample]:
+        """Return the samples to train on: the branch with the most sampled tokens, the newest of
+        equals, and with `is_tree` also the other branches.
 
-        Without an answer, it is the row's prompt, with an empty span of version `weight_version`. A
-        sample that is masked ends with the reason `abort`.
+        Tokens that a branch shares with earlier ones are context in it, so each sampled token is in
+        the loss once. Without an answer, the sample is the row's prompt, with an empty span of
+        version `weight_version`. A sample that is masked is one branch and ends with the reason
+        `abort`.
         """
-        leaves = self.leaves
+        newest_first = self.leaves[::-1]
+        leaves = sorted(newest_first, key=lambda leaf: -int(leaf.conversation.loss_mask.sum()))
         if not leaves:
             none = Conversation.start(self._group_id, self.prompt.token_ids)
-            return none.finished("abort").sample(weight_version)
-        chosen = max(reversed(leaves), key=lambda leaf: int(leaf.conversation.loss_mask.sum()))
+            return [none.finished("abort").sample(weight_version)]
         reason = "abort" if is_masked else "length" if self.cut_off else "stop"
-        return chosen.conversation.finished(reason).sample(weight_version)
+        if is_masked or not is_tree:
+            return [leaves[0].conversation.finished(reason).sample(weight_version)]
+        counted: set[Answer] = set()
+        found = []
+        for leaf in leaves:
+            path = list(_path(leaf))
+            branch = _without(leaf.conversation, [each for each in path if each in counted])
+            counted.update(path)
+            found.append(branch.finished(reason).sample(weight_version))
+        return found
+
+
+def _path(leaf: Answer) -> Iterator[Answer]:
+    """Yield the answers of a branch, from its last to its first."""
+    answer: Answer | None = leaf
+    while answer is not None:
+        yield answer
+        answer = answer.context.parent
+
+
+def _without(conversation: Conversation, answers: Sequence[Answer]) -> Conversation:
+    """Return a conversation in which the tokens of some of its answers are context."""
+    mask, logprobs = conversation.loss_mask.clone(), conversation.rollout_logprobs.clone()
+    dropped: set[VersionSpan] = set()
+    for answer in answers:
+        start, end = len(answer.context.conversation.token_ids), len(answer.conversation.token_ids)
+        mask[start:end], logprobs[start:end] = False, 0.0
+        dropped.update(answer.completion.weight_versions)
+    return dataclasses.replace(
+        conversation,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        weight_versions=tuple(s for s in conversation.weight_versions if s not in dropped),
+    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mrl.algorithms.episodes import of_samples
 from mrl.collect.endpoint.generation import Generation
 from mrl.collect.endpoint.record import EpisodeRecord
 from mrl.engines.base import EngineLost, PolicyEndpoint, sample_seed
@@ -81,9 +82,10 @@ class _Episode:
         row = {"prompt": self.prompt.content, **self.prompt.columns}
         return {**row, "seed": self.environment_seed}
 
-    def sample(self, weight_version: int) -> Sample:
+    def samples(self, weight_version: int, *, is_tree: bool) -> list[Sample]:
         assert self.reward is not None
-        return self.record.sample(weight_version, is_masked=math.isnan(self.reward))
+        is_masked = math.isnan(self.reward)
+        return self.record.samples(weight_version, is_masked=is_masked, is_tree=is_tree)
 
 
 class AgentRollout:
@@ -98,10 +100,13 @@ class AgentRollout:
         context_len: int,
         seeds: Sequence[int],
         step_samples: int,
+        is_tree: bool = False,
         options: Mapping[str, bool] = {},
     ) -> None:
-        """The arguments are those of `MultiTurnRollout`. The seeds of samples and environments are the
-        same, too."""
+        """`is_tree`: whether all branches of an episode become samples, instead of the longest. The
+        other arguments are those of `MultiTurnRollout`, and the seeds of samples and environments are
+        the same, too."""
+        self._is_tree = is_tree
         self._agents, self._step_samples = agents, step_samples
         self._generation = Generation(options)
         self._time = PausableTime()
@@ -215,8 +220,12 @@ class AgentRollout:
             version = endpoint.weight_version
             assert version is not None
             self._waiting.remove(members)
+            samples = [episode.samples(version, is_tree=self._is_tree) for episode in members]
+            episodes = tuple(e for e, branches in enumerate(samples) for _ in branches)
+            rewards = torch.tensor(known, dtype=torch.float32)
             yield SampleGroup(
                 members[0].prompt,
-                [episode.sample(version) for episode in members],
-                rewards=torch.tensor(known, dtype=torch.float32),
+                [branch for branches in samples for branch in branches],
+                rewards=of_samples(rewards, episodes),
+                episodes=episodes if self._is_tree else None,
             )
