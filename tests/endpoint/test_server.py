@@ -303,6 +303,29 @@ def test_a_lost_engine_is_replaced_below_running_agents(engine):
             assert torch.equal(sample.rollout_logprobs, other.rollout_logprobs)
 
 
+def test_no_request_is_open_when_the_rollout_is_over(engine):
+    """The engine is put to sleep then. The agent is killed while the engine answers it."""
+    open_calls, ended = [], threading.Event()
+    abort = engine.abort
+
+    def say(request):
+        open_calls.append(request)
+        assert ended.wait(60)
+        time.sleep(0.3)
+        open_calls.remove(request)
+        return "late"
+
+    def note(ids=None):
+        abort(ids)
+        ended.set()
+
+    engine.say, engine.abort = say, note
+    groups, _ = roll_out(engine, ["good"], limit_s=2.0)
+    assert not open_calls
+    assert len(engine.aborted) == 2
+    assert groups["good"].rewards.isnan().all()
+
+
 def test_an_error_of_the_engine_ends_the_rollout(engine):
     def say(request):
         raise RuntimeError("broken on purpose")

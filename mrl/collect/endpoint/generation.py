@@ -10,6 +10,8 @@ from mrl.collect.endpoint.refused import Refused
 from mrl.engines.base import Completion, EngineLost, PolicyEndpoint, Request
 
 POLL_S = 0.5
+CLOSE_S = 60.0
+"""Seconds for calls of the engine to end after their requests were aborted."""
 
 
 class Generation:
@@ -25,6 +27,8 @@ class Generation:
         self.error: Exception | None = None
         """An error that ends the run; None if there is none."""
         self._is_over = False
+        self._num_calls = 0
+        """Open calls of the engine's generate()."""
 
     def open(self, endpoint: PolicyEndpoint) -> None:
         """Let `endpoint` answer the requests from now on."""
@@ -33,10 +37,17 @@ class Generation:
             self._changed.notify_all()
 
     def close(self, *, is_over: bool) -> None:
-        """Let requests wait for another engine or, if the rollout is over, refuse them."""
+        """Let requests wait for another engine or, if the rollout is over, refuse them.
+
+        If it is over, this returns when no call of the engine is open, so that it can sleep. The
+        requests of episodes that have ended were aborted.
+        """
         with self._changed:
-            self._endpoint, self._is_over = None, is_over
+            self._is_over = is_over
             self._changed.notify_all()
+            if is_over:
+                self._changed.wait_for(lambda: not self._num_calls, CLOSE_S)
+            self._endpoint = None
 
     @property
     def lost(self) -> EngineLost | None:
@@ -53,7 +64,7 @@ class Generation:
         if the rollout is over, or if `is_wanted` returns False while the requests wait.
         """
         while True:
-            endpoint = self._wait(is_wanted)
+            endpoint = self._enter(is_wanted)
             try:
                 found = {c.request_id: c for c in endpoint.generate(requests, **self._options)}
                 return [found[request.request_id] for request in requests]
@@ -66,6 +77,10 @@ class Generation:
             except Exception as error:
                 self.error = self.error or error
                 raise Refused(500, "the run is ending, because the engine failed") from None
+            finally:
+                with self._changed:
+                    self._num_calls -= 1
+                    self._changed.notify_all()
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests that `generate` is waiting for; they return what they have so far."""
@@ -75,10 +90,12 @@ class Generation:
             with suppress(EngineLost):  # `generate` notices it
                 endpoint.abort([request.request_id for request in requests])
 
-    def _wait(self, is_wanted: Callable[[], bool]) -> PolicyEndpoint:
+    def _enter(self, is_wanted: Callable[[], bool]) -> PolicyEndpoint:
+        """Wait for an engine, and count a call of it."""
         with self._changed:
-            while self._endpoint is None:
+            while self._endpoint is None or self._is_over:
                 if self._is_over or not is_wanted():
                     raise Refused(503, "the episode is over; no more is generated for it")
                 self._changed.wait(POLL_S)
+            self._num_calls += 1
             return self._endpoint

@@ -167,9 +167,9 @@ class AgentRollout:
             self._time.pause()
             raise
         finally:
-            self._generation.close(is_over=not waits_for_engine)
             if not waits_for_engine:
                 self._stop.set()
+            self._generation.close(is_over=not waits_for_engine)
 
     def _start(self) -> None:
         if self._has_started:
