@@ -322,7 +322,7 @@ def test_no_request_is_open_when_the_rollout_is_over(engine):
     engine.say, engine.abort = say, note
     groups, _ = roll_out(engine, ["good"], limit_s=2.0)
     assert not open_calls
-    assert len(engine.aborted) == 2
+    assert len(set(engine.aborted)) == 2
     assert groups["good"].rewards.isnan().all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -27,8 +28,8 @@ class Generation:
         self.error: Exception | None = None
         """An error that ends the run; None if there is none."""
         self._is_over = False
-        self._num_calls = 0
-        """Open calls of the engine's generate()."""
+        self._open: list[Sequence[Request]] = []
+        """The requests of each open call of the engine's generate()."""
 
     def open(self, endpoint: PolicyEndpoint) -> None:
         """Let `endpoint` answer the requests from now on."""
@@ -39,15 +40,19 @@ class Generation:
     def close(self, *, is_over: bool) -> None:
         """Let requests wait for another engine or, if the rollout is over, refuse them.
 
-        If it is over, this returns when no call of the engine is open, so that it can sleep. The
-        requests of episodes that have ended were aborted.
+        If it is over, this aborts open calls of the engine and returns when there are none, so that
+        the engine can sleep.
         """
         with self._changed:
             self._is_over = is_over
             self._changed.notify_all()
-            if is_over:
-                self._changed.wait_for(lambda: not self._num_calls, CLOSE_S)
-            self._endpoint = None
+            endpoint, self._endpoint = self._endpoint, None
+        end = time.monotonic() + CLOSE_S
+        while is_over and endpoint is not None and self._open and time.monotonic() < end:
+            # Repeatedly, because a request that is being sent cannot be aborted yet.
+            _abort(endpoint, [request for call in list(self._open) for request in call])
+            with self._changed:
+                self._changed.wait_for(lambda: not self._open, POLL_S)
 
     @property
     def lost(self) -> EngineLost | None:
@@ -64,7 +69,7 @@ class Generation:
         if the rollout is over, or if `is_wanted` returns False while the requests wait.
         """
         while True:
-            endpoint = self._enter(is_wanted)
+            endpoint = self._enter(requests, is_wanted)
             try:
                 found = {c.request_id: c for c in endpoint.generate(requests, **self._options)}
                 return [found[request.request_id] for request in requests]
@@ -79,7 +84,7 @@ class Generation:
                 raise Refused(500, "the run is ending, because the engine failed") from None
             finally:
                 with self._changed:
-                    self._num_calls -= 1
+                    self._open.remove(requests)
                     self._changed.notify_all()
 
     def abort(self, requests: Sequence[Request]) -> None:
@@ -87,15 +92,19 @@ class Generation:
         with self._changed:
             endpoint = self._endpoint
         if endpoint is not None:
-            with suppress(EngineLost):  # `generate` notices it
-                endpoint.abort([request.request_id for request in requests])
+            _abort(endpoint, requests)
 
-    def _enter(self, is_wanted: Callable[[], bool]) -> PolicyEndpoint:
-        """Wait for an engine, and count a call of it."""
+    def _enter(self, requests: Sequence[Request], is_wanted: Callable[[], bool]) -> PolicyEndpoint:
+        """Wait for an engine, and note that `requests` are in a call of it."""
         with self._changed:
-            while self._endpoint is None or self._is_over:
+            while self._endpoint is None:
                 if self._is_over or not is_wanted():
                     raise Refused(503, "the episode is over; no more is generated for it")
                 self._changed.wait(POLL_S)
-            self._num_calls += 1
+            self._open.append(requests)
             return self._endpoint
+
+
+def _abort(endpoint: PolicyEndpoint, requests: Sequence[Request]) -> None:
+    with suppress(EngineLost):  # `generate` notices it
+        endpoint.abort([request.request_id for request in requests])
