@@ -28,8 +28,8 @@ class Generation:
         self.error: Exception | None = None
         """An error that ends the run; None if there is none."""
         self._is_over = False
-        self._open: list[Sequence[Request]] = []
-        """The requests of each open call of the engine's generate()."""
+        self._open: dict[int, Sequence[Request]] = {}
+        """The requests of each open call of the engine's generate(), by the identity of their list."""
 
     def open(self, endpoint: PolicyEndpoint) -> None:
         """Let `endpoint` answer the requests from now on."""
@@ -50,7 +50,7 @@ class Generation:
         end = time.monotonic() + CLOSE_S
         while is_over and endpoint is not None and self._open and time.monotonic() < end:
             # Repeatedly, because a request that is being sent cannot be aborted yet.
-            _abort(endpoint, [request for call in list(self._open) for request in call])
+            _abort(endpoint, [each for call in list(self._open.values()) for each in call])
             with self._changed:
                 self._changed.wait_for(lambda: not self._open, POLL_S)
 
@@ -84,7 +84,7 @@ class Generation:
                 raise Refused(500, "the run is ending, because the engine failed") from None
             finally:
                 with self._changed:
-                    self._open.remove(requests)
+                    del self._open[id(requests)]
                     self._changed.notify_all()
 
     def abort(self, requests: Sequence[Request]) -> None:
@@ -101,7 +101,7 @@ class Generation:
                 if self._is_over or not is_wanted():
                     raise Refused(503, "the episode is over; no more is generated for it")
                 self._changed.wait(POLL_S)
-            self._open.append(requests)
+            self._open[id(requests)] = requests
             return self._endpoint
 
 
