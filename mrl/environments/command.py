@@ -140,9 +140,16 @@ class AgentCommand(Closing):
 
 
 def resolved(command: Sequence[str]) -> list[str]:
-    """Return the command with the path of its program. Raises InputError if there is none."""
+    """Return the command with the path of its program. Raises InputError if there is none, or if it
+    is `python` and its script does not exist."""
     program, *arguments = command
     if program == "python":
+        script = arguments[0] if arguments else ""
+        if script.endswith(".py") and not os.path.isfile(script):
+            raise InputError(
+                f"environment.command: there is no file {script} in {os.getcwd()}, nor beside the "
+                "recipe; give the path of the agent"
+            )
         return [sys.executable, *arguments]
     if (found := shutil.which(program)) is None:
         raise InputError(

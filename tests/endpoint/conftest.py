@@ -1,0 +1,1 @@
+from tests.loop.conftest import toy as toy
