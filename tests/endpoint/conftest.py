@@ -1,1 +1,5 @@
-from tests.loop.conftest import toy as toy
+"""The toy model of the tests of the loop."""
+
+from tests.loop import conftest
+
+toy = conftest.toy
