@@ -1,5 +1,5 @@
-"""The toy model of the tests of the loop."""
+"""The toy model of tests/loop."""
 
-from tests.loop import conftest
+from tests.loop.conftest import toy
 
-toy = conftest.toy
+__all__ = ["toy"]

@@ -73,8 +73,8 @@ def test_one_that_hangs_is_killed_with_its_children(tmp_path):
         f"open(f'{tmp_path}/{{os.getpid()}}', 'w')\n"
         "time.sleep(600)"
     )
-    outcome = run(code, 3.0)
-    assert "no end within environment.episode_limit_s=3 s, killed" in outcome.error
+    outcome = run(code, 2.0)
+    assert "no end within environment.episode_limit_s=2 s, killed" in outcome.error
     pids = [int(file.name) for file in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not any(map(is_running, pids))
@@ -82,11 +82,9 @@ def test_one_that_hangs_is_killed_with_its_children(tmp_path):
 
 def test_one_that_floods_is_killed_and_not_kept(monkeypatch):
     monkeypatch.setattr(command, "MAX_OUTPUT_BYTES", 1 << 20)
-    assert "it printed more than 1 MiB" in run("while True: print('x' * 10000)").error
-    assert (
-        "it printed more than 1 MiB"
-        in run("while True: print('x', file=__import__('sys').stderr)").error
-    )
+    for file in ("stdout", "stderr"):
+        code = f"import sys\nwhile True: print('x' * 10000, file=sys.{file})"
+        assert "it printed more than 1 MiB" in run(code).error
     monkeypatch.setattr(command, "MAX_OUTPUT_BYTES", 64 << 20)
     assert run("print('x\\n' * (1 << 20))\nprint(0.5)").reward == 0.5
 
