@@ -93,6 +93,7 @@ def test_what_it_leaves_running_ends_with_the_step(tmp_path):
     code = (
         "import os, time\n"
         f"if not os.fork(): os.setsid(); open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(600)\n"
+        f"while not os.listdir('{tmp_path}'): time.sleep(0.01)\n"
         "print(1)"
     )
     config = EnvironmentConfig(command=("python", "-c", code))
