@@ -172,7 +172,7 @@ def test_an_answer_that_was_cut_off_while_thinking(engine):
     (answer,) = ask(record, QUESTION)
     assert answer.finish_reason == "length"
     assert answer.parsed.message() == {
-        "role": "assistant", "content": "", "reasoning_content": "and",
+        "role": "assistant", "content": "", "reasoning_content": "and ",
     }  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_text_and_tokens_continue_too(engine):
     assert said == "count: one!<|im_end|> two one!<|im_end|>"
     ids = [*second.conversation.token_ids.tolist(), 5, 6]
     fourth = one(record.tokens(ids))
-    assert fourth.context.parent is second
+    assert fourth.context.parent is third  # the newest of those with these tokens
     assert fourth.context.conversation.token_ids.tolist() == ids
     assert one(record.tokens([7, *ids])).context.parent is None
     assert len(caller.requests) == 5
