@@ -178,6 +178,12 @@ class Scoring:
                     f"{agents.what}: {agents.num_cut_off} episodes were cut off and are masked: "
                     f"{agents.first_cut_off}"
                 )
+            if num_branched := agents.take_branched():
+                console.warning(
+                    f"{agents.what}: {num_branched} episodes have several branches (their agents rewrote "
+                    "earlier messages, or held several conversations), of which only the longest is "
+                    "trained; rollout.endpoint_branches=tree trains all. This is said once"
+                )
             return agents.num_failed
         if (environments := self.environments) is not None:
             if environments.num_failed:

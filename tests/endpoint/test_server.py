@@ -264,7 +264,8 @@ def test_branches_become_samples_of_one_episode(engine):
     assert groups["forgets"].rewards.tolist() == [5.0] * 4
     assert [s.num_generated for s in groups["forgets"].samples] == [6] * 4
     assert groups["good"].episodes == (0, 1)
-    groups, _ = roll_out(engine, ["forgets"])
+    groups, agents = roll_out(engine, ["forgets", "good"])
+    assert [agents.take_branched(), agents.take_branched()] == [2, 0]
     assert groups["forgets"].episodes is None
     assert len(groups["forgets"].samples) == 2
 

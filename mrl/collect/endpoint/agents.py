@@ -38,6 +38,8 @@ class Agents(Closing):
         """Episodes since `reset_counts` that failed, and those that ended because the context or the
         number of turns was used up. Both are masked."""
         self.first_error = self.first_cut_off = ""
+        self.num_branched = 0
+        """Episodes since `take_branched` that had several branches, of which one is trained."""
         self._counting = threading.Lock()
         with ExitStack() as undo:
             self._command = undo.enter_context(AgentCommand(config))
@@ -63,6 +65,20 @@ class Agents(Closing):
         with self._counting:
             self.num_cut_off += 1
             self.first_cut_off = self.first_cut_off or reason
+
+    def count_branched(self) -> None:
+        """Count an episode with several branches, of which only the longest is trained."""
+        with self._counting:
+            self.num_branched += 1
+
+    def take_branched(self) -> int:
+        """Return the number of episodes with several branches at the first call that finds some, and 0
+        at every other call: one warning is enough."""
+        with self._counting:
+            found = max(self.num_branched, 0)
+            if found:
+                self.num_branched = -(1 << 62)
+            return found
 
     def submit(
         self,

@@ -202,7 +202,9 @@ class AgentRollout:
     def _scored(self, episode: _Episode, outcome: Outcome) -> float:
         """Return the reward of an episode; NaN if it is masked."""
         cut_off = episode.record.cut_off
-        if outcome.reward is not None and episode.record.leaves:
+        if outcome.reward is not None and (leaves := episode.record.leaves):
+            if len(leaves) > 1 and not self._is_tree:
+                self._agents.agents.count_branched()
             return outcome.reward
         if outcome.reward is None and cut_off:
             self._agents.agents.count_cut_off(cut_off)
