@@ -180,9 +180,9 @@ class Scoring:
                 )
             if num_branched := agents.take_branched():
                 console.warning(
-                    f"{agents.what}: {num_branched} episodes have several branches (their agents rewrote "
-                    "earlier messages, or held several conversations), of which only the longest is "
-                    "trained; rollout.endpoint_branches=tree trains all. This is said once"
+                    f"{agents.what}: {num_branched} episodes have several branches, because agents "
+                    "rewrote earlier messages or held several conversations; only the longest of each "
+                    "is trained, and all with rollout.endpoint_branches=tree. This is said once"
                 )
             return agents.num_failed
         if (environments := self.environments) is not None:

@@ -38,8 +38,7 @@ class Agents(Closing):
         """Episodes since `reset_counts` that failed, and those that ended because the context or the
         number of turns was used up. Both are masked."""
         self.first_error = self.first_cut_off = ""
-        self.num_branched = 0
-        """Episodes since `take_branched` that had several branches, of which one is trained."""
+        self._num_branched, self._has_told = 0, False
         self._counting = threading.Lock()
         with ExitStack() as undo:
             self._command = undo.enter_context(AgentCommand(config))
@@ -69,15 +68,14 @@ class Agents(Closing):
     def count_branched(self) -> None:
         """Count an episode with several branches, of which only the longest is trained."""
         with self._counting:
-            self.num_branched += 1
+            self._num_branched += 1
 
     def take_branched(self) -> int:
-        """Return the number of episodes with several branches at the first call that finds some, and 0
-        at every other call: one warning is enough."""
+        """Return the number of episodes with several branches the first time that there are any, and 0
+        after that: one warning is enough."""
         with self._counting:
-            found = max(self.num_branched, 0)
-            if found:
-                self.num_branched = -(1 << 62)
+            found = 0 if self._has_told else self._num_branched
+            self._has_told |= bool(found)
             return found
 
     def submit(
