@@ -131,7 +131,7 @@ class Sample:
     rollout_logprobs: Tensor
     """f32[T]: the engine's log-probs at the sampling temperature; 0 on the prompt."""
     weight_versions: tuple[VersionSpan, ...]
-    """Spans of the tokens that the policy sampled, in order. Tokens between its turns have no span."""
+    """Spans of the tokens that the policy sampled, in order. Tokens between turns have no span."""
     finish_reason: str
     """Why the sample ended: `stop`, `length` or `abort`."""
     routing: RoutingTrace | None = None
@@ -174,11 +174,12 @@ class SampleGroup:
     advantages: Tensor | None = None
     """f32[G]: the advantages used in training; 0 if the reward is NaN. If tokens have their own
     advantages (a critic, KL in the reward), this is the mean over the sample's loss tokens."""
+    episodes: tuple[int, ...] | None = None
+    """The episode, from 0, of each sample, if samples are branches of episodes that share a reward."""
     texts: list[str] | None = None
     """The decoded completions; None if this rank has not decoded them (`mrl.data.completions`)."""
     reward_parts: dict[str, Tensor] | None = None
-    """The values f32[G] of each reward, or part of a reward, by name; NaN for samples that lack the
-    part. None for a single reward without parts."""
+    """The values f32[G] of each part of the reward, by name, or None; NaN if a sample lacks it."""
 
 
 @dataclass(frozen=True)
@@ -317,8 +318,7 @@ class LossOutput:
 
 
 Handle = tuple[Callable[..., Tensor], tuple[Any, ...]]
-"""A function and its arguments. Another process on this machine calls the function to get
-u8[num_bytes]."""
+"""A function and its arguments. Called by another process of this machine, it gives u8[num_bytes]."""
 
 
 @dataclass(frozen=True)

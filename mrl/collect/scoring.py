@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mrl.collect.endpoint.rollout import GroupAgents
 from mrl.config import Recipe
 from mrl.config.reward import Rewards
 from mrl.data.completions import completions
@@ -20,6 +21,9 @@ from mrl.run import console
 from mrl.system.heartbeat import beat
 from mrl.system.worker_user import WorkerUser
 from mrl.types import Prompt, SampleGroup
+
+if TYPE_CHECKING:
+    from mrl.collect.endpoint.agents import Agents
 
 
 class Scoring:
@@ -40,7 +44,9 @@ class Scoring:
         """The runners of reward functions. The key is the `Prompt.reward` of the prompts that a
         runner scores; it is None for the recipe's own reward."""
         self.environments: EnvironmentRunner | None = None
-        """The environments of conversations; None if the recipe has no environment."""
+        """The environments of conversations; None if the recipe has no environment of this kind."""
+        self.agents: Agents | None = None
+        """The agents of `environment.command`; None if the recipe has none."""
         # Workers are started in this thread, and exit when it ends, so it lives as long as the run.
         self._thread = ThreadPoolExecutor(1)
         self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
@@ -51,7 +57,12 @@ class Scoring:
             rewards = {None: recipe.reward, **rewards}
         with ExitStack() as undo:  # if a reward cannot be loaded, end the processes of the others
             undo.callback(self.close)
-            if recipe.environment is not None:
+            if recipe.environment is not None and recipe.environment.command:
+                from mrl.collect.endpoint.agents import Agents  # few runs need a web server
+
+                kwargs = recipe.data.chat_template_kwargs
+                self.agents = Agents(recipe.environment, tokenizer, kwargs)
+            elif recipe.environment is not None:
                 self.environments = EnvironmentRunner(recipe.environment, budget, user)
             for key, reward in rewards.items():
                 self._runners[key] = RewardRunner(reward, recipe.reward_timeout_s, budget, user)
@@ -62,13 +73,22 @@ class Scoring:
         self._begun, self._num_scored = [], 0
         for runner in self._runners.values():
             runner.begin_step()
-        if self.environments is not None:
-            self.environments.reset_counts()
+        for played in (self.environments, self.agents):
+            if played is not None:
+                played.reset_counts()
 
-    def episodes(self) -> ConcurrentEpisodes | None:
+    def episodes(self) -> ConcurrentEpisodes | GroupAgents | None:
         """Return an object that runs the episodes of one group. Several such objects can run at the
         same time. Return None if the recipe has no environment."""
+        if self.agents is not None:
+            return self.group_agents()
         return None if self.environments is None else ConcurrentEpisodes(self.environments)
+
+    def group_agents(self) -> GroupAgents | None:
+        """Return the agents with a failure count of their own; None if the recipe has no agents."""
+        if self.agents is None:
+            return None
+        return GroupAgents(self.agents)
 
     def begin(self, group: SampleGroup) -> None:
         """Start to score a complete group, and return at once. A group that an environment has scored
@@ -89,6 +109,8 @@ class Scoring:
 
         Raises RunFailed if more than 5% of the step's samples could not be scored.
         """
+        if self.agents is not None:
+            self.agents.sweep()
         for group, rewards in self._begun:
             if rewards is not None:
                 group.rewards = rewards.result()
@@ -136,14 +158,33 @@ class Scoring:
         """End the processes of the rewards and environments. May be called more than once."""
         for runner in self._runners.values():
             runner.close()
-        if self.environments is not None:
-            self.environments.close()
+        for played in (self.environments, self.agents):
+            if played is not None:
+                played.close()
         self._thread.shutdown(cancel_futures=True)
 
     def _report_failures(self) -> int:
         """Print a warning about samples that could not be scored, and return their number."""
         if not self._begun:  # the counts are those of an earlier round, then
             return 0
+        if (agents := self.agents) is not None:
+            if agents.num_failed:
+                console.warning(
+                    f"{agents.what} failed in {agents.num_failed} episodes, which are masked: "
+                    f"{agents.first_error}"
+                )
+            if agents.num_cut_off:
+                console.warning(
+                    f"{agents.what}: {agents.num_cut_off} episodes were cut off and are masked: "
+                    f"{agents.first_cut_off}"
+                )
+            if num_branched := agents.take_branched():
+                console.warning(
+                    f"{agents.what}: {num_branched} episodes have several branches, because agents "
+                    "rewrote earlier messages or held several conversations; only the longest of each "
+                    "is trained, and all with rollout.endpoint_branches=tree. This is said once"
+                )
+            return agents.num_failed
         if (environments := self.environments) is not None:
             if environments.num_failed:
                 console.warning(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mrl.collect.backlog import Started
+from mrl.collect.endpoint.rollout import AgentRollout, GroupAgents
 from mrl.collect.multi_turn import MultiTurnRollout
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
@@ -27,7 +28,7 @@ from mrl.system.worker_user import WorkerUser
 from mrl.types import SampleGroup
 from parallel.mesh import Mesh
 
-Rollout = SingleTurnRollout | MultiTurnRollout
+Rollout = SingleTurnRollout | MultiTurnRollout | AgentRollout
 """Turns prompts into complete sample groups. If the engine is lost, the rollout continues:
 `finished` is called again with the endpoint of another engine."""
 
@@ -138,7 +139,13 @@ class EngineTasks:
     ) -> Task:
         scoring.begin_step()
         return Task(
-            make_rollout(recipe, self._plan, started, scoring.environments, num_wanted),
+            make_rollout(
+                recipe,
+                self._plan,
+                started,
+                scoring.group_agents() or scoring.environments,
+                num_wanted,
+            ),
             scoring,
             clock_name,
             keeps_routes=clock_name != "eval",
@@ -155,7 +162,7 @@ def make_rollout(
     recipe: Recipe,
     plan: Plan,
     started: Sequence[Started],
-    episodes: Episodes | None,
+    episodes: Episodes | GroupAgents | None,
     num_wanted: int | None = None,
     on_sample: Callable[[SampleGroup, int], None] | None = None,
     options: Mapping[str, bool] = {},
@@ -163,15 +170,27 @@ def make_rollout(
     """Return the rollout of some prompts. `recipe` is the plan's recipe or that of an evaluation
     set.
 
-    `episodes` runs the environments of conversations. If it is None, a sample is a single
-    completion. For `num_wanted` and `on_sample` see `SingleTurnRollout`; conversations ignore both.
-    `options` are passed on to `PolicyEndpoint.generate`.
+    `episodes` runs the environments or the agents of conversations. If it is None, a sample is a
+    single completion. For `num_wanted` and `on_sample` see `SingleTurnRollout`; conversations ignore
+    both. `options` are passed on to `PolicyEndpoint.generate`.
     """
     config = recipe.rollout
     groups, seeds = [one.group for one in started], [one.seed for one in started]
     if episodes is None:
         return SingleTurnRollout(
             groups, sampling_of(config), seeds, num_wanted, on_sample, plan.context_len, options
+        )
+    step_samples = config.prompts_per_step * config.samples_per_prompt
+    if isinstance(episodes, GroupAgents):
+        return AgentRollout(
+            groups,
+            episodes,
+            sampling=sampling_of(config),
+            context_len=plan.context_len,
+            seeds=seeds,
+            step_samples=step_samples,
+            is_tree=config.endpoint_branches == "tree",
+            options=options,
         )
     return MultiTurnRollout(
         groups,
@@ -181,7 +200,7 @@ def make_rollout(
         max_turns=episodes.config.max_turns,
         context_len=plan.context_len,
         seeds=seeds,
-        step_samples=config.prompts_per_step * config.samples_per_prompt,
+        step_samples=step_samples,
         template_kwargs=recipe.data.chat_template_kwargs,
         options=options,
     )
@@ -212,7 +231,7 @@ def share_scored(scored: Scored | None, recipe: Recipe, mesh: Mesh) -> list[Samp
     check_failures(
         reward_names(all_terms(recipe))
         if recipe.environment is None
-        else f"environment {recipe.environment.name!r}",
+        else f"environment {recipe.environment.label}",
         sum_over_ranks(num_failed),
         recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
     )

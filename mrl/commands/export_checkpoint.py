@@ -100,7 +100,8 @@ def _warn_of_other_base(run: Path, base: Path | None) -> None:
 
 def _task(recipe: Recipe) -> dict[str, str]:
     if recipe.environment is not None:
-        return {"environment": Path(recipe.environment.name).name}
+        name = recipe.environment.name
+        return {"environment": recipe.environment.label if name is None else Path(name).name}
     names = (Path(term.path).name for term in all_terms(recipe))
     return {"reward": ", ".join(names)}
 

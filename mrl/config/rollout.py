@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from mrl.config.branch import Branch, one_or_several
 from mrl.config.dtypes import Dtype
@@ -173,6 +174,15 @@ class RolloutConfig(SharedRolloutConfig):
     noise as large as the weights' rounding errors is added to the weights, and raises the limit by
     4 times this change."""
 
+    endpoint: bool = False
+    """Serve the policy to agents at an OpenAI-compatible address of this machine while samples are
+    generated, and train on the tokens that were sampled there. Requires `environment.command`; see
+    docs/endpoint.md."""
+    endpoint_branches: Literal["longest", "tree"] = "longest"
+    """Which branches of an agent's conversations are trained, if the agent rewrote earlier messages or
+    held several conversations. `longest`: of each episode the branch with the most sampled tokens.
+    `tree`: all branches; a sampled token that several of them share is in the loss once."""
+
     @field_validator("stop", mode="before")
     @classmethod
     def _one_text(cls, value: Any) -> Any:
@@ -201,16 +211,56 @@ class RolloutConfig(SharedRolloutConfig):
 
 
 class EnvironmentConfig(Branch):
-    name: str
-    """The environment: a file of mrl/environments/, `file.py:Class`, or `package.module:Class`."""
+    name: str | None = None
+    """The environment: a file of mrl/environments/, `file.py:Class`, or `package.module:Class`. Give
+    this or `command`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment class. Each episode creates a new instance with them."""
+    command: tuple[str, ...] = ()
+    """The agent, as a program and its arguments: each episode runs it once. It talks to the policy at
+    `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, reads the row from its standard input, and prints
+    the reward. `python` is the Python that runs mrl. Requires `rollout.endpoint: true`; see
+    docs/endpoint.md."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of turns that the policy takes in an episode. `rollout.max_response_len` limits
     the tokens of each turn, and `rollout.context_len` those of the whole episode."""
     time_limit_s: float = Field(default=30.0, gt=0)
     """Time limit for one answer of the environment, in seconds. An environment that takes longer is
-    killed, and its episode is masked."""
+    killed, and its episode is masked. A `command` has `episode_limit_s` instead."""
+    episode_limit_s: float = Field(default=600.0, gt=0)
+    """Time limit for a whole episode of `command`, in seconds. An agent that takes longer is killed
+    with all processes that it started, and its episode is masked. The time in which a lost engine is
+    replaced does not count."""
     num_workers: int = Field(default=1, ge=1)
     """Number of processes that run the environments of one engine's episodes. This is also the
-    number of environments that can answer at the same time."""
+    number of environments that can answer at the same time. A `command` has `num_agents` instead."""
+    num_agents: int = Field(default=32, ge=1)
+    """Maximum number of agents (`command`) that run at a time for one engine."""
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _as_words(cls, value: Any) -> Any:
+        words = one_or_several(value)
+        if not isinstance(words, (list, tuple)):
+            return words
+        return [str(word) if type(word) in (int, float) else word for word in words]
+
+    @model_validator(mode="after")
+    def _one_form(self) -> EnvironmentConfig:
+        if (self.name is None) == (not self.command):
+            given = "both are" if self.command else "neither is"
+            raise ValueError(
+                f"name and command: {given} given, expected exactly one: a class of Python as `name`, "
+                "or an agent of your own as `command`"
+            )
+        if self.command and self.arguments:
+            raise ValueError(
+                "arguments are keywords of the class that `name` gives; write those of a command after "
+                "its program (command: [python, agent.py, --turns, 3])"
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """The environment in a few words, for messages."""
+        return repr(self.name) if self.name is not None else f"command {shlex.join(self.command)!r}"

@@ -97,8 +97,39 @@ class ChatTurns:
         """
         if isinstance(prompt.content, str):
             return self._encode(_plain(observation))
-        ids = self._encode(self._text_after_turn(_messages(observation)))
+        return self.after_turn(last_id, _messages(observation))
+
+    def after_turn(self, last_id: int, messages: Messages) -> list[int]:
+        """Return the token ids between a turn of the policy, whose last token is `last_id`, and its
+        next turn. `messages` are between them.
+
+        Raises ValueError if the template refuses the messages. See `between`.
+        """
+        ids = self._encode(self._text_after_turn(messages))
         return ids[1:] if ids[:1] == [last_id] else ids
+
+    def beginning(
+        self, messages: Messages, tools: list[Any] | None, *, asks: bool = True
+    ) -> list[int]:
+        """Return the token ids of a conversation that begins with `messages` and, with `asks`, those of
+        the beginning of the policy's turn. Raises ValueError if the template refuses the messages."""
+        return self._encode(self._render(messages, ask=asks, tools=tools))
+
+    def check_tail(self, messages: Messages, num_new: int, tools: list[Any] | None) -> None:
+        """Raise ValueError if the template renders the last `num_new` of `messages` otherwise in the
+        conversation than alone, after a turn of the policy. `after_turn` would then return other
+        tokens than those that the template has for this conversation."""
+        after = self._text_after_turn(messages[-num_new:]).removeprefix(self._end)
+        whole = self._render(messages, ask=True, tools=tools)
+        if not whole.endswith(after):
+            raise ValueError(
+                f"the chat template renders the last {num_new} messages of this conversation as "
+                f"{whole[-len(after) :][:200]!r}, but as {after[:200]!r} after a single answer"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of plain text, without adding special tokens."""
+        return self._encode(text)
 
     @functools.cached_property
     def _end(self) -> str:

@@ -75,6 +75,7 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
         "temperature": rollout.temperature if config.temperature is None else config.temperature,
         "top_p": config.top_p or rollout.top_p,
         "sampling_mask": False,
+        "endpoint_branches": "longest",  # a sample is one line of the results
         **{
             name: getattr(rollout if getattr(config, name) is None else config, name)
             for name in ("top_k", "stop", "stop_token_ids")

@@ -14,7 +14,9 @@ from mrl.system.plugins import Kind, resolve
 _KIND = Kind(
     noun="environment",
     package="mrl.environments",
-    not_plugins=frozenset({"__init__", "base", "concurrent", "episodes", "runner", "worker"}),
+    not_plugins=frozenset(
+        {"__init__", "base", "command", "concurrent", "episodes", "runner", "worker"}
+    ),
     attributes=("Environment",),
     form="class",
     example="Class",

@@ -44,6 +44,7 @@ class _Worker:
 
     def __init__(self, config: EnvironmentConfig, budget: Budget, user: WorkerUser | None) -> None:
         self._time_limit_s, self._budget = config.time_limit_s, budget
+        assert config.name is not None
         self._what = f"environment {config.name!r}"
         self._process = JsonWorker(
             "mrl.environments.worker",

@@ -22,6 +22,7 @@ from torch import Tensor
 from mrl.algorithms import gae
 from mrl.algorithms.advantages import SPREAD_KEYS
 from mrl.algorithms.base import Algorithm, or_default, traits
+from mrl.algorithms.episodes import of_episodes, of_samples
 from mrl.config import AlgorithmConfig
 from mrl.learn.kl_control import Penalties
 from mrl.types import MicroBatch, SampleGroup
@@ -114,6 +115,7 @@ def compare_rewards(
     algorithm: Algorithm,
     config: AlgorithmConfig,
     penalties: Penalties | None = None,
+    episodes: Sequence[Sequence[int] | None] | None = None,
 ) -> Tensor:
     """Return f32[S]: the advantages that `algorithm` computes from the rewards of each group.
 
@@ -122,7 +124,8 @@ def compare_rewards(
     which advantages are computed later.
 
     rewards: the shaped rewards of each group, f32[G]. num_loss_tokens: i64[S], for algorithms that
-    whiten.
+    whiten. episodes: `SampleGroup.episodes` of each group; the episodes of a group are compared, and
+    each of their branches gets the advantage of its episode.
 
     A sample without a loss token has no penalty of its own, but its reward still counts in its
     group. The mean penalty of the group is subtracted from this reward, because otherwise the
@@ -136,7 +139,10 @@ def compare_rewards(
             for own, has in zip(paid, penalties.has_tokens.split(sizes), strict=True)
         ]
         rewards = [r - p for r, p in zip(rewards, off, strict=True)]
-    samples = torch.cat(algorithm.advantages(rewards, config))
+    of = episodes or [None] * len(rewards)
+    compared = [of_episodes(own, each) for own, each in zip(rewards, of, strict=True)]
+    found = algorithm.advantages(compared, config)
+    samples = torch.cat([of_samples(own, each) for own, each in zip(found, of, strict=True)])
     whitens, has_values = traits(algorithm).whitens, traits(algorithm).needs_critic
     if not whitens or has_values:  # with a critic these are rewards, not yet advantages
         return samples

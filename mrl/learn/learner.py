@@ -177,7 +177,10 @@ class Learner:
     def _compare(self, data: StepData) -> Tensor:
         """Compute the advantages f32[S] from the rewards alone, and write them into the groups."""
         counts, config = data.num_loss_tokens, self.kl.config
-        advantages = compare_rewards(data.rewards, counts, self.algorithm, config)
+        episodes = [group.episodes for group in data.groups]
+        advantages = compare_rewards(
+            data.rewards, counts, self.algorithm, config, episodes=episodes
+        )
         set_advantages(data.groups, advantages)
         return advantages
 

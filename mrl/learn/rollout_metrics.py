@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mrl.algorithms.episodes import of_episodes
 from mrl.algorithms.signal import part_means, zero_variance_metrics
 from mrl.data.reader import metric_key
 from mrl.types import Sample, SampleGroup
@@ -14,10 +15,11 @@ from mrl.types import Sample, SampleGroup
 def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
     """Return metrics of the rewards and lengths of all samples.
 
-    Samples without a reward are left out of the reward statistics. Lengths count the tokens that
+    Samples without a reward are left out of the reward statistics, in which an episode counts once.
+    Lengths count the tokens that
     the policy generated, and not the tokens of an environment between the policy's turns.
     """
-    all_rewards = [g.rewards for g in groups if g.rewards is not None]
+    all_rewards = [of_episodes(g.rewards, g.episodes) for g in groups if g.rewards is not None]
     rewards = torch.cat(all_rewards)
     known = rewards[~rewards.isnan()].double()
     samples = [sample for group in groups for sample in group.samples]

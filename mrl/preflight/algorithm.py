@@ -149,6 +149,11 @@ def _check_turn_rewards(recipe: Recipe) -> None:
             "algorithm.turn_rewards: a reward function gives one reward for the whole sample; train in "
             "an environment, or leave turn_rewards out"
         )
+    if recipe.environment.command:
+        raise InputError(
+            "algorithm.turn_rewards: the agent of environment.command prints one reward for the whole "
+            "episode; leave turn_rewards out"
+        )
     if algorithm.name == "gspo_token" and algorithm.kl_coef and algorithm.kl_in == "reward":
         raise InputError(
             "algorithm.turn_rewards: gspo_token normalises turn rewards within a group, and the KL in "

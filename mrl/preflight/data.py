@@ -57,7 +57,7 @@ def check_prompts(
     for prompt in prompts:
         (check_environment_columns if is_conversation else check_columns)(prompt)
     if recipe.environment is not None:
-        if imports_rewards:
+        if imports_rewards and recipe.environment.name is not None:
             for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
                 check_reset(recipe.environment.name, columns, source)
                 if recipe.environment.name == "openai_chat":

@@ -40,8 +40,8 @@ def check_partial_rollouts(recipe: Recipe, num_engines: int) -> None:
         _check_shares(rollout, num_engines)
     if recipe.environment is not None and rollout.over_sampling != 1:
         raise InputError(
-            f"rollout.over_sampling is {rollout.over_sampling:g}, but the episodes of an environment "
-            "advance turn by turn together, so a step waits for all of them; set it to 1"
+            f"rollout.over_sampling is {rollout.over_sampling:g}, but a step waits for all episodes "
+            "of an environment; set it to 1"
         )
     if rollout.partial_rollouts != "drop" and rollout.over_sampling == 1:
         raise InputError(

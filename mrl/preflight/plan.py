@@ -194,7 +194,9 @@ def _task(recipe: Recipe) -> str:
         if len(terms) == 1:
             return f"reward {terms[0].path}"
         return "rewards " + " + ".join(f"{term.weight:g} {term.name}" for term in terms)
-    return f"environment {recipe.environment.name}, up to {recipe.environment.max_turns} turns"
+    environment = recipe.environment
+    name = environment.label if environment.command else environment.name
+    return f"environment {name}, up to {environment.max_turns} turns"
 
 
 def _engine_name(engine: str) -> str:

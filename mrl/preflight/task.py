@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mrl.algorithms import load_algorithm
+from mrl.algorithms.base import traits
 from mrl.config import Recipe
 from mrl.data.reader import source_name
 from mrl.environments.base import environment_names, resolve_environment
+from mrl.environments.command import resolved
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward, reward_names
 from mrl.rewards.terms import all_terms
@@ -47,11 +50,49 @@ def check_task(
                 "debug.save_rollouts=true"
             )
         return
-    if environment is not None and (imports_rewards or environment.name in environment_names()):
-        resolve_environment(environment.name)
+    _check_agents(recipe, eval_set)
+    name = None if environment is None else environment.name
+    if name is not None and (imports_rewards or name in environment_names()):
+        resolve_environment(name)
     for term in all_terms(recipe):
         if imports_rewards or term.path in reward_names():
             resolve_reward(term.path)
+
+
+def _check_agents(recipe: Recipe, eval_set: str | None) -> None:
+    """Check that there is an endpoint if and only if there are agents, and that their program
+    exists."""
+    has_agents = recipe.environment is not None and bool(recipe.environment.command)
+    if has_agents and not recipe.rollout.endpoint:
+        raise InputError(
+            "environment.command: agents talk to the policy at an endpoint; set rollout.endpoint=true"
+        )
+    if recipe.rollout.endpoint and not has_agents and eval_set is None:
+        raise InputError(
+            "rollout.endpoint is true, but nothing would use it: give the agent as "
+            "environment.command (docs/endpoint.md), or leave the key out"
+        )
+    if recipe.environment is not None and has_agents:
+        resolved(recipe.environment.command)
+    if recipe.rollout.endpoint_branches == "tree" and eval_set is None:
+        _check_tree(recipe, has_agents=has_agents)
+
+
+def _check_tree(recipe: Recipe, *, has_agents: bool) -> None:
+    """Check that each sample has one advantage, which all branches of an episode can have."""
+    algorithm, tree = recipe.algorithm, "rollout.endpoint_branches is tree, but"
+    if not has_agents:
+        raise InputError(f"{tree} there are no agents (environment.command); leave it out")
+    if traits(load_algorithm(algorithm.name)).needs_critic:
+        raise InputError(
+            f"{tree} algorithm.name={algorithm.name} has a critic, whose returns would count an "
+            "episode once for each branch; take longest, or an algorithm without one"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        raise InputError(
+            f"{tree} algorithm.kl_in is reward, where branches would pay for each other; take longest, "
+            "or algorithm.kl_in=loss"
+        )
 
 
 def _who_needs_it(recipe: Recipe, eval_set: str | None) -> str:

@@ -77,6 +77,7 @@ RULES = (
             *("rollout.start_timeout_s", "rollout.request_timeout_s", "rollout.stall_timeout_s"),
             *("rollout.max_restarts", "reward_timeout_s", "environment.time_limit_s"),
             *("environment.num_workers", "async.worker_timeout_s", "async.max_worker_restarts"),
+            *("environment.episode_limit_s", "environment.num_agents"),
         ),
     ),
     Rule(

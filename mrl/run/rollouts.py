@@ -36,11 +36,9 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 def load_groups(path: Path) -> list[SampleGroup]:
     """Return the groups that `save_groups` wrote, bit for bit. Raises InputError for any other file."""
     try:
-        data = path.read_bytes()
+        return decode_groups(path.read_bytes())
     except OSError as error:
         raise InputError(f"rollouts {path}: {error.strerror}; give a file of save_groups") from None
-    try:
-        return decode_groups(data)
     except ValueError as error:
         raise InputError(f"rollouts {path}: {error}") from None
 
@@ -201,6 +199,7 @@ def _group_record(group: SampleGroup, *, has_masks: bool) -> dict[str, Any]:
         "num_rewards": None if group.rewards is None else group.rewards.numel(),
         "num_advantages": None if group.advantages is None else group.advantages.numel(),
         **_parts_record(group),
+        **({} if group.episodes is None else {"episodes": group.episodes}),
         "samples": [
             _sample_record(sample) | ({} if has_masks else {"trains": _trained(sample)})
             for sample in group.samples
@@ -284,6 +283,7 @@ def _read_group(
         rewards=optional("rewards"),
         reward_parts=_read_parts(record.get("reward_parts")),
         advantages=optional("advantages"),
+        episodes=tuple(record["episodes"]) if "episodes" in record else None,
     )
 
 

@@ -170,6 +170,7 @@ def _impossible(service: ServiceConfig, recipe: Recipe) -> Iterator[str]:
     trace = "a trace would have what all tenants do; profile the recipe with mrl train"
     for key, value, why in (
         ("rollout.true_on_policy", rollout.true_on_policy, "its layers have no low-rank update"),
+        ("rollout.endpoint", rollout.endpoint, "a service runs no programs of its tenants"),
         ("algorithm.reference_path", algorithm.reference_path, "that of an adapter is the base"),
         ("moe.expert_bias_update_rate", recipe.moe.expert_bias_update_rate, "it changes the base"),
         ("debug.load_rollouts", recipe.debug.load_rollouts, samples),

@@ -3,12 +3,16 @@
 Without root, this is the only way to find those descendants of a worker that have left the worker's
 session (`setsid`) or whose parent has exited. A process that has cleared its environment is not
 found.
+
+`python -m mrl.system.process_search NAME VALUE` kills the processes with this variable when its
+standard input ends, which happens at the latest when the process that started it ends.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -49,3 +53,15 @@ def kill_by_variable(name: str, value: str, grace_s: float = 0.0) -> int:
                     killed.add(pid)
         time.sleep(POLL_S)
     return len(killed)
+
+
+def main() -> None:
+    name, value = sys.argv[1:]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its parent
+    print("ready", flush=True)
+    sys.stdin.buffer.read()
+    kill_by_variable(name, value)
+
+
+if __name__ == "__main__":
+    main()

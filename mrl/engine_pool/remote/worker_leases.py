@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from mrl.collect.backlog import Started
+from mrl.collect.endpoint.rollout import GroupAgents
 from mrl.collect.scoring import Scoring
 from mrl.collect.task import Rollout, make_rollout
 from mrl.engine_pool.engine_nodes import served_adapter
@@ -34,8 +35,8 @@ class Lease:
 
     lease_id: str
     rollout: Rollout
-    episodes: ConcurrentEpisodes | None
-    """Runs the environments of the conversations; None if the recipe has no environment."""
+    episodes: ConcurrentEpisodes | GroupAgents | None
+    """Runs the environments or agents of the conversations; None if the recipe has no environment."""
 
 
 class Leases:

@@ -1,0 +1,336 @@
+"""The tokens of one episode: what the policy was asked and what it answered, exactly as sampled.
+
+The answers form a tree. A request that repeats earlier messages, text or tokens up to the end of an
+answer continues that answer's tokens, and only what is new is tokenized. Any other request begins
+another conversation. A path from a beginning to an answer that nothing continues is a branch.
+
+Dimensions: P tokens of a request's prompt, C tokens of its answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mrl.collect.conversation import Conversation
+from mrl.collect.endpoint.generation import Generation
+from mrl.collect.endpoint.messages import (
+    Message,
+    Parsed,
+    call_ids,
+    continues,
+    parse_answer,
+    read_messages,
+)
+from mrl.collect.endpoint.refused import Refused, too_long
+from mrl.collect.endpoint.texts import Texts
+from mrl.engines.base import Completion, Request, sample_seed
+from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams
+from mrl.types import Prompt, Sample, VersionSpan
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How the answers to a request are sampled."""
+
+    num_answers: int = 1
+    max_tokens: int | None = None
+    """At most this many tokens; None and larger numbers mean `rollout.max_response_len`."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Mixed with the episode's own seed."""
+    parses_tools: bool = False
+    """Whether tool calls are looked for in the answers."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The tokens of a request's prompt, and what they stand for."""
+
+    conversation: Conversation
+    """All P tokens; those of earlier answers as they were sampled."""
+    parent: Answer | None = None
+    """The answer that the request continues; None for the beginning of a conversation."""
+    messages: tuple[Message, ...] = ()
+    """The request's messages; empty for a prompt of text or tokens."""
+    tools: str = ""
+    text: str | None = None
+    """The prompt, if it is plain text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    context: Context
+    completion: Completion
+    conversation: Conversation
+    """The P + C tokens up to the end of the answer."""
+    text: str
+    """The answer without special tokens, up to a stop text."""
+    cut: str
+    """What follows `text` in the answer's tokens: the stop text."""
+    parsed: Parsed
+    messages: tuple[Message, ...]
+    """The request's messages and the answer; empty for a prompt of text or tokens."""
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's word for the end of the answer."""
+        return "tool_calls" if self.parsed.calls else self.completion.finish_reason
+
+
+@dataclass
+class Caller:
+    """One HTTP request that waits for answers."""
+
+    requests: list[Request] = field(default_factory=list)
+    is_gone: bool = False
+    """Whether the connection was closed. Answers that come later are not recorded."""
+
+
+class EpisodeRecord:
+    """Answers the requests of one episode, and keeps what was sampled. Thread-safe."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        group_id: int,
+        name: str,
+        seed: int,
+        texts: Texts,
+        generation: Generation,
+        *,
+        sampling: SamplingParams,
+        context_len: int,
+        max_turns: int,
+    ) -> None:
+        """`name` begins the ids of the episode's requests. `sampling` has the recipe's parameters."""
+        self.prompt, self.sampling, self.context_len = prompt, sampling, context_len
+        self.texts = texts
+        self._group_id, self._name, self._seed = group_id, name, seed
+        self._generation, self._max_turns = generation, max_turns
+        self._lock = threading.Lock()
+        self._answers: list[Answer] = []
+        self._num_begun = 0
+        self._asked_before: Counter[tuple[bytes, int | None]] = Counter()
+        self._pending: dict[str, Request] = {}
+        self._is_over = False
+        self.cut_off = ""
+        """Why a request was refused with which the policy could have gone on: the context or the number
+        of turns was used up. Empty if none was."""
+
+    def chat(self, messages: Sequence[Message], tools: str) -> Context:
+        """Return the context of a chat request. Raises Refused if it cannot be rendered as tokens."""
+        if messages[-1]["role"] == "assistant":
+            raise Refused(
+                400, "the last message is the assistant's, expected one that the policy can answer"
+            )
+        known = [a for a in self._known if a.messages and a.context.tools == tools]
+        known = [answer for answer in known if continues(messages, answer.messages)]
+        parent = max(known, key=lambda answer: len(answer.messages), default=None)
+        if parent is None:
+            ids = self.texts.beginning(messages, tools)
+            return Context(self._begin(ids), None, tuple(messages), tools)
+        last_id = int(parent.conversation.token_ids[-1])
+        num_new = len(messages) - len(parent.messages)
+        ids = self.texts.after_turn(last_id, messages, num_new, tools)
+        longer = parent.conversation.with_tokens(torch.tensor(ids, dtype=torch.int64))
+        return Context(longer, parent, tuple(messages), tools)
+
+    def text(self, prompt: str) -> Context:
+        """Return the context of a prompt of plain text."""
+        texts = {a: a.context.text + a.text for a in self._known if a.context.text is not None}
+        known = [answer for answer, text in texts.items() if prompt.startswith(text)]
+        parent = max(known, key=lambda answer: len(texts[answer]), default=None)
+        if parent is None:
+            return Context(self._begin(self.texts.encode(prompt)), text=prompt)
+        new = prompt.removeprefix(texts[parent]).removeprefix(parent.cut)
+        ids = torch.tensor(self.texts.encode(new), dtype=torch.int64)
+        return Context(parent.conversation.with_tokens(ids), parent, text=prompt)
+
+    def tokens(
+        self, ids: Sequence[int], messages: Sequence[Message] = (), tools: str = ""
+    ) -> Context:
+        """Return the context of a prompt i64[P] of token ids. `messages` are what the caller says that
+        they stand for."""
+        prompt = torch.tensor(ids, dtype=torch.int64)
+
+        def is_continued(answer: Answer) -> bool:
+            before = answer.conversation.token_ids
+            return len(before) <= len(prompt) and torch.equal(prompt[: len(before)], before)
+
+        known = [answer for answer in self._known if is_continued(answer)]
+        parent = max(known, key=lambda answer: len(answer.conversation.token_ids), default=None)
+        if parent is None:
+            return Context(self._begin(ids), None, tuple(messages), tools)
+        new = prompt[len(parent.conversation.token_ids) :]
+        return Context(parent.conversation.with_tokens(new), parent, tuple(messages), tools)
+
+    def _begin(self, ids: Sequence[int]) -> Conversation:
+        if not ids:
+            raise Refused(400, "the prompt is empty, expected at least one token")
+        return Conversation.start(self._group_id, torch.tensor(ids, dtype=torch.int64))
+
+    @property
+    def _known(self) -> list[Answer]:
+        """All answers; the newest first, which is preferred among equals."""
+        with self._lock:
+            return self._answers[::-1]
+
+    def answer(self, context: Context, asked: Asked, caller: Caller) -> list[Answer]:
+        """Let the policy answer `caller`, and record the answers. Waits for the engine. Raises
+        Refused."""
+        requests = self._requests(context, asked)
+        caller.requests += requests
+        try:
+            completions = self._generation.generate(
+                requests, lambda: not (self._is_over or caller.is_gone)
+            )
+        finally:
+            with self._lock:
+                for request in requests:
+                    self._pending.pop(request.request_id, None)
+        if any(each.finish_reason == "abort" for each in completions):
+            raise Refused(503, "the answer was cut off, because the engine was stopped")
+        with self._lock:
+            if self._is_over or caller.is_gone:
+                raise Refused(503, "the caller is gone, or the episode of this key is over")
+            answers = [self._answer(context, each, asked) for each in completions]
+            self._answers += answers
+        return answers
+
+    def _requests(self, context: Context, asked: Asked) -> list[Request]:
+        ids, limit = context.conversation.token_ids, self.sampling
+        room = self.context_len - len(ids)
+        if room < 1:
+            self.cut_off = (
+                self.cut_off or f"a prompt of {len(ids)} tokens left no room in the context"
+            )
+            raise too_long(len(ids), self.context_len)
+        most = min(limit.max_new_tokens, room, asked.max_tokens or room)
+        stop = tuple(dict.fromkeys((*limit.stop, *asked.stop)))
+        if len(stop) > MAX_STOP_STRINGS:
+            raise Refused(400, f"stop: {len(stop)} texts, expected at most {MAX_STOP_STRINGS}")
+        sampling = dataclasses.replace(
+            limit,
+            max_new_tokens=most,
+            min_new_tokens=min(limit.min_new_tokens, most),
+            stop=stop,
+            stop_token_ids=tuple(dict.fromkeys((*limit.stop_token_ids, *asked.stop_token_ids))),
+        )
+        key = (ids.numpy().tobytes(), asked.seed)
+        with self._lock:
+            if self._is_over:
+                raise Refused(401, "the episode of this key is over")
+            if self._num_begun + asked.num_answers > self._max_turns:
+                self.cut_off = self.cut_off or f"all {self._max_turns} turns were used up"
+                raise Refused(
+                    403,
+                    f"the episode has used up its {self._max_turns} turns (environment.max_turns); "
+                    "end it, and print the reward",
+                    "max_turns",
+                )
+            first = self._num_begun
+            self._num_begun += asked.num_answers
+            requests = []
+            for number in range(first, self._num_begun):
+                seed = self._seed_of(asked.seed, self._asked_before[key])
+                self._asked_before[key] += 1
+                requests.append(Request(f"{self._name} answer {number}", ids, seed, sampling))
+            self._pending |= {request.request_id: request for request in requests}
+        return requests
+
+    def _seed_of(self, given: int | None, count: int) -> int:
+        """Return the seed of the answer number `count` to the same prompt. The first has the seed that
+        an environment's episode would have, so the same conversation gets the same tokens."""
+        if given is None and not count:
+            return self._seed
+        return sample_seed(self._seed, f"endpoint/{given}", count)
+
+    def _answer(self, context: Context, completion: Completion, asked: Asked) -> Answer:
+        text, cut = self.texts.decode(completion.output_ids.tolist()), ""
+        if completion.finish_reason == "stop":
+            ends = [text.find(each) for each in (*self.sampling.stop, *asked.stop) if each in text]
+            if ends:
+                text, cut = text[: min(ends)], text[min(ends) :]
+        parsed = parse_answer(text, with_tools=asked.parses_tools, taken=call_ids(context.messages))
+        said = (*context.messages, *read_messages([parsed.message()])) if context.messages else ()
+        longer = context.conversation.with_completion(completion)
+        return Answer(context, completion, longer, text, cut, parsed, said)
+
+    def end(self) -> None:
+        """End the episode: abort its requests, and refuse others."""
+        with self._lock:
+            self._is_over = True
+            pending = list(self._pending.values())
+        if pending:
+            self._generation.abort(pending)
+
+    def drop(self, caller: Caller) -> None:
+        """Abort the requests of a caller that has closed its connection."""
+        caller.is_gone = True
+        self._generation.abort(caller.requests)
+
+    @property
+    def leaves(self) -> list[Answer]:
+        """The last answer of each branch, in the order in which they were sampled."""
+        with self._lock:
+            continued = {answer.context.parent for answer in self._answers}
+            return [answer for answer in self._answers if answer not in continued]
+
+    def samples(
+        self, weight_version: int, *, is_masked: bool = False, is_tree: bool = False
+    ) -> list[Sample]:
+        """Return the samples to train on: the branch with the most sampled tokens, the newest of
+        equals, and with `is_tree` also the other branches.
+
+        Tokens that a branch shares with earlier ones are context in it, so each sampled token is in
+        the loss once. Without an answer, the sample is the row's prompt, with an empty span of
+        version `weight_version`. A sample that is masked is one branch and ends with the reason
+        `abort`.
+        """
+        newest_first = self.leaves[::-1]
+        leaves = sorted(newest_first, key=lambda leaf: -int(leaf.conversation.loss_mask.sum()))
+        if not leaves:
+            none = Conversation.start(self._group_id, self.prompt.token_ids)
+            return [none.finished("abort").sample(weight_version)]
+        reason = "abort" if is_masked else "length" if self.cut_off else "stop"
+        if is_masked or not is_tree:
+            return [leaves[0].conversation.finished(reason).sample(weight_version)]
+        counted: set[Answer] = set()
+        found = []
+        for leaf in leaves:
+            path = list(_path(leaf))
+            branch = _without(leaf.conversation, [each for each in path if each in counted])
+            counted.update(path)
+            found.append(branch.finished(reason).sample(weight_version))
+        return found
+
+
+def _path(leaf: Answer) -> Iterator[Answer]:
+    """Yield the answers of a branch, from its last to its first."""
+    answer: Answer | None = leaf
+    while answer is not None:
+        yield answer
+        answer = answer.context.parent
+
+
+def _without(conversation: Conversation, answers: Sequence[Answer]) -> Conversation:
+    """Return a conversation in which the tokens of some of its answers are context."""
+    mask, logprobs = conversation.loss_mask.clone(), conversation.rollout_logprobs.clone()
+    dropped: set[VersionSpan] = set()
+    for answer in answers:
+        start, end = len(answer.context.conversation.token_ids), len(answer.conversation.token_ids)
+        mask[start:end], logprobs[start:end] = False, 0.0
+        dropped.update(answer.completion.weight_versions)
+    return dataclasses.replace(
+        conversation,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        weight_versions=tuple(s for s in conversation.weight_versions if s not in dropped),
+    )
