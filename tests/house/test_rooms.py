@@ -62,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "mrl.collect": {
         *("mrl.algorithms", "mrl.data", "mrl.environments", "mrl.exchange", "mrl.preflight"),
-        *("mrl.rewards", "mrl.engines", "mrl.run", "moe", "parallel"),
+        *("mrl.rewards", "mrl.engines", "mrl.run", "mrl.web", "moe", "parallel"),
     },
     "mrl.engine_pool": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.environments", "mrl.exchange"),

@@ -25,8 +25,8 @@ from mrl.collect.endpoint.messages import read_messages
 from mrl.collect.endpoint.record import Answer, Caller, EpisodeRecord
 from mrl.collect.endpoint.refused import Refused
 from mrl.collect.endpoint.texts import as_text
-from mrl.system.http_callers import is_of_this_machine
 from mrl.system.json_text import unpaired_surrogate
+from mrl.web.callers import is_of_this_machine
 
 MAX_BODY_BYTES = 32 << 20
 MAX_THREADS = 512
