@@ -129,7 +129,7 @@ TARGETS = (
             "studies/stability.py", "studies/stability_study", "benchmarks/start_model.py"), 30,
            short="tests/loop/test_stability.py"),
     Target("quantization", "4 formats of an engine's weights x 4 corrections x 5 seeds",
-           ("studies.quantization",), (),
+           ("studies.quantization",), ("quantization",),
            (*STEP, "mrl/quantization.py", "mrl/weight_sync/quantize.py", "mrl/algorithms",
             "launch/recipes/stability.yaml", *STEPPED, "studies/quantization*.py",
             "studies/stability.py", "studies/stability_study", "benchmarks/start_model.py"), 80,
