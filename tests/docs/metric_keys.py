@@ -21,6 +21,7 @@ FORM = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9_@<>]+)+")
 NOT_METRICS = frozenset(
     {
         "application/json", "s/step", "tokens/s", "repeat/<>", "environment/<>",
+        "endpoint/<>",
         "difference/<>", "size/<>",
         "first/<>", "without/<>", "without/<>/logprob_abs_mean", "mismatch/percentiles",
         "reward/zero_signal", "routing/margin", "dynamic_sampling/zero_signal",

@@ -34,7 +34,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         "environment.command: there is no file no_agent.py",
     ),
     "turns": (
-        (*COMMAND, "algorithm.turn_rewards=true"), "prints one reward for the whole episode",
+        (*COMMAND, "algorithm.name=gspo_token", "algorithm.turn_rewards=true"),
+        "prints one reward for the whole episode",
     ),
     "more than a step": ((*COMMAND, "rollout.over_sampling=1.5"), "waits for all episodes"),
     "tree": (("rollout.endpoint_branches=tree",), "there are no agents"),

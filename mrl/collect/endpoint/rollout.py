@@ -221,7 +221,7 @@ class AgentRollout:
                 continue
             version = endpoint.weight_version
             assert version is not None
-            self._waiting.remove(members)
+            self._waiting = [each for each in self._waiting if each is not members]
             samples = [episode.samples(version, is_tree=self._is_tree) for episode in members]
             episodes = tuple(e for e, branches in enumerate(samples) for _ in branches)
             rewards = torch.tensor(known, dtype=torch.float32)
