@@ -239,6 +239,19 @@ def figures(rows: list[Row], cpu: list[Row], evals: list[dict[str, float]]) -> R
     }
 
 
+def train(folder: Path, steps: int, only: str | None) -> None:
+    """Run the sides, or go on with them."""
+    prepare(MODEL)
+    folder.mkdir(parents=True, exist_ok=True)
+    if only in (None, "mrl"):
+        train_by_mrl(folder, steps)
+    if only in (None, "sdk"):
+        train_by_sdk(folder, steps)
+    if only in (None, "same"):
+        write_samples(folder / "mrl_run", folder / "samples", steps)
+        train_by_sdk(folder, steps, folder / "samples")
+
+
 def found_by_mrl(folder: Path, steps: int) -> Row:
     run = folder / "mrl_run"
     evals = [json.loads((run / f"evals/step_{step:06d}.json").read_text()) for step in (0, steps)]
@@ -304,17 +317,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make tinker-smollm", description=summary(__doc__))
     parser.add_argument("--steps", type=int, default=10, help="of each side")
     parser.add_argument("--only", choices=SIDES, help="run one side, and record nothing")
+    parser.add_argument("--report", action="store_true", help="record the runs that are there")
     options = parser.parse_args()
     folder = WORK / "tinker"
-    prepare(MODEL)
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.only in (None, "mrl"):
-        train_by_mrl(folder, options.steps)
-    if options.only in (None, "sdk"):
-        train_by_sdk(folder, options.steps)
-    if options.only in (None, "same"):
-        write_samples(folder / "mrl_run", folder / "samples", options.steps)
-        train_by_sdk(folder, options.steps, folder / "samples")
+    if not options.report:
+        train(folder, options.steps, options.only)
     if options.only is not None:
         return
     sides = {SIDES["mrl"]: found_by_mrl(folder, options.steps)}

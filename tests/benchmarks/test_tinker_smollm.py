@@ -24,28 +24,36 @@ from tests.tinker.running import (
 )
 
 
-def side(after: float, mismatch: float = 1e-5, stderr: float = 0.03) -> dict[str, Any]:
-    held_out = [{"avg": 0.1, "stderr": stderr}, {"avg": after, "stderr": stderr}]
-    return {"held_out": held_out, "mismatch_max": mismatch}
+def side(after: float, mismatch: float = 1e-5, norm: float = 0.5) -> dict[str, Any]:
+    held_out = [{"avg": 0.1, "stderr": 0.03}, {"avg": after, "stderr": 0.03}]
+    return {"held_out": held_out, "mismatch_max": mismatch, "grad_norms": [norm, 0.0]}
 
 
 @pytest.mark.parametrize(
-    ("sides", "expected"),
+    ("sides", "fails"),
     [
-        ((side(0.5), side(0.45)), [True, True, True, True, True]),
-        ((side(0.5), side(0.3)), [True, True, True, True, False]),
-        ((side(0.2), side(0.25)), [False, True, True, True, True]),
-        ((side(0.5), side(0.5, mismatch=2e-4)), [True, True, True, False, True]),
+        ((side(0.5), side(0.3), side(0.45)), []),
+        ((side(0.5), side(0.2), side(0.45)), [2]),
+        ((side(0.5), side(0.5, mismatch=2e-4), side(0.45)), [3]),
+        ((side(0.5), side(0.5), side(0.5, norm=0.501)), [6]),
+        ((side(0.5), side(0.5), side(0.3)), [7]),
     ],
 )
-def test_what_is_required(sides: tuple[dict[str, Any], ...], expected: list[bool]) -> None:
-    found = dict(zip(("mrl train", "SDK"), sides, strict=True))
-    assert [holds for _, holds in command.checks(found)] == expected
+def test_what_is_required(sides: tuple[dict[str, Any], ...], fails: list[int]) -> None:
+    verdicts = command.checks(dict(zip(command.SIDES.values(), sides, strict=True)))
+    assert len(verdicts) == 8
+    assert [number for number, (_, holds) in enumerate(verdicts) if not holds] == fails
 
 
 def test_seconds_are_those_of_whole_steps() -> None:
-    row = {"tokens/train": 100, "time/rollout_s": 1.0, "time/train_s": 2.0, "reward/mean": 0.5}
-    more = {"mismatch/logprob_abs_mean": 1e-6, "mismatch/logprob_abs_max": 1e-5}
+    row = {
+        "tokens/train": 100,
+        "time/rollout_s": 1.0,
+        "time/train_s": 2.0,
+        "reward/mean": 0.5,
+        "grad_norm": 1.0,
+    }
+    more = {"mismatch/logprob_abs_mean": 1e-6, "mismatch/logprob_abs_max": 1e-5, "grad_norm": 1.0}
     seconds = [(60.0, 20.0), (10.0, 0.0), (8.0, 0.0), (14.0, 4.0)]
     rows = [{**row, **more, "time/step_s": s, "time/eval_s": e} for s, e in seconds]
     cpu = [

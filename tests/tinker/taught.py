@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from mrl.toy_model import EOS, IM_START, build_tokenizer, write_toy_model
+from mrl.toy_model import CHARACTERS, EOS, IM_START, build_tokenizer, write_toy_model
 
 STEPS, LR, CLIP = 600, 5e-3, 1.0
 TOKENS_PER_STEP = 1024
-LENGTHS = (96, 96, 96, 128, 256, 1024)
-"""Lengths of the sequences of a step; each step takes one of them."""
+LENGTHS, LONG = (96, 96, 96, 128, 256, 1024), (96, 1024, 3072)
+"""Lengths of the sequences of a step, which takes one of them; the last NUM_LONG steps take LONG."""
+NUM_LONG = 80
 CONTEXT = 8192
 WORDS = (
     "we",
@@ -69,8 +70,11 @@ FORMS: tuple[Callable[[Draw], tuple[str, str]], ...] = (boxed, guess, first_call
 
 
 def text(draw: Draw, num_chars: int) -> str:
-    """Return a text of words, of at least `num_chars` characters."""
-    words = [draw.choice(WORDS) for _ in range(num_chars // 2 + 1)]
+    """Return a text of at least `num_chars` characters: words, and some of random characters."""
+    words = [
+        draw.choice(WORDS) if draw.random() < 0.7 else "".join(draw.choices(CHARACTERS, k=4))
+        for _ in range(num_chars // 2 + 1)
+    ]
     return " ".join(words)
 
 
@@ -82,9 +86,9 @@ def write_taught_toy(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, STEPS)
     for step in range(STEPS):
-        length = draw.choice(LENGTHS)
+        length = draw.choice(LENGTHS if step < STEPS - NUM_LONG else LONG)
         ids, labels = [], []
-        for _ in range(TOKENS_PER_STEP // length):
+        for _ in range(max(1, TOKENS_PER_STEP // length)):
             end, answer = (tokenizer.encode(part) for part in draw.choice(FORMS)(draw))
             before = tokenizer.encode(text(draw, length))
             own = [*before, *end][len(answer) - length :] + answer
@@ -96,9 +100,4 @@ def write_taught_toy(folder: Path) -> None:
         optimizer.step()
         decay.step()
         optimizer.zero_grad()
-        import os
-
-        os.environ.get("TELL") and print(
-            step, length, loss.item(), flush=True
-        ) if step % 50 < 6 else None
     model.save_pretrained(folder)

@@ -28,7 +28,6 @@ pytestmark = [needs_cookbook, pytest.mark.timeout(1200), pytest.mark.release]
 NAME = "Qwen/Qwen3-8B-Base"
 CHAT, MATH, PREFERENCES = "HuggingFaceH4/no_robots", "openai/gsm8k", "Anthropic/hh-rlhf"
 QUESTIONS, ENCYCLOPEDIA = "zwhe99/DeepMath-103K", "Salesforce/wikitext"
-SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 CARD = """---
 configs:
 - config_name: {name}
@@ -55,26 +54,24 @@ def write_named(folder: Path, name: str, rows: Rows) -> None:
 
 
 def write_data(folder: Path) -> None:
-    draw = random.Random(0)
+    draw, talk = random.Random(0), "\n\nHuman: {}\n\nAssistant: {}"
     asked = [f"What is {a} + {b}?" for a in range(8) for b in range(8)]
     talks = [
-        [
-            {"role": "user", "content": question + SUFFIX},
-            {"role": "assistant", "content": f"\\boxed{{{draw.randrange(4)}}}"},
-        ]
+        [{"role": "user", "content": question}, {"role": "assistant", "content": "yes, we know"}]
         for question in asked
     ]
     write_rows(folder / CHAT / "train.jsonl", [{"messages": talk} for talk in talks])
-    sums = [(a, b) for a in range(3) for b in range(3)]
+    sums = [(a, b) for a in range(3) for b in range(3)] * 2
     rows = [{"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"} for a, b in sums]
     write_named(folder / MATH, "main", rows)
-    talk = "\n\nHuman: {}\n\nAssistant: {}"
     pairs = [
         {"chosen": talk.format(question, "yes"), "rejected": talk.format(question, "Guess: 1")}
         for question in asked
     ]
     write_rows(folder / PREFERENCES / "train.jsonl", pairs[:48])
-    write_rows(folder / PREFERENCES / "test.jsonl", pairs[48:52])
+    tie = talk.format("yes", "yes")  # the recipe takes 1,024 rows to test on, and leaves out ties
+    ties = [{"chosen": tie, "rejected": tie}] * 1020
+    write_rows(folder / PREFERENCES / "test.jsonl", [*pairs[48:52], *ties])
     write_rows(folder / QUESTIONS / "train.jsonl", [{"question": each} for each in asked])
     lines = [{"text": text(draw, 200)} for _ in range(100)]
     write_named(folder / ENCYCLOPEDIA, "wikitext-103-raw-v1", lines)
@@ -148,10 +145,10 @@ def test_sl_loop_is_resumed(run: Recipe, work: Path) -> None:
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo", "stable_reinforce"])
 def test_rl_loop(run: Recipe, loss: str) -> None:
     rows = run(
-        "rl_loop", loss, loss_fn=loss, batch_size=3, group_size=8, max_tokens=20, max_steps=3,
+        "rl_loop", loss, loss_fn=loss, batch_size=8, group_size=16, max_tokens=20, max_steps=2,
         save_every=1, learning_rate=3e-3, lora_rank=8,
     )  # fmt: skip
-    assert [row["progress/batch"] for row in rows] == [0, 1, 2]
+    assert [row["progress/batch"] for row in rows] == [0, 1]
     assert all(0 <= row["reward/total"] <= 1 for row in rows)
     assert any(row["reward/total"] > 0 for row in rows)
     assert any(norm > 0 for norm in of(rows, "unclipped_grad_l2:mean"))  # a step was taken
@@ -161,7 +158,7 @@ def test_arithmetic(run: Recipe) -> None:
     """`math_rl` with its own environment, which needs no data."""
     rows = run(
         "math_rl.train", "arithmetic", env="arithmetic", renderer_name="role_colon", group_size=8,
-        groups_per_batch=2, max_tokens=12, learning_rate=1e-3, max_steps=2, eval_every=0,
+        groups_per_batch=2, max_tokens=24, learning_rate=1e-3, max_steps=2, eval_every=0,
         save_every=0, lora_rank=8,
     )  # fmt: skip
     check_reinforced(rows, 2)
@@ -173,15 +170,15 @@ def check_reinforced(rows: Rows, steps: int) -> None:
     assert len(drift) == steps
     assert all(abs(each) < NUMERICS for each in drift), drift
     assert all(each < NUMERICS**2 for each in of(rows, "optim/kl_sample_train_v2"))
-    assert any(norm > 0 for norm in of(rows, "optim/unclipped_grad_l2:mean"))
+    assert any(norm > 0 for norm in of(rows, "unclipped_grad_l2:mean"))
 
 
 def test_a_game_of_many_turns(run: Recipe) -> None:
     rows = run(
         "multiplayer_rl.guess_number.train", "guess", renderer_name="role_colon", group_size=4,
-        batch_size=2, max_tokens=24, learning_rate=1e-3, max_steps=2, eval_every=0, save_every=0,
+        batch_size=1, max_tokens=24, learning_rate=1e-3, max_steps=1, eval_every=0, save_every=0,
     )  # fmt: skip
-    check_reinforced(rows, 2)
+    check_reinforced(rows, 1)
     assert all(turns > 1 for turns in of(rows, "env/all/turns_per_episode"))
 
 
@@ -222,12 +219,12 @@ def test_pairwise_preferences(run: Recipe) -> None:
 def test_on_policy_distillation(run: Recipe, work: Path) -> None:
     """A student that begins at the base model learns from a teacher that `sl_loop` has trained."""
     run("sl_loop", "teacher", batch_size=8, max_length=256, max_steps=8, save_every=0,
-        learning_rate=1e-2, lora_rank=8)  # fmt: skip
+        learning_rate=5e-3, lora_rank=8)  # fmt: skip
     last = (work / "logs" / "teacher" / "checkpoints.jsonl").read_text().splitlines()[-1]
     rows = run(
         "distillation.on_policy_distillation", "student", dataset="deepmath", teacher_model=NAME,
         teacher_checkpoint=json.loads(last)["sampler_path"], renderer_name="role_colon",
-        group_size=4, groups_per_batch=4, max_tokens=16, learning_rate=1e-2, max_steps=4,
+        group_size=4, groups_per_batch=4, max_tokens=16, learning_rate=1e-3, max_steps=4,
         eval_every=0, save_every=0, lora_rank=8,
     )  # fmt: skip
     apart = of(rows, "teacher_kl")
