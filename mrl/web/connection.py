@@ -120,7 +120,7 @@ class Connection(H11Protocol):
         if self._stage == "body" and not self.cycle.more_body:
             self._leave()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads what it returns
         """Return whether the connection stays open, because the caller still gets an answer."""
         self._has_ended = True
         if self._is_hung_up or self._stage == "idle":

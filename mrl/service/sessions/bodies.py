@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, Strict, ValidationError, model_validator
 
 from mrl.algorithms import ppo
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, SharedRolloutConfig
 from mrl.config.branch import Branch
 from mrl.config.explain import first_problem
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams, check_sampling_params
@@ -51,7 +51,7 @@ class Bounds:
     context_len: int
 
     @classmethod
-    def of(cls, model: HfModel, rollout: RolloutConfig) -> Bounds:
+    def of(cls, model: HfModel, rollout: SharedRolloutConfig) -> Bounds:
         """Return the limits of a service."""
         return cls(model.sizes.vocab_size, rollout.context_len or model.context_len)
 
