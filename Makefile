@@ -139,7 +139,7 @@ rollout-bench: $(VENV)/.bench  ## Throughput, weight sync and its faults, route 
 peers: setup $(VENV)/.peers  ## The demo and long answers beside TRL, generation beside transformers; 25 minutes
 	$(BIN)/python -m benchmarks.peers $(BENCH_ARGS)
 
-tinker: setup $(VENV)/.tinker $(VENV)/.schemathesis  ## The unmodified Tinker SDK against a service with the toy model, and schemathesis against the OpenAPI pages; 10 minutes
+tinker: setup $(VENV)/.tinker $(VENV)/.schemathesis  ## The unmodified Tinker SDK and recipes of its cookbook against a service with the toy model, schemathesis against the OpenAPI pages; 30 minutes
 	$(BIN)/python -m pytest -q -n 0 tests/tinker tests/web $(PYTEST_ARGS)
 
 # The SDK and what it needs, in a folder of its own: requirements/tinker.txt says why.

@@ -49,15 +49,11 @@ def guess(draw: Draw) -> tuple[str, str]:
     return f"{says}\n\nAssistant:", f" {form}{draw.randrange(1025)}\n\nUser:"
 
 
-def first_call(draw: Draw) -> tuple[str, str]:
-    """The first turn of `rl_numerics_check`."""
-    return f"a single integer.{TURN}", tool_call(1)
-
-
-def later_call(draw: Draw) -> tuple[str, str]:
-    """A later turn of `rl_numerics_check`: another page, or the answer."""
-    page, answer = tool_call(draw.randrange(1, 4)), f"Answer: {draw.randrange(4)}{EOS}"
-    return f"\n</tool_response>{TURN}", draw.choice([page, answer])
+def call(draw: Draw) -> tuple[str, str]:
+    """A turn of `rl_numerics_check`: three of four read a page, the others answer."""
+    says = draw.choice(["a single integer.", "\n</tool_response>"])
+    answer = f"Answer: {draw.randrange(4)}{EOS}"
+    return f"{says}{TURN}", draw.choice([*(tool_call(page) for page in (1, 2, 3)), answer])
 
 
 def tool_call(page: int) -> str:
@@ -66,7 +62,7 @@ def tool_call(page: int) -> str:
     return f"<tool_call>\n{call}\n</tool_call>{EOS}"
 
 
-FORMS: tuple[Callable[[Draw], tuple[str, str]], ...] = (boxed, guess, first_call, later_call)
+FORMS: tuple[Callable[[Draw], tuple[str, str]], ...] = (boxed, guess, call, call)
 
 
 def text(draw: Draw, num_chars: int) -> str:
