@@ -65,6 +65,7 @@ def program(session: Session) -> tuple[Any, Path]:
     return found, session.save().result().folder
 
 
+@pytest.mark.release
 def test_a_session_has_the_bits_of_one_whose_engine_is_on_the_trainer(
     apart: Service, together: Service
 ) -> None:
