@@ -23,6 +23,7 @@ _PARTS = (
     "base",
     "check",
     "corrections",
+    "episodes",
     "describe",
     "entropy",
     "gae",
