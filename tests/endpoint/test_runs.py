@@ -92,7 +92,8 @@ def test_two_steps(toy: Toy, tmp_path: Path, ranks: int, more: tuple[str, ...]) 
     for row in rows:
         assert row["episode/num_turns"] == 3
         assert row["reward/abstained"] == 0
-        assert row["mismatch/logprob_abs_max"] <= 1e-4
+        if "async.max_staleness=1" not in more:  # there the weights have changed since
+            assert row["mismatch/logprob_abs_max"] <= 1e-4
         assert row["routing/replay_coverage"] == 1.0
         assert row["routing/disagreement"] < 0.01
         file = tmp_path / f"run/rollouts/step_{row['step']:06d}.jsonl"
@@ -122,6 +123,6 @@ def test_failures_of_a_few_agents_are_masked_and_of_many_end_the_run(
     assert [json.loads(line)["reward"] is None for line in samples] == [False] * 38 + [True] * 2
     data.write_text("".join(json.dumps(row | {"kind": "dies"}) + "\n" for _ in range(20)))
     done = toy.run(tmp_path / "other", *keys, recipe=RECIPE)
-    assert done.returncode == 1
+    assert done.returncode == 70
     assert "agent.py' failed on 3 of 40 samples of this step" in done.stderr
     assert "on purpose" in done.stderr
