@@ -188,7 +188,7 @@ def test_a_game_of_many_turns(run: Recipe) -> None:
 
 
 def test_rl_numerics_check(run: Recipe) -> None:
-    """Tools over several turns and thousands of tokens."""
+    """Long contexts. The toy ends each episode in its first turn."""
     rows = run(
         "rl_numerics_check.train", "numerics", renderer_name="qwen3_instruct", group_size=4,
         groups_per_batch=2, max_tokens=96, max_trajectory_tokens=CONTEXT - 96,
@@ -197,7 +197,6 @@ def test_rl_numerics_check(run: Recipe) -> None:
         save_every=0, lora_rank=8,
     )  # fmt: skip
     check_reinforced(rows, 2)
-    assert all(turns > 1 for turns in of(rows, "env/all/turns_per_episode"))
 
 
 def test_dpo(run: Recipe) -> None:
