@@ -1,7 +1,7 @@
 // RMSNorm and rotary position embeddings of an inference batch.
 //
-// All arithmetic is fp32. The squares of a row are summed in the order of cpu/simd.h, so the bits of
-// a row depend neither on the other rows nor on the number of threads.
+// All arithmetic is fp32. The squares of a row are summed in the order of cpu/simd.h, so the bits
+// of a row depend neither on the other rows nor on the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ struct RotateInput {
   bool halves;
 };
 
-// Rotates the first R elements of each row and copies the others. Throws std::invalid_argument for a
-// position outside of [0, P).
+// Rotates the first R elements of each row and copies the others. Throws std::invalid_argument for
+// a position outside of [0, P).
 void RotateCpu(const RotateInput& in, int num_threads);
 
 }  // namespace mrl
