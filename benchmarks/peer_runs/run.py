@@ -42,6 +42,8 @@ class Work:
     seed: int = 0
     overrides: tuple[str, ...] = ()
     """What mrl's recipe needs besides."""
+    accumulation: int = 1
+    """How many backward passes TRL makes of a step's samples. More need less memory."""
 
 
 @dataclass

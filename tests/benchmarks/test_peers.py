@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import peer_rewards, peers
 from benchmarks.peer_runs import run
 from benchmarks.peer_runs.run import Outcome, PeakMemory, Work, run_module, train_with_mrl
 
@@ -117,3 +117,21 @@ def test_peak_memory_counts_a_command_and_its_children(monkeypatch: pytest.Monke
     process.kill()
     process.wait()
     assert 100_000_000 < memory.stop() < 300_000_000
+
+
+def test_rewards_differ_beyond_two_standard_errors() -> None:
+    gap, error = peer_rewards.difference([0.5, 0.7], [0.2, 0.4])
+    assert gap == pytest.approx(0.3)
+    assert error == pytest.approx(0.02**0.5)  # two variances of 0.02, over two seeds each
+
+
+def test_runs_on_file_are_not_repeated(tmp_path: Path) -> None:
+    calls = []
+
+    def side(work: Work) -> Outcome:
+        calls.append(work.seed)
+        return outcome([1.0], [0.5])
+
+    for _ in range(2):
+        assert peer_rewards.rewards_of("trl", side, WORK, tmp_path) == [0.1, 0.5]
+    assert calls == [0]

@@ -31,8 +31,12 @@ def engine():
     return Speaking(tokenizer())
 
 
-def roll_out(engine, kinds, *, num_agents=4, limit_s=60.0, max_turns=3, endpoints=(), **more):
-    """Episodes of tests/endpoint/agent.py, one of each kind, two samples -> their groups and agents."""
+def roll_out(
+    engine, kinds, *, num_agents=4, limit_s=60.0, max_turns=3, endpoints=(), seen=None, **more
+):
+    """Episodes of tests/endpoint/agent.py, one of each kind, two samples -> their groups and agents.
+
+    `seen` is an event that is set after the first group."""
     command = ("python", str(AGENT))
     config = EnvironmentConfig(
         command=command, num_agents=num_agents, episode_limit_s=limit_s, max_turns=max_turns
@@ -51,7 +55,10 @@ def roll_out(engine, kinds, *, num_agents=4, limit_s=60.0, max_turns=3, endpoint
         groups = []
         for endpoint in (*endpoints, engine):
             try:
-                groups += rollout.finished(endpoint)
+                for group in rollout.finished(endpoint):
+                    groups.append(group)
+                    if seen is not None:
+                        seen.set()
             except EngineLost:
                 assert not rollout.is_over
         assert rollout.is_over
@@ -60,20 +67,19 @@ def roll_out(engine, kinds, *, num_agents=4, limit_s=60.0, max_turns=3, endpoint
 
 
 def test_episodes_advance_on_their_own(engine):
-    """Two turns of a good agent while another is at its first; groups come as they are complete."""
-    waiting, both = threading.Event(), threading.Event()
+    """A group ends while the other waits for its first answer; groups come as they are complete."""
+    waiting, whole = threading.Event(), threading.Event()
 
     def say(request):
         if "group 0" in request.request_id:
             waiting.set()
-            assert both.wait(60)
-        elif "answer 1" in request.request_id and "sample 1" in request.request_id:
+            assert whole.wait(60)
+        elif "answer 1" in request.request_id:
             assert waiting.wait(60)
-            both.set()
         return "hello"
 
     engine.say = say
-    groups, agents = roll_out(engine, ["good", "honest"])
+    groups, agents = roll_out(engine, ["good", "honest"], seen=whole)
     assert list(groups) == ["honest", "good"]
     for group in groups.values():
         assert group.rewards.tolist() == [5.0, 5.0]
