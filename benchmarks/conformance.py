@@ -1,10 +1,10 @@
 """This module checks a real engine against the contract of an engine: `make conformance`.
 
 It runs tests/rollout/conformance once for each case: engines of one and two tensor-parallel ranks, one
-and two engines side by side, and an engine whose two ranks are on two "nodes", which are processes of
-this machine that meet on loopback. `--cases` chooses among them by name. `--engine MODULE` puts another
-engine than SGLang to the test: any name that `rollout.engine` takes. Writes
-benchmarks/results/conformance.json.
+and two engines side by side, an engine whose two ranks are on two "nodes", which are processes of
+this machine that meet on loopback, and one rank for each architecture beside the toy's. `--cases`
+chooses among them by name. `--engine MODULE` puts another engine than SGLang to the test: any name that
+`rollout.engine` takes. Writes benchmarks/results/conformance.json.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Case(NamedTuple):
     """That an engine spans."""
     expert_parallel_size: int = 1
     data_parallel_attention_size: int = 1
+    model: str = ""
+    """The architecture, one of tests/parallel/models.py; empty is the toy, a Qwen3-MoE."""
 
 
 CASES = {
@@ -44,10 +46,11 @@ CASES = {
     "tp2": Case(2),
     "tp2-two": Case(2, num_engines=2),
     "tp2-nodes": Case(2, num_nodes=2),
+    **{name: Case(model=name) for name in ("qwen3", "qwen2", "llama", "qwen2_moe", "mixtral")},
     "tp2-experts": Case(2, expert_parallel_size=2),
     "tp2-attention": Case(2, data_parallel_attention_size=2),
 }
-DEFAULT = ("tp1", "tp1-two", "tp2", "tp2-two", "tp2-nodes")
+DEFAULT = tuple(name for name in CASES if name not in ("tp2-experts", "tp2-attention"))
 """The others do not pass on CPUs yet: docs/rollout.md."""
 
 
@@ -67,6 +70,7 @@ def run_suite(engine: str, gpus: str, server_args: str, case: Case) -> dict[str,
         "MRL_CONFORMANCE_ENGINES": str(case.num_engines),
         "MRL_CONFORMANCE_NODES": str(case.num_nodes),
         "MRL_CONFORMANCE_EP": str(case.expert_parallel_size),
+        "MRL_CONFORMANCE_MODEL": case.model,
         "MRL_CONFORMANCE_DP": str(case.data_parallel_attention_size),
     }
     start = time.monotonic()

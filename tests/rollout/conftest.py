@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rollout_helpers import load_oracle, make_buckets, make_engine, named_weights
-from transformers import Qwen3MoeForCausalLM
+from rollout_helpers import load_oracle, make_buckets, make_engine, named_weights, write_model
 
 from mrl.engines.sglang.engine import Engine
-from mrl.toy_model import write_toy_model
 
 
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
-    write_toy_model(folder)
+    write_model(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def oracle(toy_folder: Path) -> Qwen3MoeForCausalLM:
+def oracle(toy_folder: Path) -> Any:
     return load_oracle(toy_folder)
 
 

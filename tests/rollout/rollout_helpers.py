@@ -16,26 +16,58 @@ import pytest
 import torch
 from slow_steps import server_args as slow_steps_args
 from torch import Tensor
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import ModelConfig, RolloutConfig
 from mrl.config.adapter import Adapter
 from mrl.engine_pool.engine_nodes import free_address
 from mrl.engines import load_engine
-from mrl.engines.base import EngineConfig, Request, RolloutEngine, SamplingParams
+from mrl.engines.base import Completion, EngineConfig, Request, RolloutEngine, SamplingParams
 from mrl.engines.sglang.engine import Engine
-from mrl.types import Prompt, SampleGroup, WeightBucket
+from mrl.toy_model import build_tokenizer, write_toy_model
+from mrl.types import Prompt, RoutingTrace, SampleGroup, WeightBucket
+from tests.parallel.models import DENSE, write_tiny
 
 GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(",")))
 """The GPUs of the engine under test; empty runs it on the CPU."""
 TOLERANCE = 2e-3 if GPUS else 1e-5
 """The bound for log-probs against transformers in float32 on a CPU."""
+MODEL = os.environ.get("MRL_CONFORMANCE_MODEL", "")
+"""The architecture under test, one of tests/parallel/models.py; empty is the toy, a Qwen3-MoE."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2_moe": {"decoder_sparse_step": 1},
+}
 SLOW = Path(tempfile.gettempdir()) / f"mrl-slow-steps-{os.getpid()}"
 """While this file exists, each step of this process's engines waits; see slow_steps.py."""
 follows_seeds = pytest.mark.skipif(
     bool(GPUS), reason="on GPUs SGLang's sampling does not follow the request's seed"
 )
+
+
+def write_model(folder: Path) -> None:
+    """Write the toy, or a model of MODEL's architecture with the toy's vocabulary and 4 layers."""
+    if not MODEL:
+        write_toy_model(folder)
+        return
+    tokenizer = build_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+    }
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    write_tiny(MODEL, folder, **sizes, **ends, **CHANGES.get(MODEL, {}))
+    tokenizer.save_pretrained(folder)
+
+
+def trace_of(completion: Completion) -> RoutingTrace | None:
+    """Return the routes of a completion, which every MoE has and no dense model has."""
+    assert (completion.routing is None) == (MODEL in DENSE)
+    return completion.routing
 
 
 def make_prompts(num: int, *, seed: int = 0, num_tokens: int = 20) -> list[Prompt]:
@@ -89,6 +121,7 @@ def make_engine(
         model=ModelConfig(path=str(folder), dtype="float32"),
         rollout=RolloutConfig.model_validate(settings),
         log_path=log_path,
+        return_routes=MODEL not in DENSE,
         gpu_ids=GPUS[: int(settings["tensor_parallel_size"])] if num_nodes == 1 else (),
         num_nodes=num_nodes,
         adapter=adapter,
@@ -149,7 +182,7 @@ class OnNodes:
         return getattr(self._engine, name)
 
 
-def named_weights(model: Qwen3MoeForCausalLM, folder: Path) -> list[tuple[str, torch.Tensor]]:
+def named_weights(model: Any, folder: Path) -> list[tuple[str, torch.Tensor]]:
     """Return weights under the names of the checkpoint: transformers fuses experts in memory."""
     model.save_pretrained(folder)
     from safetensors.torch import load_file
@@ -166,19 +199,21 @@ def make_buckets(
 
 
 @functools.cache
-def load_oracle(folder: Path) -> Qwen3MoeForCausalLM:
-    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def load_oracle(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def score(
-    model: Qwen3MoeForCausalLM, ids: Tensor, prompt_len: int, temperature: float, least: int = 0
-):
-    """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K]. The first
-    `least` tokens of the completion could not be the end of the sequence."""
+def score(model: Any, ids: Tensor, prompt_len: int, temperature: float, least: int = 0):
+    """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K], which are
+    empty for a dense model. The first `least` tokens of the completion could not be the end of the
+    sequence."""
+    is_dense = MODEL in DENSE
     with torch.no_grad():
-        out = model(ids[None], output_router_logits=True)
+        out = model(ids[None], **({} if is_dense else {"output_router_logits": True}))
     logits = out.logits[0, :-1] / temperature
     logits[prompt_len - 1 : prompt_len - 1 + least, model.config.eos_token_id] = -torch.inf
     logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    if is_dense:
+        return logprobs[prompt_len - 1 :], torch.empty(len(ids) - 1, 0, 0, dtype=torch.int64)
     routes = [logits.topk(2, -1).indices[:-1] for logits in out.router_logits]
     return logprobs[prompt_len - 1 :], torch.stack(routes, 1)
