@@ -82,7 +82,9 @@ UNSHARED = ("single", "different")
 ARMS = {"off": False, "auto": True}
 
 
-def make_samples(case: Case, sizes: dict[str, Any] = SIZES) -> list[Sample]:
+def make_samples(
+    case: Case, sizes: dict[str, Any] = SIZES, *, with_routes: bool = True
+) -> list[Sample]:
     """Make random tokens and routes for a model of these sizes; the samples of a prompt have those of
     its tokens in common."""
     generator = torch.Generator().manual_seed(0)
@@ -109,9 +111,9 @@ def make_samples(case: Case, sizes: dict[str, Any] = SIZES) -> list[Sample]:
                     rollout_logprobs=-torch.rand(length, generator=generator),
                     weight_versions=(VersionSpan(0, case.prompt_len, length),),
                     finish_reason="stop",
-                    routing=RoutingTrace(
-                        ids, numbers, experts, (VersionSpan(0, 0, length - 1),), 0
-                    ),
+                    routing=RoutingTrace(ids, numbers, experts, (VersionSpan(0, 0, length - 1),), 0)
+                    if with_routes
+                    else None,
                 )
             )
     return samples
@@ -121,10 +123,14 @@ class Steps:
     """Takes steps of one policy, with and without sharing."""
 
     def __init__(
-        self, folder: Path, mesh: Mesh, dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+        self,
+        folder: Path,
+        mesh: Mesh,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        replay: Replay = Replay.rollout,
     ) -> None:
-        """`folder` has the model, in which each layer is MoE."""
-        self.mesh = mesh
+        """`folder` has the model, in which each layer is MoE, or none with `Replay.off`."""
+        self.mesh, self._replay = mesh, replay
         config = ModelConfig(path=str(folder), transformer_impl="local", dtype=dtype)
         self.policy = Policy(
             HfModel.read(folder), mesh, config, OptimizerConfig(lr=1e-30), recompute=True,
@@ -135,10 +141,10 @@ class Steps:
         """Take a step, and return what it computed."""
         signs = [(-1.0) ** i for i in range(len(samples))]
         batch = make_train_batch(samples, signs, gspo, self.mesh, BUDGET, share_prefixes=share)
-        before = self.policy.forward_only(batch.micro_batches, Replay.rollout)
+        before = self.policy.forward_only(batch.micro_batches, self._replay)
         micro = with_old_logprobs(batch.micro_batches, before)
         ready = TrainBatch(micro, batch.num_loss_tokens, batch.num_samples)
-        done = self.policy.train_step(ready, loss, Replay.rollout)
+        done = self.policy.train_step(ready, loss, self._replay)
         return {
             "rows": sum(map(num_rows, micro)),
             "micro_batches": len(micro),
