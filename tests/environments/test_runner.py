@@ -90,7 +90,7 @@ LOSE_THEIR_PROCESS = ("Dies", "Hangs", "Huge", "SpeaksOutOfTurn")
 @pytest.mark.parametrize("name", FAULTS)
 def test_only_the_culprit_fails(name, monkeypatch):
     """A lost process takes other episodes with it; they are played again to where they were."""
-    monkeypatch.setattr("mrl.system.json_worker.MAX_REPLY_BYTES", 50_000)
+    monkeypatch.setattr("mrl.system.worker_process.MAX_REPLY_BYTES", 50_000)
     with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 60) as environments:
         begin(environments, {n: start(n) for n in range(3)})
         environments.step(dict.fromkeys(range(3), "a"))
