@@ -85,6 +85,8 @@ class WorkerProcess:
         self._unsent: deque[memoryview] = deque()
         self._unread = bytearray()
         self._lines: deque[bytes] = deque()
+        self._bad: BadReply | None = None
+        """What is wrong with what came after the last of `_lines`."""
         self._is_closed = False
 
     @property
@@ -164,16 +166,16 @@ class WorkerProcess:
         return self._lines.popleft()
 
     def receive(self, timeout_s: float, wake: int) -> list[bytes]:
-        """Return the lines that have come. Wait for one, but at most `timeout_s` seconds, and only until
-        the file descriptor `wake` is readable. Meanwhile send what is unsent. Raises EOFError, OSError
-        and BadReply as `next_line` does."""
+        """Return the lines that have come, maybe none. Wait for them at most `timeout_s` seconds, and
+        only until the file descriptor `wake` is readable. Meanwhile send what is unsent. Raises
+        EOFError, OSError and BadReply as `next_line` does."""
         if not self._lines:
             self._exchange(timeout_s, wake)
         lines, self._lines = list(self._lines), deque()
         return lines
 
     def lost(self, error: Exception) -> WorkerLost:
-        """Remove what is left of a process, and return why it was lost. `error` is a BadReply, which says
+        """Remove what is left of a process, and return why it was lost. `error` is a BadReply that says
         why it has to be killed, or the EOFError or OSError of a process that has ended."""
         if isinstance(error, BadReply):
             self.clear()
@@ -199,7 +201,7 @@ class WorkerProcess:
         """Kill all processes that the worker has started, and forget what was not sent or read."""
         self._kill()
         process, self._process = self._process, None
-        self._unsent, self._unread, self._lines = deque(), bytearray(), deque()
+        self._unsent, self._unread, self._lines, self._bad = deque(), bytearray(), deque(), None
         if process is None:
             return
         process.wait()
@@ -228,7 +230,10 @@ class WorkerProcess:
         return os.waitid(os.P_PID, self._process.pid, look) is not None
 
     def _exchange(self, timeout_s: float, wake: int | None = None) -> None:
-        """Wait until something can be sent or read, at most LOOK_S, and send and read it."""
+        """Wait until something can be sent or read, at most LOOK_S, and send and read it. Lines that
+        came before an error are read before it is raised."""
+        if self._bad is not None:
+            raise self._bad
         assert self._process
         assert self._process.stdin
         assert self._process.stdout
@@ -243,10 +248,14 @@ class WorkerProcess:
         ready = dict(poll.poll(0.0 if has_ended else min(timeout_s, LOOK_S) * 1000))
         if has_ended and into not in ready:
             raise EOFError  # its children may keep the pipe open
-        if out in ready:
-            self._write(out)
         if into in ready:
             self._read(into)
+        if out in ready:
+            try:
+                self._write(out)
+            except OSError:
+                if into not in ready:
+                    raise
 
     def _write(self, out: int) -> None:
         sent = os.write(out, self._unsent[0][:65536])
@@ -265,8 +274,8 @@ class WorkerProcess:
             self._lines.append(bytes(self._unread + end))
             self._unread = bytearray()
         self._unread += rest
-        if max(len(self._unread), *map(len, self._lines), 0) > MAX_REPLY_BYTES:
-            raise BadReply(
+        if len(self._unread) > MAX_REPLY_BYTES:
+            self._bad = BadReply(
                 f"the answer has more than {MAX_REPLY_BYTES >> 20} MiB, which is the "
                 "maximum; let the code return less"
             )
