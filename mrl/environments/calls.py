@@ -22,8 +22,8 @@ from mrl.system.worker_connection import FORK_RETURNED, NUMBER
 from mrl.system.worker_process import BadReply, WorkerProcess, decoded, unexpected
 
 CANCEL_S = 5.0
-"""Seconds in which a process must take note that an `async` call is cancelled, because its time is up.
-Otherwise its event loop is blocked, and the process is killed."""
+"""Seconds in which a process must take note that an `async` call is cancelled because its time is up;
+less if the time limit of a call is less. Otherwise its event loop is blocked, and it is killed."""
 
 Owner = TypeVar("Owner")
 Reply = dict[str, Any]
@@ -80,6 +80,8 @@ class Calls(Generic[Owner]):
         self._num_sent = 0
         self._last_sign = self._cancelled_at = 0.0
         """When the process sent the last line, and when a call was cancelled last."""
+        self.busy_since: float | None = None
+        """When the call began that occupies the process; None if there is none."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)
 
@@ -142,9 +144,10 @@ class Calls(Generic[Owner]):
             raise unexpected(line)
         if "begun" in reply:
             call.begun_at, call.state = self._last_sign, "busy"
+            self.busy_since = call.begun_at
             return None
         if "awaits" in reply:
-            call.state = "awaits"
+            call.state, self.busy_since = "awaits", None
             return None
         self._close(number)
         if "cancelled" in reply:
@@ -152,7 +155,10 @@ class Calls(Generic[Owner]):
         return call, reply
 
     def _close(self, number: int) -> None:
-        if self._open.pop(number).is_counted:
+        call = self._open.pop(number)
+        if call.state == "busy":
+            self.busy_since = None
+        if call.is_counted:
             self._budget.leave()
 
     @property
@@ -169,7 +175,8 @@ class Calls(Generic[Owner]):
         if not calls or any(call.state == "busy" for call in calls):
             return math.inf
         if any(call.state == "cancelling" for call in calls):
-            return max(self._last_sign, self._cancelled_at) + CANCEL_S
+            grace_s = min(CANCEL_S, *(call.limit_s for call in calls))
+            return max(self._last_sign, self._cancelled_at) + grace_s
         if any(call.state == "awaits" for call in calls):
             return math.inf
         first = next(iter(calls))

@@ -34,6 +34,8 @@ OTHER_ANSWER = (
     "must be determined by its seed"
 )
 ENDING = "the run is ending"
+HELD_S = 1.0
+"""Seconds after which a call that occupies its process keeps new episodes away from it."""
 
 OnReply = Callable[[Reply | RunFailed], None]
 """Takes the reply to a request, or `{"error": reason}` if the episode has failed, or the error that
@@ -86,6 +88,12 @@ class EpisodeWorker:
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="mrl-episodes", daemon=True)
         self._thread.start()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether one call has occupied the process for more than HELD_S."""
+        began = self._calls.busy_since
+        return began is not None and time.monotonic() - began > HELD_S
 
     def begin(self, number: int, request: dict[str, Any], on_reply: OnReply) -> None:
         """Begin an episode with its first request."""
@@ -180,6 +188,7 @@ class EpisodeWorker:
     def _finish(self, ends_at: float) -> None:
         self._ends_at = min(self._ends_at, ends_at)
         for episode in list(self._episodes.values()):
+            self._reply(episode, {"error": ENDING})
             if episode.on_end is None:
                 self._end(episode, lambda: None)
 

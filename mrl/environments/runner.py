@@ -40,7 +40,8 @@ class EnvironmentRunner(Closing):
     """Runs episodes in `config.num_workers` processes. Each episode advances on its own.
 
     An episode runs in the process that has the fewest unanswered requests and, among equals, the fewest
-    episodes when it begins. Thread-safe. Raises InputError if the environment cannot be loaded.
+    episodes when it begins; processes that one call has occupied for a while come last. Thread-safe.
+    Raises InputError if the environment cannot be loaded.
     """
 
     def __init__(
@@ -104,8 +105,7 @@ class EnvironmentRunner(Closing):
         episode begins without an observation, or EpisodeFailed."""
         with self._lock:
             number = next(self._numbers)
-            loads = zip(self._num_waiting, self._num_episodes, itertools.count())
-            place = min(loads)[2]
+            place = min(range(len(self._workers)), key=self._load)
             self._places[number] = place
             self._num_episodes[place] += 1
             self._note_asked(number)
@@ -171,6 +171,9 @@ class EnvironmentRunner(Closing):
         with self._lock:
             self._note_answered(number)
         on_reply(reply)
+
+    def _load(self, place: int) -> tuple[bool, int, int]:
+        return self._workers[place].is_held, self._num_waiting[place], self._num_episodes[place]
 
     def _note_asked(self, number: int) -> None:
         self._asked.add(number)

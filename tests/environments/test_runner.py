@@ -34,10 +34,12 @@ def start(number=0, **columns):
     return Start(prompt(**columns), number)
 
 
+def config_of(name, **settings):
+    return EnvironmentConfig.model_validate({"name": name, "time_limit_s": 60, **settings})
+
+
 def runner(name, **settings):
-    return EnvironmentRunner(
-        EnvironmentConfig.model_validate({"name": name, "time_limit_s": 60, **settings})
-    )
+    return EnvironmentRunner(config_of(name, **settings))
 
 
 @contextlib.contextmanager
@@ -146,7 +148,8 @@ def test_async_steps():
 def closing(name, folder, **settings):
     """And a function: the seeds of the episodes that were closed."""
     folder.mkdir()
-    episodes = playing(f"{ZOO}:{name}", arguments={"folder": str(folder)}, **settings)
+    name = name if ":" in name else f"{ZOO}:{name}"
+    episodes = playing(name, arguments={"folder": str(folder)}, **settings)
     return episodes, lambda: {int(file.name) for file in folder.iterdir()}
 
 
