@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mrl.environments.calls import Calls
 from mrl.system.json_worker import JsonWorker
 
 LIMIT_S = 120.0
@@ -28,10 +29,15 @@ def only_bad_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     An innocent call would otherwise be taken for one that hangs where the machine is slow.
     """
-    real = JsonWorker.call
+    real, limit_of = JsonWorker.call, Calls.limit_of
 
     def call(self: JsonWorker, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        is_bad = "bad" in request.get("completions", ()) or request.get("action") == "bad"
+        is_bad = "bad" in request.get("completions", ())
         return real(self, request, timeout_s if is_bad else max(timeout_s, LIMIT_S))
 
+    def limit(self: Calls[Any], request: dict[str, Any]) -> float:
+        is_bad = request.get("action") == "bad"
+        return limit_of(self, request) if is_bad else max(limit_of(self, request), LIMIT_S)
+
     monkeypatch.setattr(JsonWorker, "call", call)
+    monkeypatch.setattr(Calls, "limit_of", limit)

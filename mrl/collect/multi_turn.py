@@ -1,9 +1,7 @@
 """Multi-turn rollouts: conversations between an engine and environments, which return rewards.
 
-All episodes of a step advance together. One call of generate() generates turn k of all live
-episodes, in the order of prompts and samples. The environments answer when the whole turn is
-complete. So the requests and their tokens do not depend on how long a completion or an environment
-takes.
+Each episode advances on its own: its next turn is generated as soon as its environment has answered.
+All turns that can be generated at one moment go to the engine as one call of generate().
 
 Dimensions: T tokens of an episode so far, G samples per prompt.
 """
@@ -12,25 +10,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from mrl.collect.conversation import Conversation, FinishReason
+from mrl.collect.endpoint.generation import Generation
+from mrl.collect.endpoint.refused import Refused
+from mrl.collect.episode_loop import EpisodeLoop, GroupEpisodes
 from mrl.data.chat import ChatTurns
-from mrl.engines.base import Completion, PolicyEndpoint, Request, sample_seed
+from mrl.engines.base import Completion, EngineLost, PolicyEndpoint, Request, sample_seed
 from mrl.engines.sampling import SamplingParams
 from mrl.environments.base import Observation, StepResult
-from mrl.environments.episodes import EpisodeFailed, Episodes, Start
-from mrl.system.heartbeat import beat
+from mrl.environments.episodes import EpisodeFailed, Start
+from mrl.environments.runner import EnvironmentRunner
+from mrl.errors import RunFailed
 from mrl.types import Prompt, Sample, SampleGroup
 
+Take = Callable[["_Episode", Any], None]
+"""Takes an answer for an episode, in the rollout's thread."""
 
-@dataclass
+
+class GroupEnvironments(GroupEpisodes[EnvironmentRunner]):
+    """The environments of some groups, while other groups use the same runner."""
+
+
+@dataclass(eq=False)
 class _Episode:
     prompt: Prompt
+    index: int
+    """The place of the episode in the rollout."""
+    name: str
+    """Begins the ids of its requests."""
     seed: int
     """The seed of the sampled tokens."""
     environment_seed: int
@@ -38,23 +53,22 @@ class _Episode:
     conversation: Conversation
     rewards: list[float] = field(default_factory=list)
     """The rewards of the environment's steps. If one of them is NaN, the sample is masked."""
+    number: int | None = None
+    """The runner's number of the episode; None before it begins and after it has ended."""
 
-    def finish(self, reason: FinishReason) -> None:
-        self.conversation = self.conversation.finished(reason)
-
-    def sample(self, weight_version: int) -> Sample:
+    def samples(self, weight_version: int) -> list[Sample]:
         has_reward = all(math.isfinite(reward) for reward in self.rewards)
-        return self.conversation.sample(weight_version, self.rewards if has_reward else ())
+        return [self.conversation.sample(weight_version, self.rewards if has_reward else ())]
 
 
 class MultiTurnRollout:
     """Generates the conversations of one engine's part of a step. It is a
-    `mrl.collect.task.Rollout`."""
+    `mrl.collect.task.Rollout`, and the `Player` of its episodes."""
 
     def __init__(
         self,
         groups: Sequence[SampleGroup],
-        environments: Episodes,
+        environments: GroupEnvironments,
         tokenizer: Any,
         *,
         sampling: SamplingParams,
@@ -77,29 +91,30 @@ class MultiTurnRollout:
         self._environments = environments
         self._tokenizer = tokenizer
         self._turns = ChatTurns(tokenizer, template_kwargs)
-        self._options = options
         self._sampling = sampling
         self._max_turns = max_turns
         self._context_len = context_len
-        self._samples_per_prompt = len(groups[0].samples) if groups else 0
-        self._episodes = [
-            _Episode(
-                group.prompt,
-                sample_seed(seed, group.prompt.prompt_id, k),
-                sample_seed(seed, f"environment/{group.prompt.prompt_id}", 0),
-                Conversation.start(sample.group_id, group.prompt.token_ids),
-            )
-            for group, seed in zip(groups, seeds, strict=True)
-            for k, sample in enumerate(group.samples)
-        ]
+        by_group: list[list[_Episode]] = []
+        self._episodes: list[_Episode] = []
+        for group, seed in zip(groups, seeds, strict=True):
+            for k, sample in enumerate(group.samples):
+                episode = _Episode(
+                    group.prompt,
+                    len(self._episodes),
+                    f"{group.prompt.source} group {sample.group_id} sample {k}",
+                    sample_seed(seed, group.prompt.prompt_id, k),
+                    sample_seed(seed, f"environment/{group.prompt.prompt_id}", 0),
+                    Conversation.start(sample.group_id, group.prompt.token_ids),
+                )
+                self._episodes.append(episode)
+            by_group.append(self._episodes[len(self._episodes) - len(group.samples) :])
         self._step_samples = step_samples or len(self._episodes)
-        self._waiting = list(range(len(groups)))
-        """Indices of the prompts whose groups have not been yielded yet."""
-        self._started = False
-        self._num_turns = 0
-        """Number of turns that are complete for all live episodes."""
-        self._answers: dict[int, Completion] = {}
-        """Completions of the current turn, by episode number."""
+        self._generation = Generation(options)
+        self._loop = EpisodeLoop(by_group, self, self._generation)
+        self._ready: list[_Episode] = []
+        """The episodes whose next turn has to be generated."""
+        self._num_ending = 0
+        """The number of ended episodes whose environments are not closed yet."""
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -109,7 +124,11 @@ class MultiTurnRollout:
     @property
     def is_over(self) -> bool:
         """Whether finished() has yielded all groups."""
-        return not self._waiting
+        return self._loop.is_over
+
+    @property
+    def is_ending(self) -> bool:
+        return self._num_ending > 0
 
     def finished(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
         """Yield groups when they are complete, with rewards f32[G]. The reward of a sample is the
@@ -117,138 +136,145 @@ class MultiTurnRollout:
 
         A reward is NaN if the environment failed or an abort ended the episode. Raises the errors
         of generate(), and RunFailed if environments fail too often. After EngineLost, another call
-        continues with the current turn.
+        continues: turns that were not complete are generated again, and environments go on.
         """
-        if not self._started:
-            self._reset()
-            self._started = True
-        yield from self._whole_groups(endpoint)
-        while requests := self._requests():
-            missing = [r for number, r in requests.items() if number not in self._answers]
-            numbers = {request.request_id: number for number, request in requests.items()}
-            # The prefix cache then holds only the earlier turns, so each run gets the same bits.
-            reuse_cache = self._num_turns > 0
-            for completion in endpoint.generate(missing, reuse_cache=reuse_cache, **self._options):
-                beat()
-                self._answers[numbers[completion.request_id]] = completion
-            answers, self._answers = self._answers, {}
-            self._num_turns += 1
-            self._advance({number: answers[number] for number in requests})
-            yield from self._whole_groups(endpoint)
+        return self._loop.finished(endpoint)
 
-    def _reset(self) -> None:
-        starts = {
-            number: Start(e.prompt, e.environment_seed) for number, e in enumerate(self._episodes)
-        }
-        begun = self._environments.reset(starts, step_samples=self._step_samples)
-        for number, observation in begun.items():
-            if isinstance(observation, EpisodeFailed):
-                self._fail(number)
-                continue
-            episode = self._episodes[number]
-            group_id = episode.conversation.group_id
-            try:
-                ids = self._turns.start(episode.prompt, observation)
-                if len(ids) >= self._context_len:
-                    raise ValueError(
-                        f"reset() leaves no room for a turn: {len(ids)} tokens in a context of "
-                        f"{self._context_len}"
-                    )
-            except ValueError as error:
-                self._refuse(number, error)
-                continue
-            episode.conversation = Conversation.start(
-                group_id, torch.tensor(ids, dtype=torch.int64)
-            )
-        self._end_environments()
+    def begin(self) -> None:
+        for episode in self._episodes:
+            on_begun = partial(self._put, self._take_begun, episode)
+            start = Start(episode.prompt, episode.environment_seed)
+            episode.number = self._environments.runner.begin(start, on_begun)
 
-    def _requests(self) -> dict[int, Request]:
-        """Return the requests for the next turn of all live episodes, by episode number."""
-        requests = {}
-        for number, episode in enumerate(self._episodes):
-            conversation = episode.conversation
-            if conversation.finish_reason is not None:
-                continue
-            limit = self._sampling
-            room = self._context_len - len(conversation.token_ids)
-            if room < limit.max_new_tokens:
-                at_least = min(limit.min_new_tokens, room)
-                limit = dataclasses.replace(limit, max_new_tokens=room, min_new_tokens=at_least)
-            k = number % self._samples_per_prompt
-            name = f"{episode.prompt.source} group {conversation.group_id} sample {k}"
-            requests[number] = Request(name, conversation.token_ids, episode.seed, limit)
-        return requests
+    def resume(self) -> None:
+        """Do nothing: what waits for an engine is sent by `advance`."""
 
-    def _advance(self, completions: dict[int, Completion]) -> None:
-        """End the turn: append the completions, and pass them to the environments."""
-        actions = {}
-        for number, completion in completions.items():
-            episode = self._episodes[number]
-            episode.conversation = episode.conversation.with_completion(completion)
-            if episode.conversation.finish_reason is not None:
-                episode.rewards.append(math.nan)
-                continue
-            actions[number] = self._tokenizer.decode(
-                completion.output_ids.tolist(), skip_special_tokens=True
-            )
-        for number, result in self._environments.step(actions).items():
-            if isinstance(result, EpisodeFailed):
-                self._fail(number)
-            else:
-                self._take(number, result)
-        self._end_environments()
+    def pause(self) -> None:
+        """Do nothing: environments go on, and the next turns wait for the next engine."""
 
-    def _take(self, number: int, result: StepResult) -> None:
-        episode = self._episodes[number]
+    def stop(self) -> None:
+        for episode in self._episodes:
+            if episode.number is not None:
+                self._environments.runner.end(episode.number)
+                episode.number = None
+
+    def _put(self, take: Take, episode: _Episode, answer: Any) -> None:
+        """Let the rollout's thread take an answer for an episode. Any thread may call this."""
+        self._loop.put(partial(self._deliver, take, episode, answer))
+
+    def _deliver(self, take: Take, episode: _Episode, answer: Any) -> None:
+        if isinstance(answer, RunFailed):
+            raise answer
+        if isinstance(answer, EpisodeFailed):
+            self._fail(episode, answer.reason)
+        else:
+            take(episode, answer)
+
+    def _take_begun(self, episode: _Episode, observation: Observation | None) -> None:
+        try:
+            ids = self._turns.start(episode.prompt, observation)
+            if len(ids) >= self._context_len:
+                raise ValueError(
+                    f"reset() leaves no room for a turn: {len(ids)} tokens in a context of "
+                    f"{self._context_len}"
+                )
+        except ValueError as error:
+            self._fail(episode, str(error))
+            return
+        group_id = episode.conversation.group_id
+        episode.conversation = Conversation.start(group_id, torch.tensor(ids, dtype=torch.int64))
+        self._ready.append(episode)
+
+    def advance(self) -> None:
+        """Send the next turns of all episodes that are ready, as one call of generate()."""
+        if self._ready:
+            batch = sorted(self._ready, key=lambda episode: episode.index)
+            self._ready = []
+            asked = [(self._request(episode), episode) for episode in batch]
+            threading.Thread(
+                target=self._generate, args=(asked,), name="mrl-turns", daemon=True
+            ).start()
+
+    def _request(self, episode: _Episode) -> Request:
+        conversation, limit = episode.conversation, self._sampling
+        room = self._context_len - len(conversation.token_ids)
+        if room < limit.max_new_tokens:
+            at_least = min(limit.min_new_tokens, room)
+            limit = dataclasses.replace(limit, max_new_tokens=room, min_new_tokens=at_least)
+        # The call with the last turn may still be open, so the id of this turn is another one.
+        name = f"{episode.name} turn {conversation.num_turns}"
+        return Request(name, conversation.token_ids, episode.seed, limit)
+
+    def _generate(self, asked: Sequence[tuple[Request, _Episode]]) -> None:
+        """Generate turns, in a thread that ends with their call of generate()."""
+        waiting = {request.request_id: episode for request, episode in asked}
+        try:
+            for completion in self._generation.stream([request for request, _ in asked]):
+                episode = waiting.pop(completion.request_id)
+                self._put(self._take_turn, episode, completion)
+        except (EngineLost, Refused):
+            self._loop.put(partial(self._wait_again, list(waiting.values())))
+        except Exception as error:
+            self._loop.put(partial(_raise, error))
+
+    def _wait_again(self, episodes: Sequence[_Episode]) -> None:
+        self._ready += episodes
+
+    def _take_turn(self, episode: _Episode, completion: Completion) -> None:
+        """Append the policy's turn to the conversation, and pass it to the environment."""
+        episode.conversation = episode.conversation.with_completion(completion)
+        if episode.conversation.finish_reason is not None:
+            episode.rewards.append(math.nan)
+            self._end(episode)
+            return
+        text = self._tokenizer.decode(completion.output_ids.tolist(), skip_special_tokens=True)
+        assert episode.number is not None
+        on_step = partial(self._put, self._take_step, episode)
+        self._environments.runner.step(episode.number, text, on_step)
+
+    def _take_step(self, episode: _Episode, result: StepResult) -> None:
         episode.rewards.append(result.reward)
         if result.done or result.observation is None:
-            episode.finish("stop")
+            self._end(episode, "stop")
         elif episode.conversation.num_turns >= self._max_turns:
-            episode.finish("length")
+            self._end(episode, "length")
         else:
-            self._observe(number, result.observation)
+            self._observe(episode, result.observation)
 
-    def _observe(self, number: int, observation: Observation) -> None:
+    def _observe(self, episode: _Episode, observation: Observation) -> None:
         """Append an observation to the conversation. End the episode if the context has no room for
         it and another turn."""
-        episode = self._episodes[number]
         conversation = episode.conversation
         try:
             ids = self._turns.between(episode.prompt, int(conversation.token_ids[-1]), observation)
         except ValueError as error:
-            self._refuse(number, error)
+            self._fail(episode, str(error))
             return
         if len(conversation.token_ids) + len(ids) >= self._context_len:
-            episode.finish("length")
+            self._end(episode, "length")
         else:
             episode.conversation = conversation.with_tokens(torch.tensor(ids, dtype=torch.int64))
+            self._ready.append(episode)
 
-    def _refuse(self, number: int, error: ValueError) -> None:
-        """End an episode whose observation cannot be rendered as tokens, and count this as a failure
-        of its environment."""
-        self._environments.count_failure(str(error))
-        self._fail(number)
+    def _fail(self, episode: _Episode, reason: str) -> None:
+        """End and mask an episode whose environment failed, or said what is no text for the policy."""
+        episode.rewards.append(math.nan)
+        self._end(episode, "stop")
+        self._environments.count_failure(reason, self._step_samples)
 
-    def _fail(self, number: int) -> None:
-        self._episodes[number].rewards.append(math.nan)
-        self._episodes[number].finish("stop")
+    def _end(self, episode: _Episode, reason: FinishReason | None = None) -> None:
+        """End an episode, for `reason` if its conversation has not ended yet."""
+        if reason is not None:
+            episode.conversation = episode.conversation.finished(reason)
+        assert episode.number is not None
+        self._num_ending += 1
+        self._environments.runner.end(episode.number, partial(self._loop.put, self._note_closed))
+        episode.number = None
+        self._loop.end(episode, sum(episode.rewards))
 
-    def _end_environments(self) -> None:
-        """End the environments of all episodes that are over."""
-        over = [n for n, e in enumerate(self._episodes) if e.conversation.finish_reason is not None]
-        self._environments.end(over)
+    def _note_closed(self) -> None:
+        self._num_ending -= 1
 
-    def _whole_groups(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
-        for i in list(self._waiting):
-            first = i * self._samples_per_prompt
-            members = self._episodes[first : first + self._samples_per_prompt]
-            if any(episode.conversation.finish_reason is None for episode in members):
-                continue
-            version = endpoint.weight_version
-            assert version is not None
-            self._waiting.remove(i)
-            yield SampleGroup(
-                members[0].prompt,
-                [episode.sample(version) for episode in members],
-                rewards=torch.tensor([sum(e.rewards) for e in members], dtype=torch.float32),
-            )
+
+def _raise(error: Exception) -> None:
+    raise error

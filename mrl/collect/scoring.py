@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mrl.collect.endpoint.rollout import GroupAgents
+from mrl.collect.multi_turn import GroupEnvironments
 from mrl.config import Recipe
 from mrl.config.reward import Rewards
 from mrl.data.completions import completions
-from mrl.environments.concurrent import ConcurrentEpisodes
 from mrl.environments.runner import EnvironmentRunner
 from mrl.errors import RunFailed
 from mrl.rewards.budget import Budget
@@ -77,18 +77,12 @@ class Scoring:
             if played is not None:
                 played.reset_counts()
 
-    def episodes(self) -> ConcurrentEpisodes | GroupAgents | None:
-        """Return an object that runs the episodes of one group. Several such objects can run at the
-        same time. Return None if the recipe has no environment."""
+    def episodes(self) -> GroupEnvironments | GroupAgents | None:
+        """Return what runs the episodes of some groups, and counts their failures. Several such objects
+        can be in use at the same time. Return None if the recipe has no environment."""
         if self.agents is not None:
-            return self.group_agents()
-        return None if self.environments is None else ConcurrentEpisodes(self.environments)
-
-    def group_agents(self) -> GroupAgents | None:
-        """Return the agents with a failure count of their own; None if the recipe has no agents."""
-        if self.agents is None:
-            return None
-        return GroupAgents(self.agents)
+            return GroupAgents(self.agents)
+        return None if self.environments is None else GroupEnvironments(self.environments)
 
     def begin(self, group: SampleGroup) -> None:
         """Start to score a complete group, and return at once. A group that an environment has scored

@@ -9,14 +9,13 @@ from typing import Protocol
 
 from mrl.collect.backlog import Started
 from mrl.collect.endpoint.rollout import AgentRollout, GroupAgents
-from mrl.collect.multi_turn import MultiTurnRollout
+from mrl.collect.multi_turn import GroupEnvironments, MultiTurnRollout
 from mrl.collect.scoring import Scoring
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.config import Recipe
 from mrl.data.eval_sets import EvalSet
 from mrl.engines.base import PolicyEndpoint
 from mrl.engines.sampling import sampling_of
-from mrl.environments.episodes import Episodes
 from mrl.errors import InputError
 from mrl.exchange.sharing import share_bytes, sum_over_ranks
 from mrl.preflight import Plan
@@ -143,7 +142,7 @@ class EngineTasks:
                 recipe,
                 self._plan,
                 started,
-                scoring.group_agents() or scoring.environments,
+                scoring.episodes(),
                 num_wanted,
             ),
             scoring,
@@ -162,7 +161,7 @@ def make_rollout(
     recipe: Recipe,
     plan: Plan,
     started: Sequence[Started],
-    episodes: Episodes | GroupAgents | None,
+    episodes: GroupEnvironments | GroupAgents | None,
     num_wanted: int | None = None,
     on_sample: Callable[[SampleGroup, int], None] | None = None,
     options: Mapping[str, bool] = {},
@@ -197,7 +196,7 @@ def make_rollout(
         episodes,
         plan.tokenizer,
         sampling=sampling_of(config),
-        max_turns=episodes.config.max_turns,
+        max_turns=episodes.runner.config.max_turns,
         context_len=plan.context_len,
         seeds=seeds,
         step_samples=step_samples,

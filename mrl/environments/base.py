@@ -15,7 +15,7 @@ _KIND = Kind(
     noun="environment",
     package="mrl.environments",
     not_plugins=frozenset(
-        {"__init__", "base", "command", "concurrent", "episodes", "runner", "worker"}
+        {"__init__", "base", "calls", "command", "episode_worker", "episodes", "runner", "worker"}
     ),
     attributes=("Environment",),
     form="class",

@@ -9,138 +9,39 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
 
 from mrl.config import EnvironmentConfig
 from mrl.environments.base import RESERVED_COLUMNS, Observation, StepResult
+from mrl.environments.calls import Reply
+from mrl.environments.episode_worker import EpisodeWorker
 from mrl.environments.episodes import EpisodeFailed, Start
-from mrl.errors import InputError
+from mrl.errors import InputError, RunFailed
 from mrl.rewards.budget import Budget
 from mrl.rewards.runner import check_failures
-from mrl.system.json_worker import JsonWorker, WorkerLost, WorkerNotStarted
 from mrl.system.processes import Closing
+from mrl.system.worker_process import WorkerProcess
 from mrl.system.worker_user import WorkerUser
 from mrl.types import Prompt
 
 CLOSE_LIMIT_S = 5.0
 """The time limit for the close() calls of all remaining episodes at the end of the run."""
 
-
-@dataclass
-class _Episode:
-    process: int
-    """The number of the process in which the episode runs (see `_Worker._number`)."""
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    replies: list[dict[str, Any]] = field(default_factory=list)
-
-
-class _Worker:
-    """Runs some of the episodes in one process, and starts a new process if that process is lost."""
-
-    def __init__(self, config: EnvironmentConfig, budget: Budget, user: WorkerUser | None) -> None:
-        self._time_limit_s, self._budget = config.time_limit_s, budget
-        assert config.name is not None
-        self._what = f"environment {config.name!r}"
-        self._process = JsonWorker(
-            "mrl.environments.worker",
-            self._what,
-            config.name,
-            json.dumps(config.arguments),
-            user=user,
-        )
-        self._number = 0
-        """How many processes this worker has lost so far. The number also identifies the current
-        process."""
-        self._episodes: dict[int, _Episode] = {}
-        self._not_started = ""
-        """Why the start of a new process failed in this turn; empty if no start has failed. A start
-        is tried only once per turn."""
-        self.num_replayed = 0
-
-    def start(self) -> None:
-        self._process.start()
-
-    def play(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Send each request to its episode, and return the replies.
-
-        Requests and replies are keyed by episode number. The reply of an episode that has failed is
-        `{"error": reason}`.
-        """
-        self._not_started = ""
-        return {number: self._ask(number, request) for number, request in requests.items()}
-
-    def end(self, numbers: Collection[int] | None = None, limit_s: float | None = None) -> None:
-        """Close and forget the episodes `numbers` (None: all), within `limit_s` seconds.
-
-        By default, `limit_s` is `config.time_limit_s` times the number of episodes to close. If the
-        time is up, the process is killed. Episodes that this worker does not have are ignored.
-        """
-        chosen = list(self._episodes) if numbers is None else numbers
-        ended = {n: self._episodes.pop(n) for n in chosen if n in self._episodes}
-        live = [n for n, episode in ended.items() if episode.process == self._number]
-        if not live:
-            return
-        try:
-            self._process.call({"end": live}, limit_s or self._time_limit_s * len(live))
-        except WorkerLost as error:
-            self._number += 1
-            print(f"{self._what}: close() of {len(live)} episodes: {error}", file=sys.stderr)
-
-    def close(self) -> None:
-        self._process.close()
-
-    def _ask(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
-        episode = self._episodes.setdefault(number, _Episode(self._number))
-        reply: dict[str, Any] = {}
-        if episode.process != self._number:
-            reply = self._replay(number, episode)
-        if "error" not in reply:
-            reply = self._call(request)
-            episode.requests.append(request)
-            episode.replies.append(reply)
-        if "error" in reply or reply.get("done"):
-            self._episodes.pop(number, None)
-        return reply
-
-    def _replay(self, number: int, episode: _Episode) -> dict[str, Any]:
-        """Replay an episode of a lost process up to its last action.
-
-        Returns {}, or `{"error": reason}` if the episode fails or gives other answers than before.
-        """
-        self.num_replayed += 1
-        episode.process = self._number
-        for request, before in zip(episode.requests, episode.replies, strict=True):
-            now = self._call(request)
-            if "error" in now:
-                return now
-            if now != before:
-                self.end([number])  # its instance still exists in the new process
-                return {"error": "another episode killed its process, and its answers differed when it "
-                        "was replayed: an environment must be determined by its seed"}  # fmt: skip
-        return {}
-
-    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._not_started:  # tried once per turn, because an import may be slow
-            return {"error": self._not_started}
-        try:
-            with self._budget.spending(self._time_limit_s) as limit_s:
-                return self._process.call(request, limit_s)
-        except WorkerLost as error:
-            self._number += 1
-            if isinstance(error, WorkerNotStarted):
-                self._not_started = str(error)
-            return {"error": str(error)}
+OnBegun = Callable[[Observation | EpisodeFailed | RunFailed | None], None]
+OnStep = Callable[[StepResult | EpisodeFailed | RunFailed], None]
+"""Both take an answer, or the error that ends the run. They are called in another thread, and must
+return at once."""
 
 
 class EnvironmentRunner(Closing):
-    """Runs episodes in `config.num_workers` processes; episode n runs in process `n % num_workers`.
+    """Runs episodes in `config.num_workers` processes. Each episode advances on its own.
 
-    The class implements `Episodes`. Raises InputError if the environment cannot be loaded.
+    An episode runs in the process that has the fewest unanswered requests and, among equals, the fewest
+    episodes when it begins; processes that one call has occupied for a while come last. Thread-safe.
+    Raises InputError if the environment cannot be loaded.
     """
 
     def __init__(
@@ -155,126 +56,145 @@ class EnvironmentRunner(Closing):
         is less. The workers run as `user`, or as this process's user if `user` is None.
         """
         self.config, budget = config, budget or Budget()
-        self.what = f"environment {config.name!r}"
+        self.what = f"environment {config.label}"
         """The environment's name, for messages."""
-        self._workers = [_Worker(config, budget, user) for _ in range(config.num_workers)]
-        # A worker is killed when the thread that started it ends, so each has a thread that lives as
-        # long as the runner.
-        self._threads = [ThreadPoolExecutor(max_workers=1) for _ in self._workers]
-        self._closed = False
         self.num_failed = 0
-        """The number of episodes that have failed since the last `reset` or `reset_counts`."""
+        """The number of episodes that have failed since the last `reset_counts`."""
         self.first_error = ""
-        self._step_samples = 0
         self._replayed_before = 0
-        self._counting = threading.Lock()
-        self._free_numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._places: dict[int, int] = {}
+        """The index of the worker of each episode that is not ended."""
+        self._asked: set[int] = set()
+        """The episodes with an unanswered request."""
+        self._num_waiting = [0] * config.num_workers
+        """The number of unanswered requests of each worker."""
+        self._num_episodes = [0] * config.num_workers
+        self._workers = [self._worker(budget, user) for _ in range(config.num_workers)]
         try:
-            self._on_all(_Worker.start)
+            for worker in self._workers:
+                worker.started.result()
         except BaseException:
             self.close()
             raise
 
+    def _worker(self, budget: Budget, user: WorkerUser | None) -> EpisodeWorker:
+        config = self.config
+        assert config.name is not None
+        arguments = (config.name, json.dumps(config.arguments))
+        process = WorkerProcess("mrl.environments.worker", self.what, *arguments, user=user)
+        return EpisodeWorker(process, self.what, config.time_limit_s, budget)
+
     @property
     def num_replayed(self) -> int:
-        """The number of episodes that were replayed since the last `reset` or `reset_counts`.
+        """The number of episodes that were replayed since the last `reset_counts`.
 
         An episode is replayed if its process was lost.
         """
         return sum(worker.num_replayed for worker in self._workers) - self._replayed_before
 
-    def reset(
-        self, starts: Mapping[int, Start], *, step_samples: int
-    ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin the episodes `starts`, and forget earlier episodes and their counts. See `Episodes`."""
-        self._on_all(_Worker.end)
-        self.reset_counts()
-        return self.begin(starts, step_samples=step_samples)
-
     def reset_counts(self) -> None:
         """Set the numbers of failed and replayed episodes to 0."""
-        self.num_failed, self.first_error = 0, ""
-        self._replayed_before += self.num_replayed
+        with self._lock:
+            self.num_failed, self.first_error = 0, ""
+            self._replayed_before += self.num_replayed
 
-    def begin(
-        self, starts: Mapping[int, Start], *, step_samples: int
-    ) -> dict[int, Observation | EpisodeFailed | None]:
-        """Begin the episodes `starts` in addition to running episodes. Thread-safe."""
-        self._step_samples = step_samples
-        requests = {
-            number: {
-                "reset": number,
-                "prompt": start.prompt.content,
-                "seed": start.seed,
-                "columns": start.prompt.columns,
-            }
-            for number, start in starts.items()
+    def begin(self, start: Start, on_begun: OnBegun) -> int:
+        """Begin an episode, and return its number. `on_begun` gets the first observation, None if the
+        episode begins without an observation, or EpisodeFailed."""
+        with self._lock:
+            number = next(self._numbers)
+            place = min(range(len(self._workers)), key=self._load)
+            self._places[number] = place
+            self._num_episodes[place] += 1
+            self._note_asked(number)
+        request = {
+            "reset": number,
+            "prompt": start.prompt.content,
+            "seed": start.seed,
+            "columns": start.prompt.columns,
         }
-        return {
-            number: reply if isinstance(reply, EpisodeFailed) else reply["observation"]
-            for number, reply in self._play(requests).items()
-        }
+        on_reply = partial(self._answer, number, lambda reply: on_begun(_observation(reply)))
+        self._workers[place].begin(number, request, on_reply)
+        return number
 
-    def step(self, actions: Mapping[int, str]) -> dict[int, StepResult | EpisodeFailed]:
-        """Pass the policy's text to each episode in `actions`. Thread-safe. See `Episodes`."""
-        replies = self._play({n: {"step": n, "action": text} for n, text in actions.items()})
-        return {
-            number: reply if isinstance(reply, EpisodeFailed) else StepResult(**reply)
-            for number, reply in replies.items()
-        }
+    def step(self, number: int, action: str, on_step: OnStep) -> None:
+        """Pass the policy's text to an episode that has answered; `on_step` gets the result."""
+        with self._lock:
+            place = self._places[number]
+            self._note_asked(number)
+        on_reply = partial(self._answer, number, lambda reply: on_step(_result(reply)))
+        self._workers[place].ask(number, {"step": number, "action": action}, on_reply)
 
-    def end(self, numbers: Collection[int]) -> None:
-        """End the episodes `numbers`. See `Episodes`."""
-        self._on_all(lambda worker: worker.end(numbers))
+    def end(self, number: int, on_end: Callable[[], None] = lambda: None) -> None:
+        """End an episode that is done, has failed or is not needed any more, and close its environment.
 
-    def count_failure(self, reason: str) -> None:
-        """Count one more failed episode. See `Episodes`."""
-        with self._counting:
+        `on_end` is called in another thread when the environment is closed. A request that is
+        unanswered gets no answer.
+        """
+        with self._lock:
+            self._note_answered(number)
+            place = self._places.pop(number)
+
+        def note_end() -> None:
+            with self._lock:
+                self._num_episodes[place] -= 1
+            on_end()
+
+        self._workers[place].end(number, note_end)
+
+    def count_failure(self, reason: str, step_samples: int) -> None:
+        """Count one more failed episode. Raises RunFailed if more than 5% of `step_samples` have
+        failed."""
+        with self._lock:
             self.num_failed += 1
             self.first_error = self.first_error or reason
-            check_failures(self.what, self.num_failed, self._step_samples, self.first_error)
-
-    def new_numbers(self, wanted: Iterable[int]) -> dict[int, int]:
-        """Map each number in `wanted` to an episode number that this runner has not used yet."""
-        with self._counting:
-            return {number: next(self._free_numbers) for number in wanted}
+            check_failures(self.what, self.num_failed, step_samples, self.first_error)
 
     def close(self) -> None:
         """Close the remaining environments within CLOSE_LIMIT_S, and end all processes.
 
         May be called more than once.
         """
-        if not self._closed:
-            self._closed = True
-            pairs = zip(self._workers, self._threads, strict=True)
-            ends = [t.submit(worker.end, limit_s=CLOSE_LIMIT_S) for worker, t in pairs]
-            wait(ends, timeout=CLOSE_LIMIT_S)
-        for worker, thread in zip(self._workers, self._threads, strict=True):
-            worker.close()  # before the shutdown, because it ends a waiting call
-            thread.shutdown(cancel_futures=True)
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        for worker in self._workers:
+            worker.finish(CLOSE_LIMIT_S)
+        for worker in self._workers:
+            worker.join(max(deadline - time.monotonic(), 0.0))
+        for worker in self._workers:
+            worker.kill()
 
-    def _on_all(self, action: Callable[[_Worker], None]) -> None:
-        pairs = zip(self._workers, self._threads, strict=True)
-        waiting = [thread.submit(action, worker) for worker, thread in pairs]
-        for future in waiting:
-            future.result()
+    def _answer(
+        self, number: int, on_reply: Callable[[Reply | RunFailed], None], reply: Reply | RunFailed
+    ) -> None:
+        with self._lock:
+            self._note_answered(number)
+        on_reply(reply)
 
-    def _play(self, requests: dict[int, dict[str, Any]]) -> dict[int, Any]:
-        count = len(self._workers)
-        waiting = [
-            thread.submit(
-                worker.play, {n: request for n, request in requests.items() if n % count == place}
-            )
-            for place, (worker, thread) in enumerate(zip(self._workers, self._threads, strict=True))
-        ]
-        replies = {n: reply for future in waiting for n, reply in future.result().items()}
-        return {n: self._checked(replies[n]) for n in requests}
+    def _load(self, place: int) -> tuple[bool, int, int]:
+        return self._workers[place].is_held, self._num_waiting[place], self._num_episodes[place]
 
-    def _checked(self, reply: dict[str, Any]) -> dict[str, Any] | EpisodeFailed:
-        if "error" not in reply:
-            return reply
-        self.count_failure(reply["error"])
-        return EpisodeFailed(reply["error"])
+    def _note_asked(self, number: int) -> None:
+        self._asked.add(number)
+        self._num_waiting[self._places[number]] += 1
+
+    def _note_answered(self, number: int) -> None:
+        if number in self._asked:
+            self._asked.remove(number)
+            self._num_waiting[self._places[number]] -= 1
+
+
+def _observation(reply: Reply | RunFailed) -> Observation | EpisodeFailed | RunFailed | None:
+    if isinstance(reply, RunFailed):
+        return reply
+    return EpisodeFailed(reply["error"]) if "error" in reply else reply["observation"]
+
+
+def _result(reply: Reply | RunFailed) -> StepResult | EpisodeFailed | RunFailed:
+    if isinstance(reply, RunFailed):
+        return reply
+    return EpisodeFailed(reply["error"]) if "error" in reply else StepResult(**reply)
 
 
 def check_columns(prompt: Prompt) -> None:

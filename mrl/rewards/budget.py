@@ -36,6 +36,15 @@ class Budget:
         The call may take `timeout_s` seconds, or fewer if less time is left of the step's limit.
         Raises RunFailed if no time is left.
         """
+        left_s = self.enter()
+        try:
+            yield min(timeout_s, left_s)
+        finally:
+            self.leave()
+
+    def enter(self) -> float:
+        """Begin to count the time of a call, until `leave`. Return the seconds that are left of the
+        step's limit. Raises RunFailed if no time is left; `leave` must not be called then."""
         with self._counting:
             now = time.monotonic()
             self._since = self._since if self._running else now
@@ -47,10 +56,11 @@ class Budget:
                     "samples per step"
                 )
             self._running += 1
-        try:
-            yield min(timeout_s, left_s)
-        finally:
-            with self._counting:
-                self._running -= 1
-                if not self._running:
-                    self._spent_s += time.monotonic() - self._since
+            return left_s
+
+    def leave(self) -> None:
+        """Record that a call has ended."""
+        with self._counting:
+            self._running -= 1
+            if not self._running:
+                self._spent_s += time.monotonic() - self._since

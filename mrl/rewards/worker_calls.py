@@ -7,7 +7,8 @@ from typing import Any
 
 from mrl.rewards.base import HANG, RewardError
 from mrl.rewards.resolve import REWARD_MODEL
-from mrl.system.json_worker import START_TIMEOUT_S, JsonWorker, WorkerLost
+from mrl.system.json_worker import JsonWorker
+from mrl.system.worker_process import START_TIMEOUT_S, WorkerLost
 from mrl.system.worker_user import WorkerUser
 
 MODEL_START_TIMEOUT_S = 1800.0

@@ -1,4 +1,4 @@
-"""Receives requests in a worker process, which runs user code, and sends one reply to each request.
+"""Receives requests in a worker process, which runs user code, and sends replies to them.
 
 Every reply carries the number of its request, so that no other line can be mistaken for a reply. The
 user's code may fork, and the child may return from the call as if it were the worker. This module ends
@@ -29,7 +29,7 @@ ended."""
 
 
 class WorkerConnection:
-    """Yields the requests to this worker, and sends the reply to the latest request."""
+    """Yields the requests to this worker one by one, or all that have come, and sends replies."""
 
     def __init__(self, what: str, parent: int) -> None:
         """Take over the worker's standard input and output. A worker does this before anything else.
@@ -45,6 +45,26 @@ class WorkerConnection:
         """A byte shared with forked processes, which is 1 if one of them returned from the call. It is
         not in a file, which the user's code could close or change."""
         self._has_warned = False
+        self._unread = b""
+
+    def fileno(self) -> int:
+        """Return the file descriptor that is readable when requests have come, for event loops."""
+        return self._requests.fileno()
+
+    def receive(self) -> list[tuple[int, dict[str, Any]]] | None:
+        """Return the requests that have come, each with its number, and None if the process that sends
+        them has closed its pipe. Call this when `fileno` is readable; replies then carry a number.
+
+        In a process that the user's code forked, read nothing and exit.
+        """
+        if os.getpid() != self._pid:
+            os._exit(FORK_RETURNED_CODE)
+        chunk = os.read(self.fileno(), 1 << 20)
+        if not chunk:
+            return None
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        requests = [json.loads(line) for line in lines]
+        return [(request.pop(NUMBER), request) for request in requests]
 
     def requests(self) -> Iterator[dict[str, Any]]:
         """Yield each request until the process that sends them closes its pipe."""
@@ -53,8 +73,9 @@ class WorkerConnection:
             self._number = request.pop(NUMBER)
             yield request
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send the reply to the latest request, or the worker's first line if there was no request.
+    def send(self, message: dict[str, Any], number: int | None = None) -> None:
+        """Send the reply to a request: to request `number`, or to the one that `requests` yielded last.
+        If there was none, this sends the worker's first line.
 
         In a process that the user's code forked, send nothing and exit.
         """
@@ -65,8 +86,9 @@ class WorkerConnection:
             self._fork_returned[0] = 0
             self._warn()
             message = {**message, FORK_RETURNED: True}
-        if self._number is not None:
-            message = {**message, NUMBER: self._number}
+        number = self._number if number is None else number
+        if number is not None:
+            message = {**message, NUMBER: number}
         self._replies.write(json.dumps(message).encode() + b"\n")
         self._replies.flush()
 

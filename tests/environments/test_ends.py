@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.collect.multi_turn import MultiTurnRollout
+from mrl.collect.multi_turn import GroupEnvironments, MultiTurnRollout
 from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.engines.base import Completion, SamplingParams
@@ -22,11 +22,12 @@ class Spelling:
         self.ids = torch.tensor([*tokenizer.encode("a"), tokenizer.eos_token_id])
         self.aborts = aborts
 
-    def generate(self, requests, *, reuse_cache):
+    def generate(self, requests, *, concurrent):
+        assert concurrent
         for request in requests:
             start = len(request.token_ids)
             span = (VersionSpan(0, start, start + 2),)
-            cut = self.aborts and request.request_id.endswith("sample 1")
+            cut = self.aborts and "sample 1" in request.request_id
             reason = "abort" if cut else "stop"
             yield Completion(request.request_id, self.ids, torch.zeros(2), reason, span, None)
 
@@ -49,7 +50,7 @@ def test_every_end_closes_the_environment(name, settings, reasons, tmp_path):
     with EnvironmentRunner(config) as environments:
         episodes = MultiTurnRollout(
             start_groups([prompt], 2),
-            environments,
+            GroupEnvironments(environments),
             tokenizer,
             sampling=SamplingParams(2),
             seeds=[1],

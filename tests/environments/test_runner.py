@@ -1,3 +1,4 @@
+import contextlib
 import os
 import random
 import signal
@@ -12,13 +13,12 @@ import torch
 from mrl.config import EnvironmentConfig
 from mrl.data.reasoning_gym import task_rows
 from mrl.environments import StepResult, environment_names, resolve_environment
-from mrl.environments.concurrent import ConcurrentEpisodes
 from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.environments.openai_chat import tool_calls
 from mrl.environments.runner import EnvironmentRunner, check_columns
 from mrl.errors import InputError, RunFailed
-from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt
+from tests.environments.playing import Playing
 from tests.waiting import only_bad_hurries, wait_until
 
 __all__ = ["only_bad_hurries"]
@@ -34,14 +34,18 @@ def start(number=0, **columns):
     return Start(prompt(**columns), number)
 
 
+def config_of(name, **settings):
+    return EnvironmentConfig.model_validate({"name": name, "time_limit_s": 60, **settings})
+
+
 def runner(name, **settings):
-    return EnvironmentRunner(
-        EnvironmentConfig.model_validate({"name": name, "time_limit_s": 60, **settings})
-    )
+    return EnvironmentRunner(config_of(name, **settings))
 
 
-def begin(environments, starts):
-    return environments.reset(starts, step_samples=1000)
+@contextlib.contextmanager
+def playing(name, *, step_samples=1000, **settings):
+    with runner(name, **settings) as environments:
+        yield Playing(environments, step_samples=step_samples)
 
 
 @pytest.fixture(autouse=True)
@@ -55,17 +59,17 @@ def _no_process_is_left():
 
 
 def test_episodes_keep_their_own_state_and_end():
-    with runner(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as environments:
-        begun = begin(environments, {3: start(30, answer=1), 4: start(40)})
+    with playing(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as episodes:
+        begun = episodes.begin({3: start(30, answer=1), 4: start(40)})
         assert begun == {3: "p 30 {'answer': 1}", 4: None}
-        assert environments.step({3: "a"}) == {3: StepResult("1:a", 2.0)}
-        assert environments.step({4: "x", 3: "done"}) == {
+        assert episodes.step({3: "a"}) == {3: StepResult("1:a", 2.0)}
+        assert episodes.step({4: "x", 3: "done"}) == {
             4: StepResult("1:x", 2.0),
             3: StepResult(None, 2.0, done=True),
         }
-        assert begin(environments, {4: start(1)}) == {4: None}  # the old 4 is forgotten
-        assert environments.step({4: "y"}) == {4: StepResult("1:y", 2.0)}
-        assert environments.num_failed == 0
+        assert episodes.begin({4: start(1)}) == {4: None}  # the old 4 is forgotten
+        assert episodes.step({4: "y"}) == {4: StepResult("1:y", 2.0)}
+        assert episodes.runner.num_failed == 0
 
 
 FAULTS = {
@@ -90,131 +94,127 @@ LOSE_THEIR_PROCESS = ("Dies", "Hangs", "Huge", "SpeaksOutOfTurn")
 @pytest.mark.parametrize("name", FAULTS)
 def test_only_the_culprit_fails(name, monkeypatch):
     """A lost process takes other episodes with it; they are played again to where they were."""
-    monkeypatch.setattr("mrl.system.json_worker.MAX_REPLY_BYTES", 50_000)
-    with runner(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 60) as environments:
-        begin(environments, {n: start(n) for n in range(3)})
-        environments.step(dict.fromkeys(range(3), "a"))
-        results = environments.step({0: "b", 1: "bad", 2: "c"})
+    monkeypatch.setattr("mrl.system.worker_process.MAX_REPLY_BYTES", 50_000)
+    with playing(f"{ZOO}:{name}", time_limit_s=0.3 if name == "Hangs" else 60) as episodes:
+        episodes.begin({n: start(n) for n in range(3)})
+        episodes.step(dict.fromkeys(range(3), "a"))
+        results = episodes.step({0: "b", 1: "bad", 2: "c"})
         assert isinstance(results[1], EpisodeFailed)
         assert FAULTS[name] in results[1].reason
         assert (results[0], results[2]) == (StepResult("2:b", 1.0), StepResult("2:c", 1.0))
-        assert environments.step({0: "d"}) == {0: StepResult("3:d", 1.0)}
-        assert (environments.num_failed, environments.first_error) == (1, results[1].reason)
-        assert environments.num_replayed == (2 if name in LOSE_THEIR_PROCESS else 0)
-        begin(environments, {0: start()})
-        assert (environments.num_failed, environments.num_replayed) == (0, 0)
+        assert episodes.step({0: "d"}) == {0: StepResult("3:d", 1.0)}
+        assert (episodes.runner.num_failed, episodes.runner.first_error) == (1, results[1].reason)
+        assert episodes.runner.num_replayed == (2 if name in LOSE_THEIR_PROCESS else 0)
+        episodes.runner.reset_counts()
+        assert (episodes.runner.num_failed, episodes.runner.num_replayed) == (0, 0)
 
 
 def test_a_forked_child_that_comes_back_answers_nothing():
-    with runner(f"{ZOO}:Forks") as environments:
-        begin(environments, {0: start()})
+    with playing(f"{ZOO}:Forks") as episodes:
+        episodes.begin({0: start()})
         for number in range(4):
-            answer = environments.step({0: f"{number}"})
+            answer = episodes.step({0: f"{number}"})
             assert answer == {0: StepResult(f"{number + 1}:{number}", 1.0)}
             time.sleep(0.1)  # the child comes back meanwhile
-        assert environments.num_failed == 0
+        assert episodes.runner.num_failed == 0
 
 
 def test_above_five_percent_the_run_stops():
-    with runner(f"{ZOO}:Raises") as environments:
-        environments.reset({n: start(n) for n in range(3)}, step_samples=40)
-        environments.step({0: "bad", 1: "bad"})
+    with playing(f"{ZOO}:Raises", step_samples=40) as episodes:
+        episodes.begin({n: start(n) for n in range(3)})
+        episodes.step({0: "bad", 1: "bad"})
         with pytest.raises(
             RunFailed, match=r"zoo.py:Raises' failed on 3 of 40 samples .* KeyError"
         ):
-            environments.step({2: "bad"})
+            episodes.step({2: "bad"})
 
 
 @pytest.mark.usefixtures("only_bad_hurries")
 def test_an_episode_that_cannot_be_played_again_fails():
-    with runner(f"{ZOO}:Forgetful", time_limit_s=0.3) as environments:
-        begin(environments, {0: start(), 1: start()})
-        environments.step({0: "a", 1: "a"})
-        results = environments.step({0: "bad", 1: "b"})
+    with playing(f"{ZOO}:Forgetful", time_limit_s=0.3) as episodes:
+        episodes.begin({0: start(), 1: start()})
+        episodes.step({0: "a", 1: "a"})
+        results = episodes.step({0: "bad", 1: "b"})
         assert "its answers differed when it was replayed" in results[1].reason
-        assert environments.num_failed == 2
+        assert episodes.runner.num_failed == 2
 
 
 def test_async_steps():
-    with runner(f"{ZOO}:Later") as environments:
-        begin(environments, {0: start()})
-        assert environments.step({0: "a"}) == {0: StepResult("a", 1.0)}
+    with playing(f"{ZOO}:Later") as episodes:
+        episodes.begin({0: start()})
+        assert episodes.step({0: "a"}) == {0: StepResult("a", 1.0)}
 
 
 def closing(name, folder, **settings):
     """And a function: the seeds of the episodes that were closed."""
     folder.mkdir()
-    environments = runner(f"{ZOO}:{name}", arguments={"folder": str(folder)}, **settings)
-    return environments, lambda: {int(file.name) for file in folder.iterdir()}
+    name = name if ":" in name else f"{ZOO}:{name}"
+    episodes = playing(name, arguments={"folder": str(folder)}, **settings)
+    return episodes, lambda: {int(file.name) for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["Closes", "ClosesBadly"])
 def test_close_is_called_when_an_episode_is_over(name, tmp_path, capfd):
     """One that raises is told, and changes nothing."""
-    environments, closed = closing(name, tmp_path / "closed", num_workers=2)
-    with environments:
-        begin(environments, {n: start(n) for n in range(6)})
-        results = environments.step({1: "done", 2: "bad"})
+    playing_them, closed = closing(name, tmp_path / "closed", num_workers=2)
+    with playing_them as episodes:
+        episodes.begin({n: start(n) for n in range(6)})
+        results = episodes.step({1: "done", 2: "bad"})
         assert results[1] == StepResult(None, 1.0, done=True)
         assert results[2].reason == "KeyError: 'bad'"
-        assert closed() == {1, 2}
-        environments.end([0, 1, 2, 3])  # the first two did this themselves
+        episodes.end([0, 1, 2, 3])
         assert closed() == {0, 1, 2, 3}
-        assert environments.step({4: "a"}) == {4: StepResult("1:a", 1.0)}
-        begin(environments, {0: start(9), 1: start(10)})
-        assert closed() == {0, 1, 2, 3, 4, 5}  # given up
-        assert environments.num_failed == 0
-    assert closed() == {0, 1, 2, 3, 4, 5, 9, 10}
+        assert episodes.step({4: "a"}) == {4: StepResult("1:a", 1.0)}
+        episodes.begin({0: start(9), 1: start(10)})
+        assert closed() == {0, 1, 2, 3}
+        assert episodes.runner.num_failed == 1
+    assert closed() == {0, 1, 2, 3, 4, 5, 9, 10}  # those that were given up, too
     told = capfd.readouterr().err.count("close() failed: SystemExit: no, not closed")
     assert told == (4 if name == "ClosesBadly" else 0)
 
 
-def test_many_close_within_their_time(tmp_path, monkeypatch):
-    """Each has the time of an answer."""
-    real, limits = JsonWorker.call, []
-
-    def call(self, request, timeout_s):
-        limits.append((len(request.get("end", ())), timeout_s))
-        return real(self, request, timeout_s)
-
-    monkeypatch.setattr(JsonWorker, "call", call)
-    environments, closed = closing("ClosesSlowly", tmp_path / "closed", time_limit_s=30)
-    with environments:
-        begin(environments, {n: start(n) for n in range(4)})
-        environments.end(range(3))
-        assert closed() == {0, 1, 2}
-        assert limits[-1] == (3, 90)
-    assert closed() == {0, 1, 2, 3}
+def test_many_close_within_their_time(tmp_path):
+    """Each has the time of an answer, and they close at one time."""
+    playing_them, closed = closing("ClosesSlowly", tmp_path / "closed", time_limit_s=60)
+    with playing_them as episodes:
+        episodes.begin({n: start(n) for n in range(40)})
+        began = time.monotonic()
+        episodes.end(range(39))
+        assert closed() == set(range(39))
+        assert time.monotonic() - began < 39 * 0.2  # what they take one after another
+    assert closed() == set(range(40))
 
 
 @pytest.mark.usefixtures("only_bad_hurries")
 def test_runner_and_worker_agree_on_what_lives(tmp_path):
-    environments, closed = closing("Unsendable", tmp_path / "unsendable")
-    with environments:
-        begin(environments, {0: start()})
-        assert "not JSON serializable" in environments.step({0: "bad"})[0].reason
+    playing_them, closed = closing("Unsendable", tmp_path / "unsendable")
+    with playing_them as episodes:
+        episodes.begin({0: start()})
+        assert "not JSON serializable" in episodes.step({0: "bad"})[0].reason
+        episodes.end([0])
         assert closed() == {0}
-    environments, closed = closing("ForgetfulCloses", tmp_path / "forgetful", time_limit_s=0.5)
-    with environments:
-        begin(environments, {0: start(0), 1: start(1)})
-        environments.step({0: "a", 1: "a"})
-        assert "answers differed" in environments.step({0: "bad", 1: "b"})[1].reason
+    playing_them, closed = closing("ForgetfulCloses", tmp_path / "forgetful", time_limit_s=0.5)
+    with playing_them as episodes:
+        episodes.begin({0: start(0), 1: start(1)})
+        episodes.step({0: "a", 1: "a"})
+        assert "answers differed" in episodes.step({0: "bad", 1: "b"})[1].reason
+        episodes.end([0, 1])
         assert closed() == {1}  # 0 hung
 
 
 def test_a_worker_that_cannot_start_again_is_a_failure_of_its_episodes(tmp_path):
     file = tmp_path / "once.py"
     file.write_text(f"import sys\nsys.path.append({str(ZOO.parent)!r})\nfrom zoo import Dies\n")
-    with runner(f"{file}:Dies") as environments:
-        begin(environments, {n: start(n) for n in range(3)})
+    with playing(f"{file}:Dies") as episodes:
+        episodes.begin({n: start(n) for n in range(3)})
         file.write_text("raise OSError('disk is gone')")
-        results = environments.step({0: "bad", 1: "a"})
+        results = episodes.step({0: "bad", 1: "a"})
         assert "exit code 7" in results[0].reason
         assert "could not be started again: environment" in results[1].reason
         assert "OSError: disk is gone" in results[1].reason
         file.write_text(f"import sys\nsys.path.append({str(ZOO.parent)!r})\nfrom zoo import Dies\n")
-        assert environments.step({2: "a"}) == {2: StepResult("1:a", 1.0)}  # later it can
-        assert environments.num_failed == 2
+        assert episodes.step({2: "a"}) == {2: StepResult("1:a", 1.0)}  # later it can
+        assert episodes.runner.num_failed == 2
 
 
 def test_closing_ends_a_worker_that_is_stopped():
@@ -255,10 +255,10 @@ def test_every_builtin_loads_and_columns_are_checked():
 
 def test_guess_letter():
     letter = random.Random(7).choice(string.ascii_lowercase)
-    with runner("guess_letter", arguments={"turns": 2}) as environments:
-        begin(environments, {0: start(7)})
-        assert environments.step({0: ""}) == {0: StepResult(letter, 0.0)}
-        assert environments.step({0: f"{letter}?"}) == {0: StepResult(None, 0.25, done=True)}
+    with playing("guess_letter", arguments={"turns": 2}) as episodes:
+        episodes.begin({0: start(7)})
+        assert episodes.step({0: ""}) == {0: StepResult(letter, 0.0)}
+        assert episodes.step({0: f"{letter}?"}) == {0: StepResult(None, 0.25, done=True)}
 
 
 def test_reasoning_gym_gives_another_try():
@@ -274,15 +274,15 @@ def test_reasoning_gym_gives_another_try():
 
 def test_openai_chat():
     call = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
-    with runner("openai_chat", arguments={"target": f"{ZOO}:search"}) as environments:
-        begin(environments, {0: Start(prompt([{"role": "user", "content": "hi"}], n=4), 0)})
-        tool = environments.step({0: f"let me see {call}"})[0]
+    with playing("openai_chat", arguments={"target": f"{ZOO}:search"}) as episodes:
+        episodes.begin({0: Start(prompt([{"role": "user", "content": "hi"}], n=4), 0)})
+        tool = episodes.step({0: f"let me see {call}"})[0]
         assert tool.observation == [{"role": "tool", "content": str(tool_calls(call))}]
-        said = environments.step({0: "here"})[0]
+        said = episodes.step({0: "here"})[0]
         assert said == StepResult([{"role": "user", "content": "4 messages"}], 4.0)
-    with runner("openai_chat", arguments={"target": f"{ZOO}:Talker", "word": "go"}) as environments:
-        assert begin(environments, {0: start()}) == {0: [{"role": "user", "content": "go1"}]}
-        assert environments.step({0: "x"}) == {0: StepResult(None, 1.0, done=True)}
+    with playing("openai_chat", arguments={"target": f"{ZOO}:Talker", "word": "go"}) as episodes:
+        assert episodes.begin({0: start()}) == {0: [{"role": "user", "content": "go1"}]}
+        assert episodes.step({0: "x"}) == {0: StepResult(None, 1.0, done=True)}
 
 
 def test_openai_chat_runs_a_file_once_and_gives_no_id_twice(tmp_path):
@@ -297,11 +297,11 @@ def test_openai_chat_runs_a_file_once_and_gives_no_id_twice(tmp_path):
     )
     call = '<tool_call>{"name": "f"}</tool_call>'
     content = [{"role": "assistant", "content": "", "tool_calls": [{"id": "call_1"}]}]
-    with runner("openai_chat", arguments={"target": f"{file}:talk"}) as environments:
+    with playing("openai_chat", arguments={"target": f"{file}:talk"}) as episodes:
         first = Start(prompt(content, folder=str(tmp_path)), 0)
-        begin(environments, {0: first, 1: first})
+        episodes.begin({0: first, 1: first})
         for ids in (["call_0", "call_2"], ["call_0", "call_2", "call_3", "call_4"]):
-            results = environments.step({0: call * 2, 1: call * 2})
+            results = episodes.step({0: call * 2, 1: call * 2})
             for result in results.values():
                 assert result.observation[0]["content"] == f"1 1 {['call_1', *ids]}"
 
@@ -312,34 +312,3 @@ def test_tool_calls_that_are_malformed_stay_text():
         {"name": "f", "arguments": "{}"}
     ]
     assert tool_calls("<tool_call>[1]</tool_call><tool_call>{}</tool_call> none") == []
-
-
-def test_groups_play_beside_each_other_with_numbers_of_their_own():
-    with runner(f"{ZOO}:Echo", arguments={"factor": 2.0}, num_workers=2) as environments:
-        one, other = ConcurrentEpisodes(environments), ConcurrentEpisodes(environments)
-        assert begin(one, {0: start(30, answer=1)}) == {0: "p 30 {'answer': 1}"}
-        assert begin(other, {0: start(40), 1: start(50)}) == {0: None, 1: None}
-        assert other.step({1: "b", 0: "a"}) == {
-            1: StepResult("1:b", 2.0),
-            0: StepResult("1:a", 2.0),
-        }
-        assert one.step({0: "x"}) == {0: StepResult("1:x", 2.0)}
-        other.end([0, 1])
-        assert one.step({0: "y"}) == {0: StepResult("2:y", 2.0)}
-        assert begin(one, {0: start(40)}) == {0: None}  # the old 0 is forgotten
-        assert one.step({0: "z"}) == {0: StepResult("1:z", 2.0)}
-
-
-def test_a_group_counts_its_own_failures():
-    with runner(f"{ZOO}:Raises") as environments:
-        one, other = ConcurrentEpisodes(environments), ConcurrentEpisodes(environments)
-        for each in (one, other):
-            each.reset({0: start(), 1: start()}, step_samples=40)
-        assert isinstance(one.step({0: "bad", 1: "a"})[0], EpisodeFailed)
-        one.count_failure("no room")
-        assert other.step({0: "a"}) == {0: StepResult("1:a", 1.0)}
-        assert (one.num_failed, other.num_failed, environments.num_failed) == (2, 0, 2)
-        with pytest.raises(RunFailed, match="failed on 3 of 40 samples"):
-            other.step({0: "bad"})
-        environments.reset_counts()
-        assert environments.num_failed == 0

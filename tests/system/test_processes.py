@@ -10,8 +10,9 @@ import pytest
 
 from mrl.engines.sglang.process import ServerProcess
 from mrl.errors import InputError
-from mrl.system.json_worker import MARK, JsonWorker, WorkerLost
+from mrl.system.json_worker import JsonWorker
 from mrl.system.process_search import find_by_variable
+from mrl.system.worker_process import MARK, WorkerLost
 from tests.waiting import LIMIT_S
 
 
@@ -38,7 +39,7 @@ def test_what_is_no_answer_ends_the_worker(
     says: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line without an end must not fill the trainer's memory, nor one that is no JSON end the run."""
-    monkeypatch.setattr("mrl.system.json_worker.MAX_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr("mrl.system.worker_process.MAX_REPLY_BYTES", 1 << 20)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "odd_worker.py").write_text(
         "import sys, time\n"
@@ -90,11 +91,11 @@ def test_what_a_worker_leaves_in_a_session_of_its_own_ends_with_it(
     (tmp_path / "leaving_worker.py").write_text(LEAVES)
     with closing(JsonWorker("leaving_worker", "a worker", "spec")) as worker:
         assert worker.call({}, LIMIT_S) == {"done": 1}
-        (left,) = {*find_by_variable(MARK, worker._mark)} - {worker.pid}
+        (left,) = {*find_by_variable(MARK, worker._process.mark)} - {worker.pid}
         if dies:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(WorkerLost, match="exit code -9"):  # its child holds the pipe
                 worker.call({}, LIMIT_S)
-            assert not find_by_variable(MARK, worker._mark)
+            assert not find_by_variable(MARK, worker._process.mark)
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE

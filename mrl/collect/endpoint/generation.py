@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from mrl.collect.endpoint.refused import Refused
@@ -68,24 +68,43 @@ class Generation:
         Requests of a lost engine are sent again to the next one, with the same seeds. Raises Refused
         if the rollout is over, or if `is_wanted` returns False while the requests wait.
         """
-        while True:
-            endpoint = self._enter(requests, is_wanted)
+        found: dict[str, Completion] = {}
+        while missing := [each for each in requests if each.request_id not in found]:
             try:
-                found = {c.request_id: c for c in endpoint.generate(requests, **self._options)}
-                return [found[request.request_id] for request in requests]
-            except EngineLost as error:
-                with self._changed:
-                    if self._endpoint is endpoint:
-                        self._endpoint, self._lost = None, error
+                for completion in self.stream(missing, is_wanted):
+                    found[completion.request_id] = completion
+            except EngineLost:
+                continue
+            except Refused:
+                raise
             except ValueError as error:  # nothing was sent
                 raise Refused(400, str(error)) from None
             except Exception as error:
                 self.error = self.error or error
                 raise Refused(500, "the run is ending, because the engine failed") from None
-            finally:
-                with self._changed:
-                    del self._open[id(requests)]
-                    self._changed.notify_all()
+        return [found[request.request_id] for request in requests]
+
+    def stream(
+        self, requests: Sequence[Request], is_wanted: Callable[[], bool] = lambda: False
+    ) -> Iterator[Completion]:
+        """Yield the completions as they finish. The requests wait while there is no engine.
+
+        Raises the errors of the engine, and EngineLost if it is lost before it has answered all
+        requests. Raises Refused if the rollout is over, or if `is_wanted` returns False while there is
+        no engine.
+        """
+        endpoint = self._enter(requests, is_wanted)
+        try:
+            yield from endpoint.generate(requests, **self._options)
+        except EngineLost as error:
+            with self._changed:
+                if self._endpoint is endpoint:
+                    self._endpoint, self._lost = None, error
+            raise
+        finally:
+            with self._changed:
+                del self._open[id(requests)]
+                self._changed.notify_all()
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests that `generate` is waiting for; they return what they have so far."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from mrl.collect.backlog import Started
 from mrl.collect.endpoint.rollout import GroupAgents
+from mrl.collect.multi_turn import GroupEnvironments
 from mrl.collect.scoring import Scoring
 from mrl.collect.task import Rollout, make_rollout
 from mrl.engine_pool.engine_nodes import served_adapter
@@ -23,7 +24,6 @@ from mrl.engine_pool.remote.driver import EngineDriver, raising
 from mrl.engine_pool.remote.lease_schedule import default_groups
 from mrl.engine_pool.remote.messages import FinishedGroup, FinishedSample, LeasedGroup
 from mrl.engines.base import EngineLost, PauseMode
-from mrl.environments.concurrent import ConcurrentEpisodes
 from mrl.preflight import Plan
 from mrl.system.heartbeat import beat
 from mrl.types import SampleGroup
@@ -35,7 +35,7 @@ class Lease:
 
     lease_id: str
     rollout: Rollout
-    episodes: ConcurrentEpisodes | GroupAgents | None
+    episodes: GroupEnvironments | GroupAgents | None
     """Runs the environments or agents of the conversations; None if the recipe has no environment."""
 
 
