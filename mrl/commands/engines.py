@@ -4,17 +4,14 @@ on."""
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import InputError, RunFailed
+from mrl.engine_pool.elastic.client import NobodyAnswers, ask_engines
+from mrl.errors import RunFailed
 
 POLL_S = 0.5
-TIMEOUT_S = 120.0
-"""Seconds to wait for an answer. The job answers at once, unless it is busy sending weights."""
 
 
 def add_to(commands: Any) -> None:
@@ -58,7 +55,7 @@ def _add_action(actions: Any, name: str, run: Any, text: str) -> Any:
 def run_list(args: argparse.Namespace) -> None:
     from mrl.run import console
 
-    found = _call(args.folder, "GET", "/engines")
+    found = ask_engines(args.folder, "GET", "/engines")
     rows = [
         (
             str(row["number"]),
@@ -83,7 +80,7 @@ def run_add(args: argparse.Namespace) -> None:
         body["host"] = args.host
     if args.gpus is not None:
         body["gpus"] = [gpu.strip() for gpu in args.gpus.split(",")]
-    found = _call(args.folder, "POST", "/engines", body)
+    found = ask_engines(args.folder, "POST", "/engines", body)
     added: list[int] = found["added"]
     for row in found["engines"]:
         if row["number"] in added:
@@ -97,7 +94,7 @@ def run_add(args: argparse.Namespace) -> None:
 def _serves(folder: Path, number: int) -> bool:
     """Wait until an engine serves, and return True, or until it is clear that it does not."""
     while True:
-        found = _call(folder, "GET", "/engines")
+        found = _look_again(folder)
         for row in found["engines"]:
             if row["number"] == number and row["state"] not in ("starting", "leaving"):
                 at = "" if row["version"] is None else f" with weights {row['version']}"
@@ -111,67 +108,24 @@ def _serves(folder: Path, number: int) -> bool:
 
 
 def run_remove(args: argparse.Namespace) -> None:
-    found = _call(args.folder, "DELETE", f"/engines/{args.number}", {"now": args.now})
+    found = ask_engines(args.folder, "DELETE", f"/engines/{args.number}", {"now": args.now})
     if args.no_wait and not _has_left(found, args.number):
         print(f"engine {args.number} leaves")
         return
     while not _has_left(found, args.number):
         time.sleep(POLL_S)
-        found = _call(args.folder, "GET", "/engines")
+        found = _look_again(args.folder)
     print(f"engine {args.number} has left; {len(found['engines'])} engine(s) are there")
+
+
+def _look_again(folder: Path) -> dict[str, Any]:
+    """Return the engines of a job that has answered before. Raises RunFailed if it does not answer any
+    more."""
+    try:
+        return ask_engines(folder, "GET", "/engines")
+    except NobodyAnswers:
+        raise RunFailed(f"the job in {folder} has ended meanwhile") from None
 
 
 def _has_left(found: dict[str, Any], number: int) -> bool:
     return all(row["number"] != number for row in found["engines"])
-
-
-def _call(
-    folder: Path, method: str, path: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Send a request to the job of a folder, and return its answer. Raises InputError if the job
-    refuses the request or if no job answers, and RunFailed if the answer is lost."""
-    from mrl.web.unix_socket import connect_unix
-
-    connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
-    try:
-        connection.sock = connect_unix(folder, TIMEOUT_S)
-    except OSError:
-        raise InputError(_why_nobody(folder)) from None
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise RunFailed(
-            f"the job in {folder} did not answer: {error or type(error).__name__}; it may have ended"
-        ) from None
-    finally:
-        connection.close()
-    if response.status >= 500:
-        raise RunFailed(answer["error"])
-    if response.status >= 400:
-        raise InputError(answer["error"])
-    return answer
-
-
-def _why_nobody(folder: Path) -> str:
-    """Return why no job can be reached in a folder, and what to do."""
-    from mrl.config.load import read_tree
-
-    configs = [folder / name for name in ("service.yaml", "config.yaml")]
-    config = next((file for file in configs if file.is_file()), None)
-    if config is None:
-        return (
-            f"{folder} is the folder of no run and of no service: it has no config.yaml and no "
-            "service.yaml; give an output_dir"
-        )
-    rollout = read_tree(config, []).get("rollout")
-    if not isinstance(rollout, dict) or rollout.get("placement") != "disaggregated":
-        return (
-            f"{folder}: its engines share the devices of the trainer (rollout.placement=colocated); "
-            "only engines on ranks of their own can be listed, added and removed"
-        )
-    return (
-        f"no job answers in {folder}: it is over, its engines are not being started yet, or its rank "
-        "0 is on another machine; there, run the command again"
-    )

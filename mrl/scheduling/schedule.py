@@ -95,7 +95,9 @@ class FixedSchedule(Schedule):
     receive the same versions.
 
     An engine that was added receives one version, which proves that it works, and nobody waits for
-    it. An engine that is leaving receives the versions that its work needs.
+    it. An engine that is leaving is waited for as if it served, but receives only the versions that its
+    work needs. So nobody has newer weights than an engine that serves would have allowed, and what the
+    leaving engine does not finish can be done by the weights that it names.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -111,37 +113,28 @@ class FixedSchedule(Schedule):
     def receivers(self, workers: Collection[R], version: int) -> list[R]:
         """Return the workers to which the version is to be sent now.
 
-        Of the engines that serve or are leaving, these are all workers that lack the version, or
-        none as long as an engine that serves has no worker or a worker has no room. A worker of an
-        added engine is among them if it has no weights yet.
+        Of the engines that serve or are leaving, these are all workers that lack the version and need
+        it, or none as long as an engine that serves has no worker or a worker has no room. A worker of
+        an added engine is among them if it has no weights yet.
         """
-        lacking = [worker for worker in self._waited_for(workers, version) if worker.sent < version]
-        is_ready = self._is_complete(workers) and all(worker.can_receive for worker in lacking)
+        known = self._waited_for(workers)
         added = [
-            worker
-            for worker in workers
-            if worker.engine not in self._serving
-            and worker.needs < 0
-            and worker.sent < 0
-            and worker.can_receive
+            each for each in workers if each not in known and each.sent < 0 and each.can_receive
         ]
-        return [*(lacking if is_ready else []), *added]
+        if not self.can_proceed(workers, version):
+            return added
+        lacking = [each for each in known if each.sent < version]
+        needing = [e for e in lacking if e.engine in self._serving or e.needs >= version]
+        return [*needing, *added]
 
     def can_proceed(self, workers: Collection[Receiver], version: int) -> bool:
         """Return whether the version can be sent now, or was sent already, to all engines that serve
-        or need it."""
-        waited_for = self._waited_for(workers, version)
-        return self._is_complete(workers) and all(
-            worker.sent >= version or worker.can_receive for worker in waited_for
+        or are leaving."""
+        is_complete = self._serving <= {worker.engine for worker in workers}
+        return is_complete and all(
+            worker.sent >= version or worker.can_receive for worker in self._waited_for(workers)
         )
 
-    def _is_complete(self, workers: Collection[Receiver]) -> bool:
-        """Return whether every engine that serves has a worker."""
-        return self._serving <= {worker.engine for worker in workers}
-
-    def _waited_for(self, workers: Collection[R], version: int) -> list[R]:
-        return [
-            worker
-            for worker in workers
-            if worker.engine in self._serving or worker.needs >= version
-        ]
+    def _waited_for(self, workers: Collection[R]) -> list[R]:
+        """Return the workers of the engines that serve or are leaving."""
+        return [each for each in workers if each.engine in self._serving or each.needs >= 0]
