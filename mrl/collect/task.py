@@ -96,14 +96,10 @@ class EngineTasks:
     score their groups."""
 
     def __init__(
-        self,
-        plan: Plan,
-        engine_number: int,
-        budget: Budget | None = None,
-        user: WorkerUser | None = None,
+        self, plan: Plan, budget: Budget | None = None, user: WorkerUser | None = None
     ) -> None:
         """`budget` and `user`: see `Scoring`."""
-        self._plan, self._number, self._budget, self._user = plan, engine_number, budget, user
+        self._plan, self._budget, self._user = plan, budget, user
         self._of_sets: dict[str, Scoring] = {}
         self.scoring = self._scoring(plan.recipe)
         """Scores the groups of steps."""
@@ -112,16 +108,17 @@ class EngineTasks:
         """Return a task for this engine's prompts of a step."""
         return self._task(self._plan.recipe, self.scoring, started, "rollout", num_wanted)
 
-    def of_evaluation(self) -> list[Task]:
-        """Return a new task for each evaluation set, in the order of the sets."""
-        return [self._of_set(each) for each in self._plan.eval_sets]
+    def of_evaluation(self, part: int, num_parts: int) -> list[Task]:
+        """Return a new task for each evaluation set, in the order of the sets. It has every
+        `num_parts`-th prompt of the set, from prompt `part` on."""
+        return [self._of_set(each, part, num_parts) for each in self._plan.eval_sets]
 
-    def _of_set(self, eval_set: EvalSet) -> Task:
+    def _of_set(self, eval_set: EvalSet, part: int, num_parts: int) -> Task:
         name, recipe = eval_set.config.name, eval_set.recipe
         if name not in self._of_sets:
             self._of_sets[name] = self._scoring(recipe)
         groups = start_groups(eval_set.prompts, recipe.rollout.samples_per_prompt)
-        local = groups[self._number :: self._plan.num_engines]
+        local = groups[part::num_parts]
         started = [Started(group, recipe.seed) for group in local]
         return self._task(recipe, self._of_sets[name], started, "eval")
 

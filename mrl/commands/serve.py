@@ -151,4 +151,6 @@ def _serve(
                 pairs.append(("tinker", undo.enter_context(TinkerServer(registry)).address))
             console.pairs([*pairs, ("placement", roles.describe())])
             made.append(build_service(config, roles, mesh, registry, control.publish))
+            if (membership := made[0].membership) is not None:
+                control.manage(membership)
         return made[0].serve(until_done=until_done)

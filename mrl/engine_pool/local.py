@@ -93,7 +93,7 @@ class LocalPool:
             undo.callback(self.close)
             with failing_together():
                 if part.endpoint is not None:
-                    self.tasks = EngineTasks(plan, self._number, self.budget, user)
+                    self.tasks = EngineTasks(plan, self.budget, user)
             undo.pop_all()
 
     @phase("start")
@@ -148,7 +148,12 @@ class LocalPool:
     def assign_evaluation(self, version: int) -> LocalTasks:
         if self.tasks is None:
             return LocalTasks([None] * len(self._plan.eval_sets), is_evaluation=True)
-        return self._with_need(LocalTasks([*self.tasks.of_evaluation()], is_evaluation=True))
+        return self._with_need(
+            LocalTasks(
+                [*self.tasks.of_evaluation(self._number, self._plan.num_engines)],
+                is_evaluation=True,
+            )
+        )
 
     @phase("sync")
     def sync(self, policy: Policy, version: int) -> None:

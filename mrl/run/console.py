@@ -164,6 +164,11 @@ def warning(text: str, *, console: Console | None = None) -> None:
     _line(console or _console(), f"warning: {escape(text)}", style="yellow")
 
 
+def note(text: str, *, console: Console | None = None) -> None:
+    """Print a line about something that is as it should be. `text` is escaped."""
+    _line(console or _console(), escape(text))
+
+
 def warn_on(is_main: bool) -> Callable[[str], None]:
     """Return `warning` on the main rank, and a function that prints nothing on all other ranks."""
     return warning if is_main else lambda text: None

@@ -105,9 +105,7 @@ def _share_remote(
     coordinator = open_coordinator(config, roles) if mesh.rank == 0 else None
     base = _load_base(config, mesh)
     rollout = config.rollout_config()
-    engines = SharedRemoteEngines(
-        coordinator, rollout.start_timeout_s, roles.world, roles.num_engines(rollout)
-    )
+    engines = SharedRemoteEngines(coordinator, rollout.start_timeout_s, roles.world)
     return SharedResources(config, mesh, base, engines)
 
 

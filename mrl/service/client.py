@@ -12,8 +12,8 @@ from typing import Any
 
 from mrl.errors import InputError, RunFailed
 from mrl.service.record import check_name
-from mrl.service.sockets import connect_unix
 from mrl.service.start import is_alive, start_command
+from mrl.web.unix_socket import connect_unix
 
 TIMEOUT_S = 120.0
 """Seconds to wait for an answer. The time is long because the service checks the recipe and data of

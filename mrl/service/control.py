@@ -10,6 +10,7 @@
     POST   /tenants/NAME/operations     {"kind": ...}, for a session
     GET    /tenants/NAME/operations/ID
     POST   /tokenizer/encode      {"texts": [...]}; also encode_chat and decode
+    GET    /engines               also POST and DELETE (mrl/engine_pool/elastic/control.py)
     GET    /metrics
     GET    /openapi.json
 
@@ -30,6 +31,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
+from mrl.engine_pool.elastic.control import add_engine_calls
+from mrl.engine_pool.elastic.membership import Membership, NoEngine
 from mrl.errors import DiskFailed, InputError
 from mrl.run.json_lines import finite_or_null
 from mrl.service.bodies import POSTED, Change, NewTenant, Pause, read_new
@@ -37,21 +40,27 @@ from mrl.service.record import State, Tenant, check_name, describe
 from mrl.service.registry import NoTenant, Registry, WrongState
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.operations import NoOperation, OtherLife, TooMany
-from mrl.service.sockets import SOCKET, open_tcp, open_unix, read_token
+from mrl.service.sockets import open_tcp, read_token
 from mrl.service.tokenizer import BODIES, ServiceTokenizer
 from mrl.system.processes import Closing
 from mrl.web.app import BEARER, Api, Incoming, Rules
 from mrl.web.callers import has_token, is_of_this_machine
 from mrl.web.limits import Limits, Refused
 from mrl.web.server import HttpServer
+from mrl.web.unix_socket import SOCKET, open_unix
 from parallel.hf_config import HfModel
 
 REASON = "a user paused it"
+NO_ENGINES = (
+    "this service has no engines on ranks of their own yet: they share the devices of the trainer "
+    "(rollout.placement=colocated), or the service is starting"
+)
 KEY = re.compile("[A-Za-z0-9_-]{1,64}")
 """The form of an idempotency key, by which a repeated request to post an operation or add a tenant
 is recognized."""
 STATUSES: dict[type[Exception], int] = {
     InputError: 400,
+    NoEngine: 404,
     NoTenant: 404,
     NoOperation: 404,
     WrongState: 409,
@@ -89,6 +98,10 @@ class Control(Closing):
         self._undo.close()
         (self.registry.root / SOCKET).unlink(missing_ok=True)
 
+    def manage(self, membership: Membership) -> None:
+        """Let callers add and remove the engines of the service, which are on ranks of their own."""
+        self._calls.membership = membership
+
     def publish(self, metrics: dict[str, Any]) -> None:
         """Set the metrics that GET /metrics returns from now on."""
         self._calls.metrics = finite_or_null(metrics)
@@ -100,6 +113,7 @@ class Calls:
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
         self.metrics: dict[str, Any] = {}
+        self.membership: Membership | None = None
         self._operations = registry.operations
 
     def application(self, token: str | None, limits: Limits) -> Callable[..., Any]:
@@ -135,8 +149,14 @@ class Calls:
         )
         looked = f"{of_one}/operations/{{operation}}"
         api.add("GET", looked, lambda i: self._look(name(i), i.path["operation"]))
+        add_engine_calls(api, self._engines)
         api.describe_at("/openapi.json")
         return api.asgi
+
+    def _engines(self) -> Membership:
+        if self.membership is None:
+            raise Refused(409, NO_ENGINES)
+        return self.membership
 
     def _tokenize(self, action: str, incoming: Incoming) -> dict[str, Any]:
         return self._tokenizer.answer(action, incoming.json())

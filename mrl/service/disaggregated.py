@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.pool import NextAction, RemotePool
 from mrl.exchange.sharing import share_bytes
 from mrl.service.consensus import SERVICE_FAULTS
@@ -95,6 +96,10 @@ class DisaggregatedService(Service):
         self._progress: defaultdict[str, _Progress] = defaultdict(_Progress)
         self._num_updates = 0
         self._row_since = time.perf_counter()
+
+    @property
+    def membership(self) -> Membership | None:
+        return None if self._coordinator is None else self._coordinator.membership
 
     def _forget(self, name: str) -> None:
         super()._forget(name)

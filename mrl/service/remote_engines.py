@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 
 from mrl.collect.collector import Collector
 from mrl.config import Recipe, ServiceConfig
 from mrl.config.adapter import Adapter
-from mrl.engine_pool.remote.coordinator import fixed_coordinator
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.link import EngineLink
 from mrl.engine_pool.remote.rendezvous import Address, Rendezvous, launcher_rendezvous
-from mrl.engine_pool.remote.steps import make_remote_collector
+from mrl.engine_pool.remote.steps import fixed_coordinator, make_remote_collector
 from mrl.engine_pool.remote.supervisor import Job
 from mrl.preflight import Plan
 from mrl.preflight.roles import Roles
@@ -44,7 +43,6 @@ class SharedRemoteEngines:
     start_timeout_s: float
     """How many seconds the engines may take to start."""
     world: int
-    num_engines: int
 
     @phase("start")
     def start(self, base: SharedBase) -> None:
@@ -74,14 +72,14 @@ class SharedRemoteEngines:
             policy.mesh,
             canaries,
             self._rendezvous(name, weight, recipe, "client"),
-            partial(fixed_coordinator, self.num_engines, recipe.asynchronous),
+            lambda hosts: fixed_coordinator(self._on_rank_0.membership, recipe.asynchronous, hosts),
             sends_adapter=True,
         )
         with ExitStack() as undo:
             undo.callback(link.close)
             link.open()
             undo.pop_all()
-        return RemoteSampling(link, policy, in_place, self.num_engines)
+        return RemoteSampling(link, policy, in_place)
 
     def _rendezvous(self, name: str, weight: float, recipe: Recipe, loop: Loop) -> Rendezvous:
         """Return how the workers of a tenant find its coordinator."""
@@ -100,6 +98,7 @@ class SharedRemoteEngines:
             hosts=lambda: self._on_rank_0.hosts,
             invite=invite,
             end=lambda: self._on_rank_0.end(name),
+            membership=None if self.coordinator is None else self.coordinator.membership,
             is_shared=True,
         )
 
@@ -120,8 +119,9 @@ def open_coordinator(config: ServiceConfig, roles: Roles) -> TenantCoordinator:
     Raises InputError if a rollout rank has reported an error in the configuration.
     """
     rendezvous = launcher_rendezvous(roles.num_rollout, START_S)
-    num_engines = roles.num_engines(config.rollout_config())
-    coordinator = TenantCoordinator(num_engines, rendezvous.hosts())
+    rollout = config.rollout_config()
+    membership = Membership(roles.num_engines(rollout), rollout.tensor_parallel_size)
+    coordinator = TenantCoordinator(membership, rendezvous.hosts())
     rendezvous.invite(coordinator.address, coordinator.token)
     return coordinator
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mrl.config import Recipe
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.errors import DiskFailed, InputError
 from mrl.exchange.sharing import share_bytes
 from mrl.run import console
@@ -121,6 +122,12 @@ class Service(ABC):
                 run.close()
         self._runs.clear()
         self._shared.engines.close()
+
+    @property
+    def membership(self) -> Membership | None:
+        """The engines that may be added and removed; None if there are none, and on all ranks except
+        rank 0."""
+        return None
 
     @abstractmethod
     def run_turn(self) -> None:

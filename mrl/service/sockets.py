@@ -1,9 +1,4 @@
-"""Opens the sockets of a service: a UNIX socket in its folder and, if configured, a TCP socket on
-loopback.
-
-The path of a UNIX socket may have at most 107 bytes, but paths of service folders can be longer. So
-the socket is addressed through a file descriptor of the folder: /proc/self/fd/7/control.sock.
-"""
+"""Opens the TCP sockets of a service on loopback, and reads the token of their callers."""
 
 from __future__ import annotations
 
@@ -12,41 +7,12 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mrl.errors import InputError
 
-SOCKET, TOKEN = "control.sock", "token"
+TOKEN = "token"
 TOKEN_BYTES = 32
-
-
-def open_unix(folder: Path) -> socket.socket:
-    """Return a socket bound to `folder/control.sock`, to which only the owner of that file can
-    connect.
-
-    A file that a killed service left is replaced. This is safe, because the caller holds the lock
-    of the folder.
-    """
-    with ExitStack() as undo, _short(folder) as path:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        os.fchmod(listener.fileno(), 0o600)  # `bind` creates the file with this mode
-        (folder / SOCKET).unlink(missing_ok=True)
-        listener.bind(path)
-        undo.pop_all()
-        return listener
-
-
-def connect_unix(folder: Path, timeout_s: float) -> socket.socket:
-    """Return a connection to the service of `folder`. Sends and receives on it time out after
-    `timeout_s` seconds. Raises OSError if no service listens there."""
-    with ExitStack() as undo, _short(folder) as path:
-        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connection.settimeout(timeout_s)
-        connection.connect(path)
-        undo.pop_all()
-        return connection
 
 
 def open_tcp(port: int) -> socket.socket:
@@ -95,12 +61,3 @@ def _write_token(file: Path) -> None:
     with os.fdopen(descriptor, "w") as stream:
         stream.write(secrets.token_hex(TOKEN_BYTES) + "\n")
     partial.rename(file)
-
-
-@contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from mrl.engine_pool.elastic.membership import Membership, WorkerState
 from mrl.engine_pool.remote.connections import Peer, WorkerConnections
 from mrl.engine_pool.remote.wire import MAX_MESSAGE
 from mrl.errors import InputError
@@ -21,28 +22,30 @@ class TenantCoordinator:
     """Sends the list of tenants to every worker, including workers that join late. Only one thread
     may call its methods."""
 
-    def __init__(self, num_engines: int, hosts: Sequence[str]) -> None:
+    def __init__(self, membership: Membership, hosts: Sequence[str]) -> None:
         """Listen for workers on an address that the machines of the rollout ranks can reach.
-        `num_engines`: the number of engines of the service. `hosts`: the host names of the rollout
-        ranks' machines."""
-        self.hosts = hosts
+        `membership`: the engines of the service. `hosts`: the host names of the rollout ranks'
+        machines."""
+        self.hosts, self.membership = hosts, membership
         self._tenants: dict[str, dict[str, Any]] = {}
         self._times: dict[str, float] = {}
         self._connections = WorkerConnections(
-            num_engines,
+            membership,
             hosts,
             on_join=self._joined,
             on_message=self._handle,
-            on_loss=lambda peer, why: None,
+            on_loss=lambda peer, why: self._lost(peer.engine, f"its worker was lost: {why}"),
+            on_failure=lambda peer, error: self._lost(peer.engine, str(error)),
         )
         self._lock = self._connections.changed
         self.address, self.token = self._connections.address, self._connections.token
+        membership.owner = self
         self._connections.open()
 
     def wait_until_started(self, limit_s: float) -> None:
         """Wait until every engine runs. Raises RunFailed if that takes longer than `limit_s`
         seconds. If a worker reports an error, that error is raised."""
-        self._connections.wait_until_started(limit_s, self._connections.num_engines)
+        self._connections.wait_until_started(limit_s, len(self.membership.serving()))
 
     def check(self) -> None:
         """Raise the error that ends the service, if there is one, for example because an engine
@@ -80,6 +83,25 @@ class TenantCoordinator:
     def close(self) -> None:
         """Shut down the workers and wait until their engines have stopped. Harmless when repeated."""
         self._connections.close()
+        self.membership.close()
+
+    def stop(self, number: int) -> None:
+        """Shut down the worker of an engine that was removed, to which no tenant gives work any more.
+        See `mrl.engine_pool.elastic.membership.Owner`."""
+        with self._lock:
+            self._connections.dismiss(number, at_once=False)
+
+    def worker_state(self, number: int) -> WorkerState:
+        """See `mrl.engine_pool.elastic.membership.Owner`."""
+        return self._connections.state_of(number)
+
+    def _lost(self, number: int, why: str) -> bool:
+        """Record that the worker of an engine is lost, or that its engine cannot run. Return whether
+        the service goes on without the engine, because it was starting or leaving."""
+        if not self.membership.fail(number, why) and self.membership.admits(number):
+            return False
+        self._connections.dismiss(number, at_once=True)
+        return True
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
         for peer in list(self._connections.peers.values()):
@@ -90,6 +112,9 @@ class TenantCoordinator:
             self._connections.send(peer, message)
 
     def _handle(self, peer: Peer, message: dict[str, Any], body: bytes) -> None:
-        """Add the statistics that one engine's worker has sent to the sums over all engines."""
-        if message["type"] == "times":
+        """Let an engine serve that has started, and add the statistics that one engine's worker has
+        sent to the sums over all engines."""
+        if message["type"] == "started":
+            self.membership.serve(peer.engine)
+        elif message["type"] == "times":
             self._times = add_up([self._times, message["sums"]])

@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 from mrl.service.metrics import OverRounds, finite, over_rounds
 from mrl.service.record import Tenant, describe, read_past, read_tenants
-from mrl.service.sockets import connect_unix
 from mrl.view.facts import local_time, named_values, read_config
 from mrl.view.series import curves, notes_of, read_objects
 from mrl.view.units import units_of
+from mrl.web.unix_socket import connect_unix
 
 CONNECT_S = 2.0
 NOTHING = "\u2013"

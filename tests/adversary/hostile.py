@@ -17,7 +17,7 @@ from typing import Any
 from mrl.client import ServiceClient
 from mrl.errors import InputError, RunFailed
 from mrl.service.client import NobodyListens
-from mrl.service.sockets import connect_unix
+from mrl.web.unix_socket import connect_unix
 from tests.adversary.honest import CONTEXT_LEN
 from tests.tenants import malformed
 

@@ -72,9 +72,14 @@ class _Server:
     def new_id(self) -> int:
         return len(self._results)
 
-    def assign(self, work: Work) -> None:
-        groups = [scored(grown(one.group, work.version)) for one in work.started]
-        self._results[work.work_id] = {0: Delivered(groups[: work.num_wanted], 1)}
+    def assign_parts(self, make: Callable[[int, int, int, int], Work | None]) -> list[int]:
+        ids = []
+        for engine in range(2):
+            if (work := make(self.new_id(), engine, engine, 2)) is not None:
+                groups = [scored(grown(one.group, work.version)) for one in work.started]
+                self._results[work.work_id] = {0: Delivered(groups[: work.num_wanted], 1)}
+                ids.append(work.work_id)
+        return ids
 
     def put(self, delivered: Delivered) -> int:
         self._results[number := self.new_id()] = {0: delivered}
@@ -197,7 +202,7 @@ class Run:
             supply, pool = PromptSupply(cast(Any, plan)), cast(Any, _LocalPool())
             steps = SynchronousSteps(supply, pool, cast(Any, mesh))
             return Collector(*given, supply, pool, steps)
-        rendezvous = cast(Any, SimpleNamespace(is_shared=False))
+        rendezvous = cast(Any, SimpleNamespace(is_shared=False, membership=None))
         collector = make_remote_collector(*given, rendezvous)
         pool = cast(Any, collector.pool)
         if recipe.asynchronous.is_free:

@@ -86,7 +86,7 @@ def test_the_trainer_counts_what_workers_report_wherever_its_clock_stands(seed: 
     """Reports and steps come at any time; clocks differ by a day; messages take up to 20 ms."""
     draw = random.Random(seed)
     here, there = Time(1e9), Time(500.0)
-    times = EngineTimes(2, here)
+    times = EngineTimes(range(2), here)
     logs = [ActivityLog("bound", there) for _ in range(2)]
     true: dict[str, float] = defaultdict(float)
     counted: dict[str, float] = defaultdict(float)
@@ -137,7 +137,7 @@ def report(now: str, **seconds: float) -> dict[str, Any]:
 
 def test_what_goes_on_counts_before_it_is_reported_and_not_twice() -> None:
     now = Time(100.0)
-    times = EngineTimes(1, now)
+    times = EngineTimes([0], now)
     times.report(0, report("generate"))
     now.at = 101.0
     assert taken_by_activity(times) == {"generate": 1.0}
@@ -150,7 +150,7 @@ def test_what_goes_on_counts_before_it_is_reported_and_not_twice() -> None:
 
 def test_an_engine_without_a_worker_is_being_started() -> None:
     now = Time()
-    times = EngineTimes(1, now)
+    times = EngineTimes([0], now)
     now.at = 30.0
     times.restart()  # what was before does not count
     now.at = 31.0
@@ -171,7 +171,7 @@ def test_an_engine_without_a_worker_is_being_started() -> None:
 
 def test_a_long_step_keeps_its_longest_spans() -> None:
     now = Time()
-    times = EngineTimes(1000, now)
+    times = EngineTimes(range(1000), now)
     for second in range(200):
         now.at += 2.0
         lasted = 1.9 if second == 150 else 0.5
@@ -194,7 +194,7 @@ def test_a_long_step_keeps_its_longest_spans() -> None:
 )
 def test_a_report_that_is_none_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"dream|long"):
-        EngineTimes(1).report(0, message)
+        EngineTimes([0]).report(0, message)
 
 
 def test_shares_of_a_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import socket
 import threading
@@ -12,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from mrl.config.asynchronous import AsyncConfig
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.metrics import EngineMetrics
-from mrl.engine_pool.remote.connections import AuthenticatedListener
 from mrl.engine_pool.remote.coordinator import Coordinator
+from mrl.engine_pool.remote.listener import AuthenticatedListener
 from mrl.engine_pool.remote.messages import Delivered, Work
 from mrl.engine_pool.remote.wire import Wire, WireClosed
 from mrl.errors import EngineGone, InputError, RankLost, RunFailed
@@ -33,7 +35,7 @@ def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fixed(config: AsyncConfig) -> Coordinator[Any]:
     """The coordinator of one engine by a fixed schedule."""
-    return Coordinator(1, config, HERE, FixedSchedule(1))
+    return Coordinator(Membership(1), config, HERE, FixedSchedule(1))
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_a_stranger_is_not_told_anything(coordinator: Coordinator[Any]) -> None:
 
 
 def test_strangers_who_say_nothing_keep_no_worker_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mrl.engine_pool.remote.connections.MOST_STRANGERS", 2)
+    monkeypatch.setattr("mrl.engine_pool.remote.listener.MOST_STRANGERS", 2)
     coordinator = fixed(AsyncConfig())
     try:
         silent = [socket.create_connection(coordinator.address) for _ in range(5)]
@@ -146,7 +148,7 @@ def test_the_next_worker_does_what_a_lost_one_left(
     assert coordinator.num_lost == 1
     (pair,) = coordinator.begin_update(3)
     assert pair.name == second.welcome["pair"] != first.welcome["pair"]
-    assert Work.of_frame(*second.heard("work")) == work.by(3)
+    assert Work.of_frame(*second.heard("work")) == dataclasses.replace(work, version=3)
     assert "weights 3 generate what weights 2 were to" in capfd.readouterr().out
     second.deliver(work.work_id)
     assert coordinator.wait_for([work.work_id], 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config import load_recipe
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.coordinator import Coordinator
 from mrl.engine_pool.remote.lease_schedule import LeaseSchedule
 from mrl.errors import RunFailed, WrongWeights
@@ -30,7 +31,7 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator[LeaseSc
     ]
     recipe = load_recipe(ROOT / "launch/recipes/toy_moe.yaml", keys)
     schedule = LeaseSchedule(recipe, lambda num: [prompt(i) for i in range(num)])
-    made = Coordinator(2, recipe.asynchronous, HERE, schedule)
+    made = Coordinator(Membership(2), recipe.asynchronous, HERE, schedule)
     yield made
     made.close()
 

@@ -17,16 +17,12 @@ import torch.distributed as dist
 
 from mrl.config import RolloutConfig
 from mrl.config.asynchronous import AsyncConfig
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote import supervisor
 from mrl.engine_pool.remote.coordinator import Coordinator
+from mrl.engine_pool.remote.engine_workers import Job, wait_for_silence, wait_for_the_trainer
 from mrl.engine_pool.remote.rendezvous import publish_address
-from mrl.engine_pool.remote.supervisor import (
-    _SIGNALS,
-    Job,
-    _wait_for_silence,
-    _wait_for_the_trainer,
-    supervise,
-)
+from mrl.engine_pool.remote.supervisor import _SIGNALS, supervise
 from mrl.engine_pool.remote.wire import WAITS
 from mrl.errors import EngineGone, ExitCode
 from mrl.preflight.roles import Roles
@@ -44,7 +40,7 @@ def signals_restored() -> Iterator[None]:
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator[Any]]:
-    made = Coordinator(1, AsyncConfig(), [socket.gethostname()], FixedSchedule(1))
+    made = Coordinator(Membership(1), AsyncConfig(), [socket.gethostname()], FixedSchedule(1))
     yield made
     made.close()
 
@@ -79,18 +75,18 @@ def test_workers_that_end_before_they_join_are_counted(
 def test_a_worker_may_import_for_longer_than_it_may_be_silent_later() -> None:
     reader, writer = os.pipe()
     begin = time.monotonic()
-    assert _wait_for_silence(reader, os.getpid(), 0.5, 0.1) == (
+    assert wait_for_silence(reader, os.getpid(), 0.5, 0.1) == (
         "sent no heartbeat for 0.5 s",
         False,
     )
     assert time.monotonic() - begin > 0.4
     os.write(writer, b".")
-    assert _wait_for_silence(reader, os.getpid(), 60.0, 0.1) == (
+    assert wait_for_silence(reader, os.getpid(), 60.0, 0.1) == (
         "sent no heartbeat for 0.1 s",
         True,
     )
     os.close(writer)
-    assert _wait_for_silence(reader, os.getpid(), 60.0, 60.0) == ("", False)
+    assert wait_for_silence(reader, os.getpid(), 60.0, 60.0) == ("", False)
     os.close(reader)
 
 
@@ -98,7 +94,7 @@ def test_a_worker_that_is_stopped_while_it_imports_does_not_have_the_time_of_a_s
     reader, writer = os.pipe()
     with subprocess.Popen(["sleep", "60"]) as worker:
         worker.send_signal(signal.SIGSTOP)
-        said = _wait_for_silence(reader, worker.pid, 60.0, 0.5)
+        said = wait_for_silence(reader, worker.pid, 60.0, 0.5)
         worker.kill()
     assert said == ("is stopped (SIGSTOP) for 0.5 s", False)
     os.close(reader)
@@ -108,9 +104,9 @@ def test_a_worker_that_is_stopped_while_it_imports_does_not_have_the_time_of_a_s
 def test_strangers_do_not_end_a_rank_that_shares_an_engine(
     coordinator: Coordinator[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mrl.engine_pool.remote.connections.MOST_STRANGERS", 1)
+    monkeypatch.setattr("mrl.engine_pool.remote.listener.MOST_STRANGERS", 1)
     address, hello = {"server": coordinator.address}, {"type": WAITS, "token": coordinator.token}
-    waits = threading.Thread(target=_wait_for_the_trainer, args=(address, hello), daemon=True)
+    waits = threading.Thread(target=wait_for_the_trainer, args=(address, hello), daemon=True)
     waits.start()
     wait_until(lambda: coordinator._connections._listener._waiting, "it shows the token")
     strangers = [socket.create_connection(coordinator.address) for _ in range(4)]
@@ -136,7 +132,7 @@ def test_a_worker_is_not_silent_while_its_supervisor_was_stopped() -> None:
     child = os.fork()
     if not child:
         os.close(writer)
-        os._exit(len(_wait_for_silence(reader, parent, 30.0, 1.0)[0]) > 0)
+        os._exit(len(wait_for_silence(reader, parent, 30.0, 1.0)[0]) > 0)
     thread = threading.Thread(target=pulse)
     thread.start()
     time.sleep(0.3)

@@ -67,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.engine_pool": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.environments", "mrl.exchange"),
         *("mrl.preflight", "mrl.rewards", "mrl.engines", "mrl.run", "mrl.scheduling"),
-        *("mrl.weight_sync", "parallel"),
+        *("mrl.weight_sync", "mrl.web", "parallel"),
     },
     "mrl.trainer": {
         *("mrl.algorithms", "mrl.collect", "mrl.data", "mrl.diagnosis", "mrl.engine_pool"),
@@ -78,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.rewards", "mrl.engines", "mrl.run"),
         *("mrl.trainer", "mrl.weight_sync", "mrl.web", "parallel"),
     },
-    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.service", "parallel"},
+    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.service", "mrl.web", "parallel"},
     "mrl.client": {"mrl.service"},
     "mrl.tinker": {"mrl.run", "mrl.service", "mrl.web", "parallel"},
     "mrl.launch": {"mrl.run"},
@@ -94,7 +94,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.algorithms", "mrl.data", "mrl.diagnosis", "mrl.drill", "mrl.engine_pool"),
         *("mrl.engines", "mrl.jobs", "mrl.learn", "mrl.planner", "mrl.preflight", "mrl.rewards"),
         *("mrl.run", "mrl.service", "mrl.tinker", "mrl.toy_model", "mrl.trainer", "mrl.view"),
-        "mrl.watch",
+        *("mrl.watch", "mrl.web"),
         "parallel",
     },
     "mrl.cli": {"mrl.commands", "mrl.jobs", "mrl.run"},

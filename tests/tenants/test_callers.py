@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.service.client import ControlClient
-from mrl.service.sockets import connect_unix, open_tcp, open_unix, read_token
+from mrl.service.sockets import open_tcp, read_token
 from mrl.web.app import Incoming
 from mrl.web.limits import Limits
+from mrl.web.unix_socket import connect_unix, open_unix
 from tests.tenants.answering import JsonServer
 from tests.tenants.test_control import exchange
 from tests.waiting import LIMIT_S

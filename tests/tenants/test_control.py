@@ -21,8 +21,9 @@ from mrl.errors import InputError, RunFailed
 from mrl.service.client import ControlClient, NobodyListens
 from mrl.service.control import Control
 from mrl.service.registry import Registry
-from mrl.service.sockets import connect_unix, open_tcp, open_unix, read_token
+from mrl.service.sockets import open_tcp, read_token
 from mrl.web.limits import Limits
+from mrl.web.unix_socket import connect_unix, open_unix
 from tests.tenants.answering import JsonServer
 from tests.tenants.malformed import Case, cases
 from tests.tenants.parts import service, session, tenant

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.wire import Wire, WireClosed
 from mrl.errors import EngineGone, InputError, RunFailed
 from mrl.service.tenant_coordinator import TenantCoordinator
@@ -16,7 +17,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def tenants() -> Iterator[TenantCoordinator]:
-    made = TenantCoordinator(2, [socket.gethostname()])
+    made = TenantCoordinator(Membership(2), [socket.gethostname()])
     yield made
     made.close()
 

@@ -9,99 +9,25 @@ thread waits for the results.
 from __future__ import annotations
 
 import math
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from mrl.engine_pool.elastic.membership import Membership, WorkerState
+from mrl.engine_pool.remote.listener import AuthenticatedListener
 from mrl.engine_pool.remote.messages import reported_error
-from mrl.engine_pool.remote.wire import WAITS, Wire, WireClosed, is_token
+from mrl.engine_pool.remote.wire import RANK, Wire, WireClosed
 from mrl.errors import RankLost, RunFailed
 from mrl.run import console
 from mrl.system.heartbeat import beat
-from mrl.system.rendezvous import listen_for
 
 POLL_S = 0.5
 ABSENT_S = 600.0
 """Seconds that an engine may be without a worker before the run fails."""
 GOODBYE_S = 30.0
 """Seconds that workers may take to stop their engines at the end of a run."""
-MOST_STRANGERS = 64
-"""Maximum number of open connections that have not sent the token yet. If there is one more, the
-oldest is closed."""
-RETRY_S = 0.2
-
-
-class AuthenticatedListener:
-    """Accepts connections whose first message contains the run's token, and closes all others."""
-
-    def __init__(self, hosts: Sequence[str], serve: Callable[[Wire, dict[str, Any]], None]) -> None:
-        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach.
-
-        `serve(wire, hello)` is called for each worker in a separate thread. `hello` is the worker's
-        first message.
-        """
-        self._serve = serve
-        is_here = set(hosts) == {socket.gethostname()}
-        self._listener = socket.create_server(("127.0.0.1", 0)) if is_here else listen_for(hosts)
-        self.token = secrets.token_hex(32)
-        self._lock = threading.Lock()
-        self._strangers: list[Wire] = []
-        """Connections whose first message has not arrived yet, the oldest first."""
-        self._waiting: list[Wire] = []
-        """Connections of rollout ranks without a worker. This process never closes them, so a rank
-        learns from the end of its connection that this process has ended."""
-        self._is_closed = False
-        host, port = self._listener.getsockname()[:2]
-        self.address: tuple[str, int] = (host, port)
-
-    def open(self) -> None:
-        """Begin to accept connections."""
-        threading.Thread(target=self._accept, name="mrl-join", daemon=True).start()
-
-    def close(self) -> None:
-        """Accept no more connections. Accepted connections stay open."""
-        self._is_closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake its thread
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-                wire = Wire(connection, is_trusted=False)
-            except OSError:
-                if self._is_closed:
-                    return
-                # The other side has given up, or this process has too many open files.
-                time.sleep(RETRY_S)
-                continue
-            with self._lock:
-                self._strangers.append(wire)
-                surplus = self._strangers[:-MOST_STRANGERS]
-            for other in surplus:
-                other.close()
-            threading.Thread(target=self._admit, args=(wire,), daemon=True).start()
-
-    def _admit(self, wire: Wire) -> None:
-        try:
-            hello, _ = wire.receive()
-        except WireClosed:
-            hello = {}
-        with self._lock:
-            self._strangers.remove(wire)
-        if not is_token(hello.get("token"), self.token):
-            wire.close()
-            return
-        if hello.get("type") == WAITS:
-            self._waiting.append(wire)
-            return
-        wire.trust()
-        self._serve(wire, hello)
 
 
 class Pair(NamedTuple):
@@ -125,8 +51,13 @@ class Peer:
         """The newest version of the weights that was sent to the worker; -1 for none."""
         self.version: int | None = None
         """The version that the worker's engine has loaded; None before its first version."""
+        self.needs = -1
+        """If the engine is leaving, the newest version of the weights that its work needs; otherwise
+        -1."""
         self.progress = 0
         """A number that grows while the worker makes progress."""
+        self.has_started = False
+        """Whether the worker's engine has started."""
         self.is_lost = False
 
 
@@ -135,31 +66,37 @@ class WorkerConnections:
 
     def __init__(
         self,
-        num_engines: int,
+        membership: Membership,
         hosts: Sequence[str],
         *,
         on_join: Callable[[Peer], None],
         on_message: Callable[[Peer, dict[str, Any], bytes], None],
-        on_loss: Callable[[Peer, str], None],
+        on_loss: Callable[[Peer, str], object],
+        on_failure: Callable[[Peer, Exception], bool],
         timeout_s: float = math.inf,
     ) -> None:
-        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach.
+        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach. Workers
+        of the engines of `membership` may join.
 
         The callbacks are called with the lock `changed` held. If `on_message` raises RunFailed, the
         run ends; after any other exception the worker counts as lost. The second argument of
-        `on_loss` is the reason for the loss. A worker that sends nothing for `timeout_s` seconds
-        counts as lost.
+        `on_loss` is the reason for the loss. `on_failure` is called with an error that a worker has
+        reported; if it returns False, the error ends the run. A worker that sends nothing for
+        `timeout_s` seconds counts as lost.
         """
-        self.num_engines, self._timeout_s = num_engines, timeout_s
+        self._membership, self._timeout_s = membership, timeout_s
         self._on_join, self._on_message, self._on_loss = on_join, on_message, on_loss
+        self._on_failure = on_failure
         self.changed = threading.Condition(threading.RLock())
         self.peers: dict[int, Peer] = {}
         """The worker of each engine that has one, by the engine's number."""
         self.failure: Exception | None = None
         """The error that ends the run; None while there is none."""
-        self._missing = set(range(num_engines))
-        """Numbers of the engines that have not started yet. An engine whose worker is lost is added
-        again, but only until `wait_until_started` has returned."""
+        self._expected = set(membership.serving())
+        """Numbers of the engines that must start, less those that were removed."""
+        self._missing = set(self._expected)
+        """Numbers of the expected engines that have not started yet. An engine whose worker is lost
+        is added again, but only until `wait_until_started` has returned."""
         self._has_begun = False
         self._start_limit_s, self._start_deadline = math.inf, math.inf
         self._absent_since: dict[int, float] = {}
@@ -175,7 +112,7 @@ class WorkerConnections:
         self._listener.open()
 
     def wait_until_started(self, limit_s: float, num_needed: int) -> None:
-        """Wait until `num_needed` engines have started.
+        """Wait until `num_needed` engines have started, or all of them if there are fewer.
 
         All engines must start within `limit_s` seconds. If one does not, this call or a later
         `check` raises RunFailed.
@@ -184,7 +121,8 @@ class WorkerConnections:
 
         def has_started() -> bool:
             beat()  # `limit_s` limits this wait, not the watchdog
-            return self.num_engines - len(self._missing) >= num_needed
+            needed = min(num_needed, len(self._expected))
+            return len(self._expected) - len(self._missing) >= needed
 
         self.wait(has_started)
         self._has_begun = True
@@ -236,10 +174,33 @@ class WorkerConnections:
         console.warning(f"rollout engine {peer.engine}: its worker is lost: {why}")
         del self.peers[peer.engine]
         self._absent_since[peer.engine] = time.monotonic()
-        if not self._has_begun:
+        if not self._has_begun and peer.engine in self._expected:
             self._missing.add(peer.engine)
         self._on_loss(peer, why)
         self.changed.notify_all()
+
+    def dismiss(self, engine: int, *, at_once: bool) -> None:
+        """Forget an engine and shut down its worker, if it has one, without counting a loss. With
+        `at_once`, close the connection instead of telling the worker to stop."""
+        for known in (self._expected, self._missing):
+            known.discard(engine)
+        self._absent_since.pop(engine, None)
+        if (peer := self.peers.pop(engine, None)) is not None:
+            peer.is_lost = True
+            if at_once:
+                peer.wire.close()
+            else:
+                with suppress(WireClosed):
+                    peer.wire.send({"type": "stop"})
+        self.changed.notify_all()
+
+    def state_of(self, engine: int) -> WorkerState:
+        """Return whether the worker of an engine is present."""
+        with self.changed:
+            peer = self.peers.get(engine)
+            if peer is not None and peer.has_started:
+                return "present"
+            return "lost" if engine in self._absent_since else "starting"
 
     def close(self) -> None:
         """Shut down the workers and wait until their engines stop. A second call does nothing."""
@@ -283,6 +244,9 @@ class WorkerConnections:
         """Read the messages of one worker until its connection ends."""
         peer, why = None, ""
         try:
+            if hello.get("type") == RANK:
+                self._membership.serve_rank(wire, hello)
+                return
             peer = self._join(wire, hello)
             while peer is not None:
                 message, body = wire.receive()
@@ -305,9 +269,11 @@ class WorkerConnections:
         """Return the worker that `hello` introduces; None if its engine number is invalid or the
         connections are closed."""
         number = hello.get("engine")
-        if self._is_closed or not isinstance(number, int) or not 0 <= number < self.num_engines:
+        if self._is_closed or not isinstance(number, int):
             return None
         with self.changed:
+            if not self._membership.admits(number):
+                return None
             if (former := self.peers.get(number)) is not None:
                 self.lose(former, "another one took its place")
             self._num_joined += 1
@@ -319,9 +285,12 @@ class WorkerConnections:
 
     def _handle(self, peer: Peer, message: dict[str, Any], body: bytes) -> None:
         if message["type"] == "started":
-            peer.can_receive = True
+            peer.can_receive = peer.has_started = True
             self._missing.discard(peer.engine)
+            self._on_message(peer, message, body)
         elif message["type"] == "failed":
-            self.failure = reported_error(message, peer.engine)
+            error = reported_error(message, peer.engine)
+            if not self._on_failure(peer, error):
+                self.failure = error
         else:
             self._on_message(peer, message, body)

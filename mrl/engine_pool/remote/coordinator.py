@@ -3,6 +3,10 @@
 It assigns work items (`messages.Work`) to engines and collects the delivered groups. Its schedule
 decides when weights are sent. If a worker is lost, the engine's next worker gets the weights and
 then carries out the work items that the lost worker did not finish.
+
+Engines may be added and removed (mrl/engine_pool/elastic/membership.py). An engine that was added
+takes part in what is assigned after it has loaded weights. What an engine that leaves cannot finish
+is given to others.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from mrl.config.asynchronous import AsyncConfig
+from mrl.engine_pool.elastic.engine_set import EngineSet
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.metrics import EngineMetrics
 from mrl.engine_pool.remote.connections import Pair, Peer, WorkerConnections
 from mrl.engine_pool.remote.engine_times import EngineTimes
 from mrl.engine_pool.remote.messages import Delivered, Work
 from mrl.engine_pool.remote.rendezvous import open_store
+from mrl.engine_pool.remote.work_items import WorkItems
 from mrl.errors import EngineGone
-from mrl.run import console
-from mrl.scheduling.schedule import FixedSchedule, Schedule
+from mrl.scheduling.schedule import Schedule
 from mrl.scheduling.staleness import in_flight, oldest_versions
 
 S = TypeVar("S", bound=Schedule)
@@ -44,52 +50,83 @@ class Coordinator(Generic[S]):
     from one thread."""
 
     def __init__(
-        self, num_engines: int, config: AsyncConfig, hosts: Sequence[str], schedule: S
+        self,
+        membership: Membership,
+        config: AsyncConfig,
+        hosts: Sequence[str],
+        schedule: S,
+        *,
+        is_shared: bool = False,
     ) -> None:
-        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach."""
+        """Listen on an address that `hosts`, the machines of the rollout ranks, can reach.
+
+        `membership` are the engines. `is_shared`: whether they are those of a service, to which other
+        coordinators give work, too.
+        """
         self._config, self._schedule = config, schedule
+        self.membership = membership
         self._connections = WorkerConnections(
-            num_engines,
+            self.membership,
             hosts,
             on_join=self._joined,
             on_message=self._handle,
             on_loss=self._lost,
+            on_failure=lambda peer, error: self._engines.failed(peer.engine, error),
             timeout_s=config.worker_timeout_s,
         )
         self._lock = self._connections.changed
         self._workers = self._connections.peers
-        self._work: dict[int, Work] = {}
-        """Work items that are not delivered yet, by id, in the order in which they were
-        assigned."""
-        self._results: dict[int, dict[int, Delivered]] = {}
-        """The delivered groups of each work item that `take` has not removed yet, by work id and
-        then by part (0 for a batch, the index of the evaluation set for an evaluation)."""
+        self._items = WorkItems()
         self._losses: Counter[int] = Counter()
         """For each engine, how many workers were lost since one of its workers last finished a work
         item or a group."""
         self.num_lost = 0
-        self._next_id = 0
         self._measured = EngineMetrics()
-        self.times = EngineTimes(num_engines)
+        self.times = EngineTimes(())
+        self._engines = EngineSet(
+            self.membership,
+            self._connections,
+            schedule,
+            self._items,
+            self.times,
+            self._send_messages,
+            is_shared=is_shared,
+        )
         self._newest = 0
         """The newest version of the weights."""
         self.address, self.token = self._connections.address, self._connections.token
         self._store, self.store_address = open_store(self.address[0])
         """The store through which trainer ranks and workers find each other, to send weights."""
+        self._engines.attach()
         self._connections.open()
 
     def new_id(self) -> int:
         """Return an unused work id."""
-        self._next_id += 1
-        return self._next_id
+        return self._items.new_id()
 
     def assign(self, work: Work) -> None:
         """Give a work item to its engine's worker or, if the engine has none now, to the engine's
         next worker."""
         with self._lock:
-            self._work[work.work_id] = work
-            self._results[work.work_id] = {}
+            self._items.add(work)
             self._send(work.engine, *work.frame())
+
+    def assign_parts(self, make: Callable[[int, int, int, int], Work | None]) -> list[int]:
+        """Divide work among the engines that serve now, and return the ids of the work items.
+
+        `make(work_id, engine, part, num_parts)` returns the work item of an engine, which has part
+        `part` of `num_parts`, or None if there is nothing to do in that part. Engines that were
+        added and have weights join first.
+        """
+        with self._lock:
+            self._engines.admit_loaded()
+            engines, ids = sorted(self._engines.serving), []
+            for part, engine in enumerate(engines):
+                work = make(self.new_id(), engine, part, len(engines))
+                if work is not None:
+                    self.assign(work)
+                    ids.append(work.work_id)
+            return ids
 
     def wait_until_started(self, limit_s: float) -> None:
         """Wait until as many engines have started as the schedule needs to begin.
@@ -122,21 +159,23 @@ class Coordinator(Generic[S]):
             receivers = self._schedule.receivers(self._workers.values(), version)
             for worker in receivers:
                 if worker.sent < 0:
-                    self._move_work(worker, version)
+                    self._engines.move_work(worker, version)
                 worker.sent, worker.can_receive = version, False
                 self._connections.send(worker, {"type": "receive", "version": version})
             pairs = [worker.pair for worker in receivers if not worker.is_lost]
             for pair in pairs:
                 self._schedule.sent(pair.engine, version)
+            self._engines.begin_sending(pair.engine for pair in pairs)
             return pairs
 
-    def lose_pairs(self, names: Sequence[str]) -> None:
-        """Treat the workers whose pairs have the names `names` as lost, because weights could not
-        be sent to them."""
+    def end_update(self, failed: Sequence[str]) -> None:
+        """Record that the weights were sent. Workers whose pairs have the names `failed` count as
+        lost, because weights could not be sent to them."""
         with self._lock:
             for worker in list(self._workers.values()):
-                if worker.pair.name in names:
+                if worker.pair.name in failed:
                     self._connections.lose(worker, "weights could not be sent to it")
+            self._engines.end_sending()
 
     def wait_for(self, work_ids: Sequence[int], version: int) -> bool:
         """Wait until all of the work items are delivered, and return True.
@@ -144,8 +183,10 @@ class Coordinator(Generic[S]):
         Returns False as soon as a worker is ready to receive the weights `version`, if that happens
         first.
         """
-        self._connections.wait(lambda: self._done.issuperset(work_ids) or self._can_send(version))
-        return self._done.issuperset(work_ids)
+        self._connections.wait(
+            lambda: self._items.done.issuperset(work_ids) or self._can_send(version)
+        )
+        return self._items.done.issuperset(work_ids)
 
     def wait_until(self, take: Callable[[S], T | None], version: int) -> T | None:
         """Wait until `take(schedule)` returns a value other than None, and return the value.
@@ -170,25 +211,23 @@ class Coordinator(Generic[S]):
         with self._lock:
             self._connections.check()
             can_proceed = self._schedule.can_proceed(self._workers.values(), version)
-            is_delivered = self._done.issuperset(work_ids)
+            is_delivered = self._items.done.issuperset(work_ids)
             return Status(self._can_send(version), can_proceed, is_delivered)
 
     def take(self, work_id: int) -> dict[int, Delivered]:
         """Return the delivered groups of a work item, and remove the item. The keys are 0 for a
         batch, and the indices of the evaluation sets for an evaluation."""
         with self._lock:
-            return self._results.pop(work_id)
+            return self._items.take(work_id)
 
     def peek(self, work_id: int) -> dict[int, Delivered]:
         """Return the same as `take`, without removing the work item."""
-        return self._results[work_id]
+        return self._items.peek(work_id)
 
     def put(self, delivered: Delivered) -> int:
         """Add groups from a checkpoint as a work item that is already delivered; return its id."""
-        work_id = self.new_id()
         with self._lock:
-            self._results[work_id] = {0: delivered}
-        return work_id
+            return self._items.put(delivered)
 
     @contextmanager
     def paused(self) -> Iterator[S]:
@@ -203,11 +242,13 @@ class Coordinator(Generic[S]):
         with self._lock:
             measured, self._measured = self._measured.as_dict(), EngineMetrics()
             loaded = [worker.version for worker in self._workers.values()]
-            done = (part for work_id in self._done for part in self._results[work_id].values())
-            queue = oldest_versions(group for delivered in done for group in delivered.groups)
-            num_leased = sum(w.num_wanted for w in self._work.values() if w.kind == "batch")
+            queue = oldest_versions(
+                group for delivered in self._items.delivered() for group in delivered.groups
+            )
+            num_leased = sum(w.num_wanted for w in self._items.open.values() if w.kind == "batch")
             return {
                 **measured,
+                "rollout/num_engines": float(len(self._engines.serving)),
                 **in_flight(
                     self._newest, loaded, queue + self._schedule.queued_versions(), num_leased
                 ),
@@ -219,11 +260,13 @@ class Coordinator(Generic[S]):
     def close(self) -> None:
         """Shut down the workers and wait until their engines stop. A second call does nothing."""
         self._connections.close()
+        self._engines.detach()
         self._store = None
 
     def _joined(self, peer: Peer) -> None:
         """Send to a new worker the name under which weights are sent to it, and the address of the
         store through which it finds the sending ranks."""
+        self._engines.joined(peer.engine)
         self._schedule.joined(peer.engine)
         self._connections.send(
             peer, {"type": "welcome", "pair": peer.pair.name, "store": self.store_address}
@@ -233,6 +276,9 @@ class Coordinator(Generic[S]):
         """Record that a worker is lost. If too many workers of its engine were lost in a row, the
         run fails."""
         number = peer.engine
+        if number not in self._engines.serving:
+            self._engines.lost(number, why)
+            return
         self.times.lose(number)
         self._schedule.lost(number)
         self._send_messages()
@@ -253,42 +299,28 @@ class Coordinator(Generic[S]):
         if kind == "pulse":
             peer.progress, peer.version = int(message["progress"]), message["version"]
             self.times.report(peer.engine, message["activity"], is_lost=peer.is_lost)
+            if self._schedule.joins_at_once:
+                self._engines.admit_loaded()
+        elif kind == "started":
+            pass
         elif kind == "free":
             peer.can_receive = True
         elif kind == "part":
-            if (result := self._results.get(int(message["work_id"]))) is not None:
-                result[int(message["part"])] = Delivered.of_frame(message, body)
+            delivered = Delivered.of_frame(message, body)
+            self._items.deliver(int(message["work_id"]), int(message["part"]), delivered)
         elif kind == "done":
-            if self._work.pop(int(message["work_id"]), None) is not None:
+            if self._items.finish(int(message["work_id"])):
                 self._losses[peer.engine] = 0
+            self._engines.release_if_idle(peer.engine)
         elif kind == "measured":
             self._measured.add_worker(EngineMetrics.from_dict(message["metrics"]))
         elif self._schedule.handle(peer.engine, message, body):
             if kind == "group":
                 self._losses[peer.engine] = 0
             self._send_messages()
+            self._engines.release_if_idle(peer.engine)
         else:
             raise ValueError(f"of type {kind!r}")
-
-    def _move_work(self, worker: Peer, version: int) -> None:
-        """Send to the new worker `worker` all work items of its engine. A work item that asks for
-        weights older than `version` is first changed to use `version`."""
-        for work_id, work in list(self._work.items()):
-            if work.engine != worker.engine:
-                continue
-            if work.version < version:
-                console.warning(
-                    f"rollout engine {work.engine}: weights {version} generate what weights "
-                    f"{work.version} were to: no more than async.max_staleness allows, but with other "
-                    "bits"
-                )
-                self._work[work_id] = work.by(version)
-            self._connections.send(worker, *self._work[work_id].frame())
-
-    @property
-    def _done(self) -> set[int]:
-        """The ids of the work items that are delivered and not taken yet."""
-        return self._results.keys() - self._work.keys()
 
     def _can_send(self, version: int) -> bool:
         return bool(self._schedule.receivers(self._workers.values(), version))
@@ -301,10 +333,3 @@ class Coordinator(Generic[S]):
     def _send(self, engine: int, message: Mapping[str, Any], body: bytes) -> None:
         if worker := self._workers.get(engine):
             self._connections.send(worker, message, body)
-
-
-def fixed_coordinator(
-    num_engines: int, config: AsyncConfig, hosts: Sequence[str]
-) -> Coordinator[FixedSchedule]:
-    """Return a coordinator with which each work item is done by exactly the weights that it names."""
-    return Coordinator(num_engines, config, hosts, FixedSchedule(num_engines))

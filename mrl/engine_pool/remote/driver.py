@@ -129,8 +129,9 @@ class EngineDriver:
 
     @property
     def next_work(self) -> Work | None:
-        """The oldest work item that is not delivered yet; None if there is none."""
-        return next(iter(self.works.values()), None)
+        """The oldest of the undelivered work items that need the oldest weights; None if there is
+        none. A work item that another engine has left may need older ones than those before it."""
+        return min(self.works.values(), key=lambda work: work.version, default=None)
 
     def load_next(self) -> None:
         """Load the oldest version in `versions.waiting`."""

@@ -11,7 +11,7 @@ import heapq
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,19 +78,38 @@ class _Engine:
 class EngineTimes:
     """Keeps the activities of all engines. Any thread may call the methods."""
 
-    def __init__(self, num_engines: int, now: Callable[[], float] = time.time) -> None:
-        self._now, self._most = now, max(8, MAX_SPANS // num_engines)
-        self._lock = threading.Lock()
+    def __init__(self, engines: Iterable[int], now: Callable[[], float] = time.time) -> None:
+        """`engines` are the numbers of the engines."""
+        self._now, self._lock = now, threading.Lock()
         self._floor = now()
         """The time, in seconds since 1970, from which on activities are counted. Anything earlier is
         ignored."""
-        self._engines = [_Engine(self._floor) for _ in range(num_engines)]
+        self._engines = {number: _Engine(self._floor) for number in engines}
+        self._left: dict[int, list[Span]] = {}
+        """The spans of engines that were removed, until `take_spans` returns them."""
+
+    def add(self, number: int) -> None:
+        """Record the activities of an engine from now on."""
+        with self._lock:
+            self._engines.setdefault(number, _Engine(self._now()))
+
+    def remove(self, number: int) -> None:
+        """Record no further activities of an engine. Harmless when repeated."""
+        with self._lock:
+            if (engine := self._engines.pop(number, None)) is not None and engine.spans:
+                self._left[number] = engine.spans
+
+    def activity(self, number: int) -> str:
+        """Return the current activity of an engine; empty if it has no record."""
+        with self._lock:
+            engine = self._engines.get(number)
+            return "" if engine is None else engine.activity
 
     def restart(self) -> None:
         """Forget all activities before now. Called when the engines have started."""
         with self._lock:
             self._floor = self._now()
-            for engine in self._engines:
+            for engine in self._engines.values():
                 engine.heard = self._floor
                 engine.seconds.clear()
                 engine.counted.clear()
@@ -100,11 +119,12 @@ class EngineTimes:
         """Record that the worker of an engine is lost. From its last report on, the engine's
         activity is `start`."""
         with self._lock:
-            self._engines[number].is_absent, self._engines[number].activity = True, "start"
+            if (engine := self._engines.get(number)) is not None:
+                engine.is_absent, engine.activity = True, "start"
 
     def report(self, number: int, message: Mapping[str, Any], *, is_lost: bool = False) -> None:
         """Add a worker's report, which is a result of `ActivityLog.take`. The report of a lost
-        worker is only checked.
+        worker, or of an engine without a record, is only checked.
 
         Raises ValueError, KeyError or TypeError for an invalid report.
         """
@@ -118,8 +138,9 @@ class EngineTimes:
         if is_lost:
             return
         with self._lock:
-            self._add(self._engines[number], seconds, spans)
-            self._engines[number].activity = message["now"]
+            if (engine := self._engines.get(number)) is not None:
+                self._add(engine, seconds, spans)
+                engine.activity = message["now"]
 
     def _add(
         self, engine: _Engine, seconds: dict[str, float], spans: list[tuple[float, float, str]]
@@ -141,29 +162,42 @@ class EngineTimes:
             for name, value in seconds.items():
                 engine.seconds[name] += value - known[name]
         engine.heard, engine.is_absent = now, False
-        if len(engine.spans) > 4 * self._most:
-            engine.spans = _longest(engine.spans, 2 * self._most)
+        most = self._most(len(self._engines))
+        if len(engine.spans) > 4 * most:
+            engine.spans = _longest(engine.spans, 2 * most)
 
     def take_seconds(self) -> dict[str, float]:
         """Return `time/engine_*`: the seconds of each activity since the last call, averaged over
-        engines."""
+        the engines that have a record now."""
         sums = dict.fromkeys(ACTIVITIES, 0.0)
         with self._lock:
             now = self._now()
-            for engine in self._engines:
+            for engine in self._engines.values():
                 for name, seconds in engine.so_far(now).items():
                     new = max(0.0, seconds - engine.counted[name])
                     sums[name] += new
                     engine.counted[name] += new
-        return {seconds_key(name): total / len(self._engines) for name, total in sums.items()}
+            num_engines = max(1, len(self._engines))
+        return {seconds_key(name): total / num_engines for name, total in sums.items()}
 
     def take_spans(self) -> list[list[Span]]:
-        """Return, for each engine, the spans reported since the last call, in order of time."""
+        """Return, for each engine by number, the spans reported since the last call, in order of
+        time. A number without an engine has none."""
         with self._lock:
-            found = [_longest(engine.spans, self._most) for engine in self._engines]
-            for engine in self._engines:
+            spans = {**self._left, **{n: engine.spans for n, engine in self._engines.items()}}
+            self._left = {}
+            for engine in self._engines.values():
                 engine.spans = []
+        most = self._most(len(spans))
+        found: list[list[Span]] = [[] for _ in range(max(spans, default=-1) + 1)]
+        for number, each in spans.items():
+            found[number] = _longest(each, most)
         return found
+
+    @staticmethod
+    def _most(num_engines: int) -> int:
+        """Return the maximum number of spans that `take_spans` returns for one engine."""
+        return max(8, MAX_SPANS // max(1, num_engines))
 
 
 def _longest(spans: list[Span], most: int) -> list[Span]:

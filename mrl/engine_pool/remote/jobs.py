@@ -72,7 +72,8 @@ class RecipeJobs:
 
     def of(self, work: Work) -> Sequence[Job]:
         if work.kind == "evaluation":
-            return [_RecipeJob(task, keeps_partial=False) for task in self.tasks.of_evaluation()]
+            tasks = self.tasks.of_evaluation(work.part, work.num_parts)
+            return [_RecipeJob(task, keeps_partial=False) for task in tasks]
         task = self.tasks.of_step(work.started, work.num_wanted)
         return [_RecipeJob(task, keeps_partial=True)]
 

@@ -48,6 +48,7 @@ class LeaseSchedule(Schedule):
     groups that the workers finish."""
 
     num_to_begin = 1
+    joins_at_once = True
 
     def __init__(self, recipe: Recipe, draw: Callable[[int], list[Prompt]]) -> None:
         """`draw(n)` returns the next n prompts. It is called while the coordinator's lock is
@@ -70,11 +71,26 @@ class LeaseSchedule(Schedule):
         """How many groups with equal rewards were replaced since the last step took its groups."""
         self._sent: dict[int, set[int]] = {}
         """The versions that were sent to each worker, by the number of its engine."""
+        self._retired: set[int] = set()
+        """The engines that get no further leases."""
+
+    def retire(self, engine: int) -> None:
+        self._retired.add(engine)
+        self._requests.pop(engine, None)
+
+    def num_leased(self, engine: int) -> int:
+        return sum(lease.worker == engine for lease in self.ledger.leases.values())
 
     def receivers(self, workers: Collection[R], version: int) -> list[R]:
         """Return the workers to which the weights `version` were not sent yet, and which can
-        receive them now."""
-        return [worker for worker in workers if worker.sent < version and worker.can_receive]
+        receive them now. An engine that is leaving gets those alone that its work needs."""
+        return [
+            worker
+            for worker in workers
+            if worker.sent < version
+            and worker.can_receive
+            and (worker.engine not in self._retired or worker.needs >= version)
+        ]
 
     def can_proceed(self, workers: Collection[Receiver], version: int) -> bool:
         """Return True: the trainer waits for groups, never for an engine."""
@@ -127,7 +143,8 @@ class LeaseSchedule(Schedule):
         """Record that a worker's engine has the weights `version`, and that the worker may hold
         `most` leases at a time. This replaces what the worker has reported before. Then grant
         leases."""
-        self._requests[engine] = _Request(version, most)
+        if engine not in self._retired:
+            self._requests[engine] = _Request(version, most)
         self.grant()
 
     def grant(self) -> None:
@@ -138,8 +155,7 @@ class LeaseSchedule(Schedule):
 
     def _grant_one(self, engine: int) -> bool:
         request, ledger = self._requests[engine], self.ledger
-        held = sum(lease.worker == engine for lease in ledger.leases.values())
-        if held >= request.most:
+        if self.num_leased(engine) >= request.most:
             return False
         if not ledger.waiting and (num := ledger.num_to_draw(request.version, 1)):
             ledger.add(start_groups(self._draw(num), self._size))

@@ -110,7 +110,7 @@ class EngineLink:
         everywhere: list[Any] = [None] * world
         dist.all_gather_object(everywhere, (failed, self._sender.traffic if sends_deltas else None))
         if self.coordinator is not None:
-            self.coordinator.lose_pairs([name for names, _ in everywhere for name in names])
+            self.coordinator.end_update([name for names, _ in everywhere for name in names])
         if sends_deltas:
             for _, traffic in everywhere:
                 self.traffic.add(traffic)

@@ -54,6 +54,10 @@ class Work:
     knows."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """How `samples` are drawn, as a JSON object; empty for the other kinds."""
+    part: int = 0
+    num_parts: int = 1
+    """For an evaluation: the work item has every `num_parts`-th prompt of each set, from prompt
+    `part` on."""
 
     def frame(self) -> Frame:
         apart = ("started", "details")
@@ -76,11 +80,9 @@ class Work:
             int(message["num_wanted"]),
             tuple(started),
             details,
+            int(message["part"]),
+            int(message["num_parts"]),
         )
-
-    def by(self, version: int) -> Work:
-        """Return a copy of the work item that is to be generated with the weights `version`."""
-        return dataclasses.replace(self, version=version)
 
 
 @dataclass

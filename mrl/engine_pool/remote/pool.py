@@ -25,10 +25,12 @@ from mrl.engine_pool.remote.messages import Delivered, Work
 from mrl.engine_pool.remote.rendezvous import Rendezvous
 from mrl.preflight import Plan
 from mrl.run.activities import WAIT
+from mrl.run.folder import RunFolder
 from mrl.run.pending_prompts import PendingPrompt, renumbered
 from mrl.scheduling.staleness import count_by_staleness
 from mrl.system.clock import Clock
 from mrl.system.heartbeat import phase
+from mrl.system.processes import Closing
 from mrl.types import SampleGroup, Statistics
 from mrl.weight_sync.delta import Traffic
 from parallel.mesh import Mesh
@@ -72,12 +74,15 @@ class RemotePool:
         self,
         plan: Plan,
         mesh: Mesh,
+        folder: RunFolder,
         rendezvous: Rendezvous,
         make_coordinator: Callable[[Sequence[str]], Coordinator[Any]],
     ) -> None:
-        """`make_coordinator` is called on rank 0 with the hosts of the rollout ranks. `rendezvous`
-        tells the workers the coordinator's address."""
-        self._plan, self._mesh, self._rendezvous = plan, mesh, rendezvous
+        """`folder` has the socket through which engines are added and removed, unless tenants share
+        the engines. `make_coordinator` is called on rank 0 with the hosts of the rollout ranks.
+        `rendezvous` tells the workers the coordinator's address."""
+        self._plan, self._mesh, self._folder, self._rendezvous = plan, mesh, folder, rendezvous
+        self._control: Closing | None = None
         self._link = EngineLink(
             plan.recipe,
             mesh,
@@ -112,6 +117,9 @@ class RemotePool:
         if self.is_shared:
             return
         if self.coordinator is not None:
+            from mrl.engine_pool.elastic.control import open_control  # with the HTTP library
+
+            self._control = open_control(self._folder.root, self.coordinator.membership)
             self.coordinator.wait_until_started(self._plan.recipe.rollout.start_timeout_s)
             self.coordinator.times.restart()
         dist.barrier()
@@ -146,14 +154,15 @@ class RemotePool:
 
     def assign(self, prompts: StepPrompts, version: int) -> RemoteWork:
         assigned = RemoteWork([self._new_delivered()])
+
+        def make(work_id: int, engine: int, part: int, num_parts: int) -> Work | None:
+            started, num_wanted = prompts.share(part, num_parts)
+            if not started:
+                return None
+            return Work(work_id, engine, "batch", version, num_wanted, tuple(started))
+
         if self.coordinator is not None:
-            for engine in range(self._plan.num_engines):
-                started, num_wanted = prompts.share(engine, self._plan.num_engines)
-                work_id = self.coordinator.new_id()
-                self.coordinator.assign(
-                    Work(work_id, engine, "batch", version, num_wanted, tuple(started))
-                )
-                assigned.work_ids.append(work_id)
+            assigned.work_ids = self.coordinator.assign_parts(make)
         return assigned
 
     def assign_leased(self) -> RemoteWork:
@@ -173,11 +182,12 @@ class RemotePool:
 
     def assign_evaluation(self, version: int) -> RemoteWork:
         assigned = RemoteWork([self._new_delivered() for _ in self._plan.eval_sets])
+
+        def make(work_id: int, engine: int, part: int, num_parts: int) -> Work:
+            return Work(work_id, engine, "evaluation", version, part=part, num_parts=num_parts)
+
         if self.coordinator is not None:
-            for engine in range(self._plan.num_engines):
-                work_id = self.coordinator.new_id()
-                self.coordinator.assign(Work(work_id, engine, "evaluation", version))
-                assigned.work_ids.append(work_id)
+            assigned.work_ids = self.coordinator.assign_parts(make)
         return assigned
 
     def _new_delivered(self) -> Delivered | None:
@@ -279,6 +289,8 @@ class RemotePool:
         return [] if self.coordinator is None else self.coordinator.times.take_spans()
 
     def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
         self._link.close()
 
 

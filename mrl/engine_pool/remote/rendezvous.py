@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.supervisor import ADDRESS, OVER, PREFIX, read_hosts
 from parallel.mesh import join_store
 
@@ -32,6 +33,8 @@ class Rendezvous:
     """Tells workers the address of the coordinator and the token with which to join."""
     end: Callable[[], None]
     """Announces that the coordinator is about to close."""
+    membership: Membership | None = None
+    """The engines of the service on rank 0; None for a run, which has engines of its own."""
     is_shared: bool = False
     """Whether several tenants share the engines. In that case, no rank waits for an engine, and the
     service calls `RemotePool.next_action`. The value is the same on all ranks."""

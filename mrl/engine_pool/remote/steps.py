@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.collector import Collector
 from mrl.collect.prompts import PromptSupply
+from mrl.config.asynchronous import AsyncConfig
+from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.coordinator import Coordinator
 from mrl.engine_pool.remote.lease_schedule import LeaseSchedule
 from mrl.engine_pool.remote.messages import Delivered
@@ -150,13 +152,27 @@ def make_remote_collector(
     recipe, supply = plan.recipe, PromptSupply(plan)
     is_free = recipe.asynchronous.is_free
 
-    def make_coordinator(hosts: Sequence[str]) -> Coordinator[Any]:
-        schedule = (
-            LeaseSchedule(recipe, supply.draw) if is_free else FixedSchedule(plan.num_engines)
-        )
-        return Coordinator(plan.num_engines, recipe.asynchronous, hosts, schedule)
-
     rendezvous = rendezvous or launcher_rendezvous(plan.roles.num_rollout, recipe.longest_wait_s)
-    pool = RemotePool(plan, mesh, rendezvous, make_coordinator)
+    shared = rendezvous.membership
+
+    def make_coordinator(hosts: Sequence[str]) -> Coordinator[Any]:
+        own = Membership(plan.num_engines, recipe.rollout.tensor_parallel_size)
+        membership = own if shared is None else shared
+        schedule: LeaseSchedule | FixedSchedule = FixedSchedule(len(membership.serving()))
+        if is_free:
+            schedule = LeaseSchedule(recipe, supply.draw)
+        is_shared = shared is not None
+        return Coordinator(membership, recipe.asynchronous, hosts, schedule, is_shared=is_shared)
+
+    pool = RemotePool(plan, mesh, folder, rendezvous, make_coordinator)
     steps = LeasedSteps(plan, supply, pool) if is_free else StepsAhead(plan, supply, pool, mesh)
     return Collector(plan, mesh, folder, supply, pool, steps)
+
+
+def fixed_coordinator(
+    membership: Membership, config: AsyncConfig, hosts: Sequence[str]
+) -> Coordinator[FixedSchedule]:
+    """Return the coordinator of a session, by which the engines of a service do each work item with
+    exactly the weights that it names."""
+    schedule = FixedSchedule(len(membership.serving()))
+    return Coordinator(membership, config, hosts, schedule, is_shared=True)

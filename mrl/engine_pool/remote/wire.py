@@ -32,6 +32,9 @@ _PART = 1 << 20
 WAITS = "waits"
 """Type of the first message from a rollout rank without a worker. Such a rank only waits until the
 run ends."""
+RANK = "rank"
+"""Type of the first message from a rollout rank that can start engines on its machine (see
+`mrl.engine_pool.remote.engine_host`)."""
 _SILENCE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 """Socket options with which the kernel notices within a minute that the other machine is gone. They
 are needed because a machine that loses power does not close its connections."""

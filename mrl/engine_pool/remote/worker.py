@@ -74,7 +74,7 @@ class Worker:
     @classmethod
     def of_plan(cls, plan: Plan, engine: WorkerEngine, settings: Mapping[str, Any]) -> Worker:
         """Return the worker of a recipe."""
-        tasks = EngineTasks(plan, engine.owner.number, engine.budget, engine.user)
+        tasks = EngineTasks(plan, engine.budget, engine.user)
         schedule: Callable[[EngineDriver], Schedule] = FixedWorks
         if plan.recipe.asynchronous.is_free:
             schedule = partial(Leases, plan=plan, scoring=tasks.scoring)

@@ -32,11 +32,9 @@ class RemoteSampling:
         link: EngineLink,
         policy: Policy,
         in_place: Callable[[Source], AbstractContextManager[None]],
-        num_engines: int,
     ) -> None:
         """`link` must be open. `in_place` is `Samplers.in_place`."""
         self._link, self._policy, self._in_place = link, policy, in_place
-        self._num_engines = num_engines
         self._source, self._number = Source(None, 0, 0), -1
         """The weights of the turn, and the number with which they are sent."""
         self._sent: int | None = None
@@ -97,21 +95,20 @@ class RemoteSampling:
 
     def _assign(self, coordinator: Coordinator[Any]) -> None:
         """Tell each engine which groups it generates."""
-        for engine in range(self._num_engines):
-            share = self._groups[engine :: self._num_engines]
+
+        def make(work_id: int, engine: int, part: int, num_parts: int) -> Work | None:
+            share = self._groups[part::num_parts]
             if not share:
-                continue
+                return None
             names = dict.fromkeys(group.prompt.source for group in share)
             details = {
                 "how": {name: self._how[name].as_json() for name in names},
                 "num_ended": self._num_ended,
             }
             started = tuple(Started(group, self._how[group.prompt.source].seed) for group in share)
-            work_id = coordinator.new_id()
-            coordinator.assign(
-                Work(work_id, engine, "samples", self._number, len(share), started, details)
-            )
-            self._work_ids.append(work_id)
+            return Work(work_id, engine, "samples", self._number, len(share), started, details)
+
+        self._work_ids = coordinator.assign_parts(make)
 
     def take(self) -> None:
         """Take what the workers have delivered, which must be complete."""
