@@ -7,7 +7,7 @@ fail as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config import RolloutConfig
 from mrl.errors import InputError
@@ -55,6 +55,21 @@ class SamplingParams:
             raise ValueError(f"stop: expected at most {MAX_STOP_STRINGS}, got {len(self.stop)}")
         if "" in self.stop:
             raise ValueError("stop: got an empty text, which stops before anything is generated")
+
+    def at_most(self, num_tokens: int) -> SamplingParams:
+        """Return these parameters for completions of at most `num_tokens` tokens, which must be at
+        least 1.
+
+        If completions are shortened to `min_new_tokens` or less, that lower bound is reduced: to
+        `num_tokens`, or to one less if anything stops completions, because the engine refuses stops for
+        completions of one exact length.
+        """
+        if num_tokens >= self.max_new_tokens:
+            return self
+        least = num_tokens - bool(self.stop or self.stop_token_ids)
+        return replace(
+            self, max_new_tokens=num_tokens, min_new_tokens=min(self.min_new_tokens, least)
+        )
 
 
 def sampling_of(config: RolloutConfig) -> SamplingParams:

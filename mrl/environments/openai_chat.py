@@ -47,17 +47,22 @@ def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, 
     """Return the well-formed tool calls in a turn of the policy, in OpenAI's format.
 
     The calls get the ids `call_0`, `call_1` and so on; ids in `taken` are skipped. A malformed tool
-    call is left out; its text remains in the turn.
+    call is left out; its text remains in the turn. A call is malformed if it is not JSON, if its name
+    is no text, or if its arguments are no object; arguments that are missing or null are empty.
     """
     calls = []
     ids = (name for k in itertools.count() if (name := f"call_{k}") not in taken)
     for block in TOOL_CALL.findall(text):
         try:
             call = json.loads(block)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError):
+            name, arguments = call["name"], call.get("arguments")
+            arguments = {} if arguments is None else arguments
+            if not (isinstance(name, str) and isinstance(arguments, dict)):
+                continue
+            name.encode()  # half of a surrogate pair raises UnicodeEncodeError
+            function = {"name": name, "arguments": json.dumps(arguments)}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
-        function = {"name": name, "arguments": json.dumps(arguments)}
         calls.append({"id": next(ids), "type": "function", "function": function})
     return calls
 

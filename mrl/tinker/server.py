@@ -35,7 +35,7 @@ class TinkerServer(Closing):
             self.address = self.calls.address = _address(listener)
             app = App(self.calls, limits or LIMITS).asgi
             server = HttpServer(
-                app, listener, limits or LIMITS, name="the Tinker API", error_key="detail"
+                app, listener, limits or LIMITS, name="the Tinker API", as_error=_as_error
             )
             undo.enter_context(server)
             write_whole(folder / ADDRESS, self.address + "\n")
@@ -45,6 +45,10 @@ class TinkerServer(Closing):
         """Answer the requests that wait, and stop listening. May be called more than once."""
         self.calls.is_closing = True
         self._undo.close()
+
+
+def _as_error(status: int, why: str) -> dict[str, str]:
+    return {"detail": why}
 
 
 def _address(listener: socket.socket) -> str:

@@ -32,10 +32,10 @@ from mrl.web.connection import one_line
 from mrl.web.limits import TOO_MANY, Limits, NotYet, Refused
 from mrl.web.openapi import Address, describe
 from mrl.web.reading import read_content, read_object
+from mrl.web.server import CLOSE
 
 FIRST_LOOK_S, LAST_LOOK_S = 0.1, 1.0
 """Seconds between two calls of a function that raises NotYet, at first and at last."""
-CLOSE = (b"connection", b"close")
 BEARER = {"type": "http", "scheme": "bearer"}
 """The scheme of OpenAPI for a token in the header Authorization."""
 
@@ -166,7 +166,7 @@ class Api:
 
         async def sending(message: Any) -> None:
             is_start = message["type"] == "http.response.start"
-            if is_start and (closes[0] or not (connection is None or connection.is_read())):
+            if is_start and closes[0]:
                 message = {**message, "headers": [*message["headers"], CLOSE]}
             await send(message)
 

@@ -3,7 +3,7 @@
 A caller sends the head of a request, then its body, waits, and receives the answer; some keep the
 connection for a further request. Each of these stages but the wait has a time limit and a limit on
 the number of callers in it. A caller whose head names no known caller never gets past the first
-stage, so it takes no place of those who may call.
+stage, so it cannot displace callers that may call.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import logging
 import socket
 import sys
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mrl.web.limits import TOO_MANY, Limits
+from mrl.web.limits import TOO_MANY
+from mrl.web.stages import Callers, Stage
 
-Stage = Literal["head", "body", "answer", "idle"]
-GRACE_S = 0.1
-"""Seconds between the moment in which a stage is too full and the refusal of its oldest callers. Those
-whose request is there already get on in that time."""
 LINGER_S, MAX_UNWANTED_BYTES = 1.0, 1 << 20
 """After a request is refused, so many bytes more are read, for so many seconds. If a connection is
 closed while bytes are unread, the system resets it, and the caller may see that before the answer."""
@@ -33,41 +30,40 @@ LOGGER.setLevel(logging.ERROR)  # what a caller does wrong is answered, and not 
 LOGGER.addFilter(lambda record: not _is_cancelled(record))
 
 
-class Callers:
-    """The callers of one socket, by stage. Its methods are called in the thread of the server."""
+def protocol_of(callers: Callers) -> type[asyncio.Protocol]:
+    """Return the class of uvicorn's protocols. Each passes its events on to a `Connection`."""
 
-    def __init__(self, limits: Limits, error_key: str) -> None:
-        self.limits, self.error_key = limits, error_key
-        self._stages: dict[Stage, dict[Connection, None]] = {
-            "head": {},
-            "body": {},
-            "answer": {},
-            "idle": {},
-        }
+    class Protocol(asyncio.Protocol):
+        def __init__(self, **given: Any) -> None:
+            self._connection = Connection(callers=callers, **given)
 
-    def enter(self, caller: Connection, stage: Stage) -> None:
-        """Note that a caller is in a stage, where it was in none. If too many are, the oldest ones
-        are turned away soon."""
-        there = self._stages[stage]
-        there[caller] = None
-        if len(there) == self._most(stage) + 1:
-            asyncio.get_running_loop().call_later(GRACE_S, self._thin, stage)
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            self._connection.connection_made(transport)
 
-    def leave(self, caller: Connection, stage: Stage) -> None:
-        self._stages[stage].pop(caller, None)
+        def data_received(self, data: bytes) -> None:
+            self._connection.data_received(data)
 
-    def _most(self, stage: Stage) -> int:
-        return self.limits.idle if stage == "idle" else self.limits.unread
+        def eof_received(self) -> bool:
+            return self._connection.end_received()
 
-    def _thin(self, stage: Stage) -> None:
-        there = self._stages[stage]
-        for caller in list(there)[: max(0, len(there) - self._most(stage))]:
-            caller.turn_away()
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._connection.connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            self._connection.pause_writing()
+
+        def resume_writing(self) -> None:
+            self._connection.resume_writing()
+
+    return Protocol
 
 
 class Connection(H11Protocol):
     """A connection whose stages are limited. The application finds it as `connection` in the state
     of a request's scope."""
+
+    _inner: asyncio.Transport
 
     def __init__(self, *, callers: Callers, app_state: dict[str, Any], **more: Any) -> None:
         super().__init__(app_state={**app_state, "connection": self}, **more)
@@ -77,24 +73,25 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._start = 0.0
         """When the caller began with its request, on the clock of the loop."""
-        self._is_hung_up = self._has_ended = False
+        self.is_hung_up = self._has_ended = False
         self._num_unwanted = 0
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
             # Otherwise the body of an answer would wait 40 ms for an acknowledgement.
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(0)  # so that `resume_writing` means that all is sent
-        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
+        self._inner = transport
+        super().connection_made(_Transport(transport, self))
         self._begin()
 
     def let_in(self) -> None:
-        """The head names a caller that may call: wait for the rest of the request."""
+        """Wait for the rest of the request, whose head names a caller that may call."""
         if self.cycle.more_body:
             self._enter("body", self._start + self._limits.request_s)
         else:
-            self._leave()
+            self._wait()
 
     def is_read(self) -> bool:
         """Return whether the whole request has arrived."""
@@ -105,7 +102,7 @@ class Connection(H11Protocol):
         return bool(self.conn.trailing_data[0])
 
     def data_received(self, data: bytes) -> None:
-        if self._is_hung_up:
+        if self.is_hung_up:
             self._num_unwanted += len(data)
             if self._num_unwanted > MAX_UNWANTED_BYTES:
                 self.transport.abort()
@@ -118,26 +115,31 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         if self._stage == "body" and not self.cycle.more_body:
-            self._leave()
+            self._wait()
 
-    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads what it returns
-        """Return whether the connection stays open, because the caller still gets an answer."""
+    def end_received(self) -> bool:
+        """Record that the caller sends no more. Return whether the connection stays open, because the
+        caller still gets an answer."""
         self._has_ended = True
-        if self._is_hung_up or self._stage == "idle":
+        if self.is_hung_up or self._stage == "idle":
             return False
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+        if not self._callers.answers_half_closed:
+            return False
+        if self._stage == "answer" and self.cycle.response_complete:
+            self.hang_up(is_read=True)
+        elif self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             self.refuse(400, "the connection ended before the request did")
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
-        self._is_hung_up = True
+        self.is_hung_up = True
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         self._start = self.loop.time()
         super().on_response_complete()
-        if not self._is_hung_up and self.cycle.response_complete:
+        if not self.is_hung_up and self.cycle.response_complete:
             if self._has_ended:
                 self.hang_up(is_read=True)
             elif self.transport.get_write_buffer_size():
@@ -145,13 +147,21 @@ class Connection(H11Protocol):
             else:
                 self._enter("idle", None)  # uvicorn closes it after `idle_s`
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stage is None and not self.is_hung_up:  # the application is still sending
+            self._enter("answer", self.loop.time() + self._limits.answer_s)
+
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stage == "answer" and not self._is_hung_up:
-            self._enter("idle", None)
+        if self._stage == "answer" and not self.is_hung_up:
+            if self.cycle.response_complete:
+                self._enter("idle", None)
+            else:
+                self._leave()
 
     def shutdown(self) -> None:
-        if self.cycle is None or self._is_hung_up:
+        if self.cycle is None or self.is_hung_up:
             self.transport.abort()
         else:
             super().shutdown()
@@ -179,7 +189,7 @@ class Connection(H11Protocol):
 
     def refuse(self, status: int, why: str) -> None:
         """Answer a request that the application does not get, or not whole, and hang up."""
-        if self._is_hung_up:
+        if self.is_hung_up:
             return
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started:
@@ -187,7 +197,7 @@ class Connection(H11Protocol):
                 return
             self.cycle.disconnected = True  # the application reads no more
             self.cycle.message_event.set()
-        body = json.dumps({self._callers.error_key: one_line(why)}).encode() + b"\n"
+        body = json.dumps(self._callers.as_error(status, one_line(why))).encode() + b"\n"
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -198,11 +208,11 @@ class Connection(H11Protocol):
     def hang_up(self, *, is_read: bool) -> None:
         """Close the connection once the answer is sent. Unless the request has been read, the caller
         may still be sending: what comes is dropped for a short time."""
-        if self._is_hung_up:
+        if self.is_hung_up:
             return
         self._leave()
-        self._is_hung_up = True
-        inner = self.transport.inner  # type: ignore[attr-defined]
+        self.is_hung_up = True
+        inner = self._inner
         is_sent = not inner.get_write_buffer_size()
         if is_read or self._has_ended:
             inner.close()
@@ -218,6 +228,14 @@ class Connection(H11Protocol):
         """Wait for the head of a request."""
         self._start = self.loop.time()
         self._enter("head", self._start + self._limits.head_s)
+
+    def _wait(self) -> None:
+        """Wait for the application. The caller may still have to take the answer to an earlier request,
+        which the next answer waits for."""
+        if self._inner.get_write_buffer_size():
+            self._enter("answer", self.loop.time() + self._limits.answer_s)
+        else:
+            self._leave()
 
     def _enter(self, stage: Stage, end: float | None) -> None:
         self._leave()
@@ -241,21 +259,37 @@ class Connection(H11Protocol):
             self.refuse(408, "the request did not arrive in time; send it at once")
 
 
-class _Transport:
-    """A transport whose `close` lets the caller read its answer first."""
+class _Transport(asyncio.Transport):
+    """A transport for uvicorn whose `close` lets the caller read its answer first."""
 
     def __init__(self, inner: asyncio.Transport, connection: Connection) -> None:
-        self.inner, self._connection = inner, connection
+        super().__init__()
+        self._inner, self._connection = inner, connection
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._inner.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._inner.resume_reading()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._inner.write(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self._inner.get_write_buffer_size()
+
+    def abort(self) -> None:
+        self._inner.abort()
 
     def close(self) -> None:
         cycle = self._connection.cycle
         self._connection.hang_up(is_read=cycle is not None and not cycle.more_body)
 
     def is_closing(self) -> bool:
-        return self._connection._is_hung_up or self.inner.is_closing()
+        return self._connection.is_hung_up or self._inner.is_closing()
 
 
 def _is_cancelled(record: logging.LogRecord) -> bool:

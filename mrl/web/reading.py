@@ -16,6 +16,10 @@ LARGEST = {bool: 2, int: 1 << 63, float: float("inf")}
 """Exclusive upper bound on the absolute value of a number, by type. Integers such as seeds and
 sizes have 64 bits."""
 
+PIECE_BYTES = 256
+"""Bytes that are decompressed at a time. They become at most about 11 MB, because a block of zstd has
+at least 3 bytes and becomes at most 128 KiB."""
+
 
 async def read_content(request: Request, most: int, *, encodings: tuple[str, ...] = ()) -> bytes:
     """Return the body of a request, decompressed if its encoding is one of `encodings`, of which
@@ -38,22 +42,30 @@ async def read_content(request: Request, most: int, *, encodings: tuple[str, ...
 
 
 def decompressed(content: bytes, most: int) -> bytes:
-    """Return the content of one frame of zstd. No more than `most` bytes are ever decompressed.
-    Raises Refused."""
+    """Return the content of one frame of zstd. Decompression ends soon after `most` bytes. Raises
+    Refused if there are more, or if `content` is not exactly one whole frame."""
     try:
         import zstandard
     except ImportError:
         raise Refused(415, "this service has no zstandard; send bodies uncompressed") from None
-    reader = zstandard.ZstdDecompressor(max_window_size=max(1 << 20, most)).stream_reader(content)
+    num_read = 0
+    frame = zstandard.ZstdDecompressor(max_window_size=max(1 << 20, most)).decompressobj()
+    found = bytearray()
     try:
-        found = reader.read(most + 1)
-        while 0 < len(found) <= most and (more := reader.read(most + 1 - len(found))):
-            found += more
+        for start in range(0, len(content), PIECE_BYTES):
+            found += frame.decompress(content[start : start + PIECE_BYTES])
+            num_read = start + PIECE_BYTES
+            if len(found) > most:
+                raise Refused(413, f"the body has more than {most} bytes when it is decompressed")
+            if frame.eof:
+                break
     except (zstandard.ZstdError, MemoryError):
-        raise Refused(400, "the body is no zstd, or ends too early") from None
-    if len(found) > most:
-        raise Refused(413, f"the body has more than {most} bytes when it is decompressed")
-    return found
+        raise Refused(400, "the body is no zstd, or is damaged") from None
+    if not frame.eof:
+        raise Refused(400, "the body is no whole frame of zstd: it ends too early")
+    if frame.unused_data or num_read < len(content):
+        raise Refused(400, "the body has more bytes after a frame of zstd; send one frame")
+    return bytes(found)
 
 
 def read_object(body: bytes | bytearray, depth: int) -> dict[str, Any]:

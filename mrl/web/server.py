@@ -5,41 +5,51 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
 
 from mrl.errors import RunFailed
 from mrl.system.processes import Closing
-from mrl.web.connection import Callers, Connection
+from mrl.web.connection import protocol_of
 from mrl.web.limits import Limits
+from mrl.web.stages import AsError, Callers
 
-BACKLOG = 1024
+BACKLOG = 2048
 """The backlog of listen(): how many connections the kernel holds until the server accepts them."""
 START_S = 30.0
+CLOSE = (b"connection", b"close")
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def plain_error(status: int, why: str) -> dict[str, str]:
+    """Return the usual answer to a refused request."""
+    return {"error": why}
 
 
 class HttpServer(Closing):
     """Answers the callers of a bound socket from its construction until `close()`.
 
     `app` is an ASGI application. Its limits on connections are those of `limits`; a connection that
-    breaks them is answered with `{error_key: WHY}`. Raises RunFailed if the server does not start.
+    breaks them gets the answer that `as_error` returns. `answers_half_closed` is explained in
+    `Callers`. Raises RunFailed if the server does not start.
     """
 
     def __init__(
         self,
-        app: Callable[..., Any],
+        app: Application,
         listener: socket.socket,
         limits: Limits,
         *,
         name: str,
-        error_key: str = "error",
+        as_error: AsError = plain_error,
+        answers_half_closed: bool = True,
     ) -> None:
         self._stop_s = limits.stop_s
+        callers = Callers(limits, as_error, answers_half_closed=answers_half_closed)
         # In a thread that is not the main one, uvicorn leaves the signals alone.
-        self._server = uvicorn.Server(settings(app, limits, error_key))
+        self._server = uvicorn.Server(settings(app, callers))
         self._thread = threading.Thread(
             target=self._server.run, args=([listener],), daemon=True, name=name
         )
@@ -62,12 +72,12 @@ class HttpServer(Closing):
         self._thread.join(2 * self._stop_s)
 
 
-def settings(app: Callable[..., Any], limits: Limits, error_key: str = "error") -> uvicorn.Config:
-    """Return what uvicorn is told about an application."""
-    callers = Callers(limits, error_key)
+def settings(app: Application, callers: Callers) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application and the callers of its socket."""
+    limits = callers.limits
     return uvicorn.Config(
-        app,
-        http=partial(Connection, callers=callers),  # type: ignore[arg-type]
+        _closing_unread(app),
+        http=protocol_of(callers),
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -81,3 +91,21 @@ def settings(app: Callable[..., Any], limits: Limits, error_key: str = "error") 
         timeout_graceful_shutdown=limits.stop_s,
         h11_max_incomplete_event_size=limits.head_bytes,
     )
+
+
+def _closing_unread(app: Application) -> Application:
+    """Return an application that closes the connection after an answer to a request that has not been
+    read. Otherwise the rest of that request would be taken for the beginning of the next one."""
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        connection = scope["state"]["connection"]
+
+        async def sending(message: Any) -> None:
+            is_start = message["type"] == "http.response.start"
+            if is_start and not connection.is_read() and CLOSE not in message["headers"]:
+                message = {**message, "headers": [*message["headers"], CLOSE]}
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return application

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mrl.collect.endpoint.messages import read_messages
-from mrl.collect.endpoint.record import Asked, Caller
 from mrl.collect.endpoint.refused import Refused
+from mrl.collect.endpoint.turns import Asked, Caller
 from mrl.data.chat import ChatTurns
 from mrl.engines.sampling import SamplingParams
 from tests.endpoint.speaking import (
@@ -37,7 +37,7 @@ ONCE = Asked()
 def ask(record, messages, asked=ONCE, tools=None):
     messages = read_messages(messages)
     context = record.chat(messages, json.dumps(tools) if tools else "")
-    return record.answer(context, asked, Caller())
+    return record.answer([context], asked, Caller())
 
 
 def say(record, messages, **asked):
@@ -182,7 +182,7 @@ def test_text_and_tokens_continue_too(engine):
     caller = Caller()
 
     def one(context):
-        (answer,) = record.answer(context, Asked(), caller)
+        (answer,) = record.answer([context], Asked(), caller)
         return answer
 
     first = one(record.text("count: "))

@@ -47,7 +47,7 @@ class Agents(Closing):
             self._undo = undo.pop_all()
 
     def reset_counts(self) -> None:
-        """Begin to count failures and cut-offs anew."""
+        """Set the counts of failures and cut-offs to 0."""
         with self._counting:
             self.num_failed = self.num_cut_off = 0
             self.first_error = self.first_cut_off = ""

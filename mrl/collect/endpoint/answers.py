@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mrl.collect.endpoint.bodies import Wanted
-from mrl.collect.endpoint.record import Answer
 from mrl.collect.endpoint.texts import Texts
+from mrl.collect.endpoint.turns import Answer
 
 MODEL = "policy"
 """The name of the policy. Requests may name any other model, and still get the policy."""
@@ -154,9 +154,15 @@ def _tokens(answer: Answer, texts: Texts) -> list[tuple[str, float]]:
 
 def _logprobs(answer: Answer, texts: Texts) -> list[dict[str, Any]]:
     return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
         for text, logprob in _tokens(answer, texts)
     ]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Return the bytes of a token's text; None if the token has only a part of a character, which
+    decodes to U+FFFD."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
 def _old_logprobs(answer: Answer, texts: Texts) -> dict[str, Any]:

@@ -22,11 +22,13 @@ from starlette.routing import Route
 
 from mrl.collect.endpoint import answers, bodies
 from mrl.collect.endpoint.messages import read_messages
-from mrl.collect.endpoint.record import Answer, Caller, EpisodeRecord
+from mrl.collect.endpoint.record import EpisodeRecord
 from mrl.collect.endpoint.refused import Refused
 from mrl.collect.endpoint.texts import as_text
+from mrl.collect.endpoint.turns import Answer, Caller
 from mrl.system.json_text import unpaired_surrogate
 from mrl.web.callers import is_of_this_machine
+from mrl.web.connection import one_line
 
 MAX_BODY_BYTES = 32 << 20
 MAX_THREADS = 512
@@ -58,6 +60,7 @@ class App:
         ]
         errors: dict[Any, Any] = {404: _nowhere, 405: _nowhere}
         self.asgi = Starlette(routes=routes, exception_handlers=errors)
+        self.asgi.router.redirect_slashes = False
 
     def add(self, key: str, episode: EpisodeRecord) -> None:
         """Answer requests with this key for an episode."""
@@ -93,6 +96,7 @@ class App:
         async def endpoint(request: Request) -> Response:
             try:
                 episode = self._episode(request)
+                request.state.connection.let_in()
                 body = _parsed(await _content(request))
                 return await self._run(request, call, episode, body)
             except ClientDisconnect:
@@ -114,16 +118,17 @@ class App:
         future = loop.run_in_executor(self._threads, call, episode, body, caller)
         while True:
             done, _ = await asyncio.wait([future], timeout=LOOK_S)
+            if caller.is_gone or await request.is_disconnected():
+                await asyncio.to_thread(episode.drop, caller)
             if done:
                 return future.result()
-            if not caller.is_gone and await request.is_disconnected():
-                await asyncio.to_thread(episode.drop, caller)
 
     async def _models(self, request: Request) -> Response:
         try:
             episode = self._episode(request)
         except Refused as error:
             return _refusal(error)
+        request.state.connection.let_in()
         card = {
             "id": request.path_params.get("name", answers.MODEL),
             "object": "model",
@@ -139,7 +144,7 @@ def _chat(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> Respo
     if body.get("tokens") is not None:
         raise Refused(400, "tokens is not supported here; post them to /v1/chat/completions/tokens")
     ask = bodies.read_chat(body, episode.sampling)
-    found = episode.answer(episode.chat(ask.messages, ask.tools), ask.asked, caller)
+    found = episode.answer([episode.chat(ask.messages, ask.tools)], ask.asked, caller)
     return _chat_response(episode, found, ask.wanted)
 
 
@@ -148,7 +153,7 @@ def _chat_of_tokens(episode: EpisodeRecord, body: dict[str, Any], caller: Caller
     if ask.tokens is None:
         raise Refused(400, "tokens is missing, expected the token ids of the whole prompt")
     context = episode.tokens(ask.tokens, ask.messages, ask.tools)
-    return _chat_response(episode, episode.answer(context, ask.asked, caller), ask.wanted)
+    return _chat_response(episode, episode.answer([context], ask.asked, caller), ask.wanted)
 
 
 def _chat_response(episode: EpisodeRecord, found: list[Answer], wanted: bodies.Wanted) -> Response:
@@ -160,10 +165,11 @@ def _chat_response(episode: EpisodeRecord, found: list[Answer], wanted: bodies.W
 
 def _complete(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> Response:
     ask = bodies.read_completion(body, episode.sampling)
-    found: list[Answer] = []
-    for prompt in ask.prompts:
-        context = episode.text(prompt) if isinstance(prompt, str) else episode.tokens(prompt)
-        found += episode.answer(context, ask.asked, caller)
+    contexts = [
+        episode.text(prompt) if isinstance(prompt, str) else episode.tokens(prompt)
+        for prompt in ask.prompts
+    ]
+    found = episode.answer(contexts, ask.asked, caller)
     response = answers.text_response(found, ask.wanted, episode.texts)
     if ask.wanted.streams:
         return _stream(answers.text_events(response, ask.wanted))
@@ -173,7 +179,7 @@ def _complete(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> R
 def _generate(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> Response:
     ask = bodies.read_generate(body, episode.sampling)
     assert ask.tokens is not None
-    found = episode.answer(episode.tokens(ask.tokens), ask.asked, caller)
+    found = episode.answer([episode.tokens(ask.tokens)], ask.asked, caller)
     return JSONResponse(answers.generate_response(found, episode.texts))
 
 
@@ -240,7 +246,10 @@ def _refusal(error: Exception) -> Response:
 
 
 def _error(status: int, why: str, code: str | None) -> Response:
-    line = " ".join(why.split())[:2000]
+    return JSONResponse(as_error(status, why, code), status)
+
+
+def as_error(status: int, why: str, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form. `code` is OpenAI's name of the reason, if it has one."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": line, "type": kind, "param": None, "code": code}}
-    return JSONResponse(body, status)
+    return {"error": {"message": one_line(why), "type": kind, "param": None, "code": code}}

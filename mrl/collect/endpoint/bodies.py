@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.collect.endpoint.messages import Message, read_messages
-from mrl.collect.endpoint.record import Asked
 from mrl.collect.endpoint.refused import Refused
 from mrl.collect.endpoint.texts import as_text
+from mrl.collect.endpoint.turns import Asked
 from mrl.engines.sampling import SamplingParams
 
 MAX_ANSWERS = 128

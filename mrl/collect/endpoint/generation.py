@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from mrl.collect.endpoint.refused import Refused
+from mrl.collect.endpoint.refused import NotSent, Refused
 from mrl.engines.base import Completion, EngineLost, PolicyEndpoint, Request
 
 POLL_S = 0.5
@@ -24,6 +24,8 @@ class Generation:
         self._options = {**options, "concurrent": True}
         self._changed = threading.Condition()
         self._endpoint: PolicyEndpoint | None = None
+        self._num_opened = 0
+        """Number of calls of `open`. An engine that was lost may be opened again as the same object."""
         self._lost: EngineLost | None = None
         self.error: Exception | None = None
         """An error that ends the run; None if there is none."""
@@ -35,6 +37,7 @@ class Generation:
         """Let `endpoint` answer the requests from now on."""
         with self._changed:
             self._endpoint, self._lost = endpoint, None
+            self._num_opened += 1
             self._changed.notify_all()
 
     def close(self, *, is_over: bool) -> None:
@@ -66,7 +69,7 @@ class Generation:
         """Return the completions, in the order of the requests.
 
         Requests of a lost engine are sent again to the next one, with the same seeds. Raises Refused
-        if the rollout is over, or if `is_wanted` returns False while the requests wait.
+        if the rollout is over, or if `is_wanted` returns False before the requests are sent.
         """
         found: dict[str, Completion] = {}
         while missing := [each for each in requests if each.request_id not in found]:
@@ -78,27 +81,28 @@ class Generation:
             except Refused:
                 raise
             except ValueError as error:  # nothing was sent
-                raise Refused(400, str(error)) from None
+                raise NotSent(str(error)) from None
             except Exception as error:
                 self.error = self.error or error
                 raise Refused(500, "the run is ending, because the engine failed") from None
         return [found[request.request_id] for request in requests]
 
     def stream(
-        self, requests: Sequence[Request], is_wanted: Callable[[], bool] = lambda: False
+        self, requests: Sequence[Request], is_wanted: Callable[[], bool] | None = None
     ) -> Iterator[Completion]:
-        """Yield the completions as they finish. The requests wait while there is no engine.
+        """Yield the completions as they finish. With `is_wanted`, the requests wait while there is no
+        engine.
 
         Raises the errors of the engine, and EngineLost if it is lost before it has answered all
-        requests. Raises Refused if the rollout is over, or if `is_wanted` returns False while there is
-        no engine.
+        requests. Raises Refused if the rollout is over, if there is no engine and `is_wanted` is None,
+        or if `is_wanted` returns False before the requests are sent.
         """
-        endpoint = self._enter(requests, is_wanted)
+        endpoint, opened = self._enter(requests, is_wanted)
         try:
             yield from endpoint.generate(requests, **self._options)
         except EngineLost as error:
             with self._changed:
-                if self._endpoint is endpoint:
+                if self._num_opened == opened:
                     self._endpoint, self._lost = None, error
             raise
         finally:
@@ -113,15 +117,21 @@ class Generation:
         if endpoint is not None:
             _abort(endpoint, requests)
 
-    def _enter(self, requests: Sequence[Request], is_wanted: Callable[[], bool]) -> PolicyEndpoint:
-        """Wait for an engine, and note that `requests` are in a call of it."""
+    def _enter(
+        self, requests: Sequence[Request], is_wanted: Callable[[], bool] | None
+    ) -> tuple[PolicyEndpoint, int]:
+        """Wait for an engine if `is_wanted` is given, and record that `requests` are in a call of it. Return the engine and the
+        number of `open` calls so far."""
         with self._changed:
-            while self._endpoint is None:
-                if self._is_over or not is_wanted():
+            while True:
+                if self._is_over or (is_wanted is not None and not is_wanted()):
                     raise Refused(503, "the episode is over; no more is generated for it")
+                if self._endpoint is not None:
+                    self._open[id(requests)] = requests
+                    return self._endpoint, self._num_opened
+                if is_wanted is None:
+                    raise Refused(503, "there is no engine")
                 self._changed.wait(POLL_S)
-            self._open[id(requests)] = requests
-            return self._endpoint
 
 
 def _abort(endpoint: PolicyEndpoint, requests: Sequence[Request]) -> None:

@@ -16,6 +16,8 @@ THINK, END_THINK = "<think>", "</think>"
 REASONING = ("reasoning_content", "reasoning")
 """Names under which clients send the reasoning of an earlier answer."""
 KEPT = ("name", "tool_call_id")
+UNSUPPORTED = ("function_call", "audio")
+"""What the policy would not see."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ def _message(given: Any, index: int) -> Message:
         raise Refused(
             400, f"{where} has the role {_shown(role)}, expected one of {', '.join(ROLES)}"
         )
+    for name in UNSUPPORTED:
+        if given.get(name) is not None:
+            raise Refused(400, f"{where}.{name} is not supported here; send content and tool_calls")
     message: Message = {"role": given["role"], "content": _text(given.get("content"), where)}
     calls = given.get("tool_calls")
     if calls:
@@ -143,7 +148,7 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
 

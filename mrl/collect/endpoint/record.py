@@ -13,7 +13,6 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -21,76 +20,17 @@ from mrl.collect.conversation import Conversation
 from mrl.collect.endpoint.generation import Generation
 from mrl.collect.endpoint.messages import (
     Message,
-    Parsed,
     call_ids,
     continues,
     parse_answer,
     read_messages,
 )
-from mrl.collect.endpoint.refused import Refused, too_long
+from mrl.collect.endpoint.refused import NotSent, Refused, too_long
 from mrl.collect.endpoint.texts import Texts
+from mrl.collect.endpoint.turns import Answer, Asked, Caller, Context
 from mrl.engines.base import Completion, Request, sample_seed
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams
 from mrl.types import Prompt, Sample, VersionSpan
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How the answers to a request are sampled."""
-
-    num_answers: int = 1
-    max_tokens: int | None = None
-    """At most this many tokens; None and larger numbers mean `rollout.max_response_len`."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    """Mixed with the episode's own seed."""
-    parses_tools: bool = False
-    """Whether tool calls are looked for in the answers."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """The tokens of a request's prompt, and what they stand for."""
-
-    conversation: Conversation
-    """All P tokens; those of earlier answers as they were sampled."""
-    parent: Answer | None = None
-    """The answer that the request continues; None for the beginning of a conversation."""
-    messages: tuple[Message, ...] = ()
-    """The request's messages; empty for a prompt of text or tokens."""
-    tools: str = ""
-    text: str | None = None
-    """The prompt, if it is plain text."""
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    context: Context
-    completion: Completion
-    conversation: Conversation
-    """The P + C tokens up to the end of the answer."""
-    text: str
-    """The answer without special tokens, up to a stop text."""
-    cut: str
-    """What follows `text` in the answer's tokens: the stop text."""
-    parsed: Parsed
-    messages: tuple[Message, ...]
-    """The request's messages and the answer; empty for a prompt of text or tokens."""
-
-    @property
-    def finish_reason(self) -> str:
-        """OpenAI's word for the end of the answer."""
-        return "tool_calls" if self.parsed.calls else self.completion.finish_reason
-
-
-@dataclass
-class Caller:
-    """One HTTP request that waits for answers."""
-
-    requests: list[Request] = field(default_factory=list)
-    is_gone: bool = False
-    """Whether the connection was closed. Answers that come later are not recorded."""
 
 
 class EpisodeRecord:
@@ -116,7 +56,9 @@ class EpisodeRecord:
         self._generation, self._max_turns = generation, max_turns
         self._lock = threading.Lock()
         self._answers: list[Answer] = []
-        self._num_begun = 0
+        self._num_begun = self._num_refused = 0
+        """Number of answers that were requested, and of those that the engine refused to begin. Refused
+        ones do not count as turns."""
         self._asked_before: Counter[tuple[bytes, int | None]] = Counter()
         self._pending: dict[str, Request] = {}
         self._is_over = False
@@ -145,11 +87,17 @@ class EpisodeRecord:
     def text(self, prompt: str) -> Context:
         """Return the context of a prompt of plain text."""
         texts = {a: a.context.text + a.text for a in self._known if a.context.text is not None}
-        known = [answer for answer, text in texts.items() if prompt.startswith(text)]
+        known = [
+            answer
+            for answer, text in texts.items()
+            # A prompt that had an empty answer and is repeated does not continue that answer.
+            if prompt.startswith(text) and prompt != answer.context.text
+        ]
         parent = max(known, key=lambda answer: len(texts[answer]), default=None)
         if parent is None:
             return Context(self._begin(self.texts.encode(prompt)), text=prompt)
-        new = prompt.removeprefix(texts[parent]).removeprefix(parent.cut)
+        new = prompt.removeprefix(texts[parent])
+        new = new.removeprefix(parent.cut if new.startswith(parent.cut) else parent.stop)
         ids = torch.tensor(self.texts.encode(new), dtype=torch.int64)
         return Context(parent.conversation.with_tokens(ids), parent, text=prompt)
 
@@ -182,52 +130,42 @@ class EpisodeRecord:
         with self._lock:
             return self._answers[::-1]
 
-    def answer(self, context: Context, asked: Asked, caller: Caller) -> list[Answer]:
-        """Let the policy answer `caller`, and record the answers. Waits for the engine. Raises
-        Refused."""
-        requests = self._requests(context, asked)
+    def answer(self, contexts: Sequence[Context], asked: Asked, caller: Caller) -> list[Answer]:
+        """Let the policy answer `caller`, and record the answers to each context, in order. Waits for
+        the engine. Raises Refused; nothing is recorded then."""
+        requests = self._requests(contexts, asked)
         caller.requests += requests
         try:
             completions = self._generation.generate(
                 requests, lambda: not (self._is_over or caller.is_gone)
             )
+        except NotSent:
+            with self._lock:
+                self._num_refused += len(requests)
+            raise
         finally:
             with self._lock:
                 for request in requests:
                     self._pending.pop(request.request_id, None)
         if any(each.finish_reason == "abort" for each in completions):
             raise Refused(503, "the answer was cut off, because the engine was stopped")
+        of_each = [context for context in contexts for _ in range(asked.num_answers)]
+        answers = [self._answer(*pair, asked) for pair in zip(of_each, completions, strict=True)]
         with self._lock:
             if self._is_over or caller.is_gone:
                 raise Refused(503, "the caller is gone, or the episode of this key is over")
-            answers = [self._answer(context, each, asked) for each in completions]
             self._answers += answers
+            caller.answers += answers
         return answers
 
-    def _requests(self, context: Context, asked: Asked) -> list[Request]:
-        ids, limit = context.conversation.token_ids, self.sampling
-        room = self.context_len - len(ids)
-        if room < 1:
-            self.cut_off = (
-                self.cut_off or f"a prompt of {len(ids)} tokens left no room in the context"
-            )
-            raise too_long(len(ids), self.context_len)
-        most = min(limit.max_new_tokens, room, asked.max_tokens or room)
-        stop = tuple(dict.fromkeys((*limit.stop, *asked.stop)))
-        if len(stop) > MAX_STOP_STRINGS:
-            raise Refused(400, f"stop: {len(stop)} texts, expected at most {MAX_STOP_STRINGS}")
-        sampling = dataclasses.replace(
-            limit,
-            max_new_tokens=most,
-            min_new_tokens=min(limit.min_new_tokens, most),
-            stop=stop,
-            stop_token_ids=tuple(dict.fromkeys((*limit.stop_token_ids, *asked.stop_token_ids))),
-        )
-        key = (ids.numpy().tobytes(), asked.seed)
+    def _requests(self, contexts: Sequence[Context], asked: Asked) -> list[Request]:
+        prompts = [context.conversation.token_ids for context in contexts]
+        limits = [self._sampling_of(len(ids), asked) for ids in prompts]
+        num_answers = len(prompts) * asked.num_answers
         with self._lock:
             if self._is_over:
                 raise Refused(401, "the episode of this key is over")
-            if self._num_begun + asked.num_answers > self._max_turns:
+            if self._num_begun - self._num_refused + num_answers > self._max_turns:
                 self.cut_off = self.cut_off or f"all {self._max_turns} turns were used up"
                 raise Refused(
                     403,
@@ -235,15 +173,33 @@ class EpisodeRecord:
                     "end it, and print the reward",
                     "max_turns",
                 )
-            first = self._num_begun
-            self._num_begun += asked.num_answers
             requests = []
-            for number in range(first, self._num_begun):
-                seed = self._seed_of(asked.seed, self._asked_before[key])
-                self._asked_before[key] += 1
-                requests.append(Request(f"{self._name} answer {number}", ids, seed, sampling))
+            for ids, sampling in zip(prompts, limits, strict=True):
+                key = (ids.numpy().tobytes(), asked.seed)
+                for _ in range(asked.num_answers):
+                    seed = self._seed_of(asked.seed, self._asked_before[key])
+                    self._asked_before[key] += 1
+                    name = f"{self._name} answer {self._num_begun}"
+                    self._num_begun += 1
+                    requests.append(Request(name, ids, seed, sampling))
             self._pending |= {request.request_id: request for request in requests}
         return requests
+
+    def _sampling_of(self, num_tokens: int, asked: Asked) -> SamplingParams:
+        """Return the sampling parameters for a prompt of `num_tokens` tokens. Raises Refused if the
+        context has no room for an answer."""
+        limit, room = self.sampling, self.context_len - num_tokens
+        if room < 1:
+            self.cut_off = (
+                self.cut_off or f"a prompt of {num_tokens} tokens left no room in the context"
+            )
+            raise too_long(num_tokens, self.context_len)
+        stop = tuple(dict.fromkeys((*limit.stop, *asked.stop)))
+        if len(stop) > MAX_STOP_STRINGS:
+            raise Refused(400, f"stop: {len(stop)} texts, expected at most {MAX_STOP_STRINGS}")
+        ids = tuple(dict.fromkeys((*limit.stop_token_ids, *asked.stop_token_ids)))
+        sampling = dataclasses.replace(limit, stop=stop, stop_token_ids=ids)
+        return sampling.at_most(min(room, asked.max_tokens or room))
 
     def _seed_of(self, given: int | None, count: int) -> int:
         """Return the seed of the answer number `count` to the same prompt. The first has the seed that
@@ -253,15 +209,17 @@ class EpisodeRecord:
         return sample_seed(self._seed, f"endpoint/{given}", count)
 
     def _answer(self, context: Context, completion: Completion, asked: Asked) -> Answer:
-        text, cut = self.texts.decode(completion.output_ids.tolist()), ""
+        text, stop, cut = self.texts.decode(completion.output_ids.tolist()), "", ""
         if completion.finish_reason == "stop":
-            ends = [text.find(each) for each in (*self.sampling.stop, *asked.stop) if each in text]
-            if ends:
-                text, cut = text[: min(ends)], text[min(ends) :]
+            stops = [each for each in (*self.sampling.stop, *asked.stop) if each in text]
+            if stops:
+                stop = min(stops, key=text.find)
+                end = text.find(stop)
+                text, cut = text[:end], text[end:]
         parsed = parse_answer(text, with_tools=asked.parses_tools, taken=call_ids(context.messages))
         said = (*context.messages, *read_messages([parsed.message()])) if context.messages else ()
         longer = context.conversation.with_completion(completion)
-        return Answer(context, completion, longer, text, cut, parsed, said)
+        return Answer(context, completion, longer, text, stop, cut, parsed, said)
 
     def end(self) -> None:
         """End the episode: abort its requests, and refuse others."""
@@ -272,8 +230,14 @@ class EpisodeRecord:
             self._generation.abort(pending)
 
     def drop(self, caller: Caller) -> None:
-        """Abort the requests of a caller that has closed its connection."""
-        caller.is_gone = True
+        """Abort the requests of a caller that has closed its connection, and forget the answers that it
+        has not received. Call it again while the caller's requests are open, because a request that is
+        being sent cannot be aborted yet."""
+        with self._lock:
+            caller.is_gone = True
+            continued = {answer.context.parent for answer in self._answers}
+            dropped = {answer for answer in caller.answers if answer not in continued}
+            self._answers = [answer for answer in self._answers if answer not in dropped]
         self._generation.abort(caller.requests)
 
     @property

@@ -12,6 +12,13 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+class NotSent(Refused):
+    """The engine refuses requests before any is sent."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(400, why)
+
+
 def too_long(num_tokens: int, context_len: int) -> Refused:
     """Return the refusal of a prompt that leaves no room for an answer, in the words of OpenAI's API,
     by which agents recognise it."""

@@ -13,7 +13,8 @@ from mrl.data.chat import ChatTurns
 
 
 class Texts:
-    """Thread-safe, which tokenizers themselves are not: they change their own settings in a call."""
+    """Renders and tokenizes texts for many threads. Tokenizers themselves are not thread-safe, because
+    a call changes their settings."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -53,8 +54,9 @@ class Texts:
 
 
 def as_text(tools: list[Any] | None) -> str:
-    """Return the tools of a request as JSON, by which they are compared; empty if there are none."""
-    return json.dumps(tools, sort_keys=True) if tools else ""
+    """Return the tools of a request as JSON, by which they are compared; empty if there are none. Their
+    keys keep the order in which the template shows them."""
+    return json.dumps(tools) if tools else ""
 
 
 def _parsed(tools: str) -> list[Any] | None:
