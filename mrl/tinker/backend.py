@@ -217,7 +217,7 @@ class Backend:
                 )
             return known["operation"]
         tenant = self.active(tenant_name)
-        begins = kind in ("optim_step", "load_weights")  # gradients are collected anew after it
+        begins = kind in ("optim_step", "load_weights")  # the gradients begin at zero after it
         refused = self._refused.get(tenant.incarnation) if begins else None
         if refused is not None and kind == "optim_step":
             body = {"kind": "drop_gradients", "reason": MISSING.format(refused)}
@@ -237,8 +237,8 @@ class Backend:
 
     def note_refused(self, model: Row, what: str) -> str:
         """Record that the pass `what` of a model was refused, so that the next optimizer step fails:
-        the SDK may have split a batch, of which other passes were accepted. Return what the client is
-        to be told; empty if the model takes no requests."""
+        the SDK may have split a batch, of which other passes were accepted. Return the text to add to
+        the reason of the refusal; empty if the model takes no requests."""
         tenant = self.tenant(model["tenant"])
         if tenant is None or tenant.state not in SETTLING:
             return ""

@@ -53,8 +53,7 @@ class Training:
         self._backend, self._checkpoints, self._samplers = backend, checkpoints, samplers
 
     def refused_pass(self, owner: str, model_id: str, seq_id: Any) -> str:
-        """Record that a forward_backward was refused. Return what the client is to be told, beside the
-        reason."""
+        """Record that a forward_backward was refused. Return the text to add to the reason."""
         model = self._backend.ledger.get("models", model_id)
         if model is None or model["owner"] != owner:
             return ""
