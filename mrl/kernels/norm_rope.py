@@ -23,8 +23,8 @@ def supports_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None)
     return (
         dtype in _TYPES
         and x.is_cpu
-        and x.stride(-1) == 1
         and (len(shape) == 2 or (len(shape) == 3 and x.stride(1) == shape[2]))
+        and x.stride(-1) == 1
         and weight.shape == shape[-1:]
         and weight.dtype == dtype
         and weight.is_cpu

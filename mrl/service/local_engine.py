@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -20,14 +20,13 @@ from mrl.engines.sglang.server import SGLangServer
 from mrl.preflight import Plan
 from mrl.run.folder import RunFolder
 from mrl.service.sessions.local_sampling import LocalSampling
-from mrl.service.sessions.samplers import Source
+from mrl.service.sessions.sampling import SessionModel
 from mrl.system.heartbeat import phase
 from mrl.system.worker_user import worker_user
 from mrl.types import Prompt
 from mrl.weight_sync.engine_group import EngineGroup
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
-from parallel.policy import Policy
 
 
 @dataclass
@@ -60,22 +59,16 @@ class SharedLocalEngine:
         pool.budget.limit_s = self.limits.max_reward_s
         return collector_on(pool, plan, mesh, folder)
 
-    def make_sampling(
-        self,
-        name: str,
-        weight: float,
-        recipe: Recipe,
-        adapter: Adapter,
-        canaries: list[Prompt],
-        policy: Policy,
-        in_place: Callable[[Source], AbstractContextManager[None]],
-    ) -> LocalSampling:
-        part = self.make_part(name, weight, recipe, adapter, canaries)
-        tp = recipe.rollout.tensor_parallel_size
-        return LocalSampling(part, policy, in_place, policy.mesh.rank // tp, self.world // tp)
+    def make_sampling(self, session: SessionModel) -> LocalSampling:
+        part = self.make_part(
+            session.name, session.weight, session.recipe, session.adapter, session.canaries
+        )
+        tp = session.recipe.rollout.tensor_parallel_size
+        number, num_engines = session.policy.mesh.rank // tp, self.world // tp
+        return LocalSampling(part, session.policy, session.in_place, number, num_engines)
 
     def make_part(
-        self, name: str, weight: float, recipe: Recipe, adapter: Adapter, canaries: list[Prompt]
+        self, name: str, weight: float, recipe: Recipe, adapter: Adapter, canaries: Sequence[Prompt]
     ) -> EnginePart:
         """Register a tenant with the engine, and return the object through which the tenant uses
         the engine. `name`: the tenant's name in the engine (`mrl.service.record.engine_name`).

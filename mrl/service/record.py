@@ -84,6 +84,13 @@ def sequence_of(incarnation: str) -> int:
     return int(incarnation.split("-", 1)[0])
 
 
+def order_of(incarnation: str) -> tuple[int, int]:
+    """Return the tenant's number and how often it was resumed. Both never fall from one incarnation of
+    a name to the next."""
+    sequence, resumed, _ = incarnation.split("-", 2)
+    return int(sequence), int(resumed)
+
+
 def engine_name(incarnation: str) -> str:
     """Return the name by which engines know a tenant: the first 63 characters of the tenant's id
     `incarnation`, because engines refuse longer names. The name is unique, because the numbers at

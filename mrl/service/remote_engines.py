@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from mrl.collect.collector import Collector
 from mrl.config import Recipe, ServiceConfig
-from mrl.config.adapter import Adapter
 from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.link import EngineLink
 from mrl.engine_pool.remote.rendezvous import Address, Rendezvous, launcher_rendezvous
@@ -21,13 +19,11 @@ from mrl.preflight.roles import Roles
 from mrl.run.folder import RunFolder
 from mrl.service.record import Loop
 from mrl.service.sessions.remote_sampling import RemoteSampling
-from mrl.service.sessions.samplers import Source
+from mrl.service.sessions.sampling import SessionModel
 from mrl.service.tenant_coordinator import TenantCoordinator
 from mrl.system.heartbeat import phase
-from mrl.types import Prompt
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
-from parallel.policy import Policy
 
 START_S = 600.0
 """Seconds within which the ranks of a service must find each other, in addition to the time that
@@ -57,21 +53,13 @@ class SharedRemoteEngines:
         rendezvous = self._rendezvous(name, weight, plan.recipe, "recipe")
         return make_remote_collector(plan, mesh, folder, rendezvous)
 
-    def make_sampling(
-        self,
-        name: str,
-        weight: float,
-        recipe: Recipe,
-        adapter: Adapter,
-        canaries: list[Prompt],
-        policy: Policy,
-        in_place: Callable[[Source], AbstractContextManager[None]],
-    ) -> RemoteSampling:
+    def make_sampling(self, session: SessionModel) -> RemoteSampling:
+        recipe = session.recipe
         link = EngineLink(
             recipe,
-            policy.mesh,
-            canaries,
-            self._rendezvous(name, weight, recipe, "client"),
+            session.policy.mesh,
+            session.canaries,
+            self._rendezvous(session.name, session.weight, recipe, "client"),
             lambda hosts: fixed_coordinator(self._on_rank_0.membership, recipe.asynchronous, hosts),
             sends_adapter=True,
         )
@@ -79,7 +67,7 @@ class SharedRemoteEngines:
             undo.callback(link.close)
             link.open()
             undo.pop_all()
-        return RemoteSampling(link, policy, in_place)
+        return RemoteSampling(link, session.policy, session.in_place)
 
     def _rendezvous(self, name: str, weight: float, recipe: Recipe, loop: Loop) -> Rendezvous:
         """Return how the workers of a tenant find its coordinator."""

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from mrl.collect.collector import Collector
-from mrl.config import Recipe, ServiceConfig
-from mrl.config.adapter import Adapter
+from mrl.config import ServiceConfig
 from mrl.preflight import Plan
 from mrl.run.folder import RunFolder
-from mrl.service.sessions.samplers import Source
-from mrl.service.sessions.sampling import SessionEngines
+from mrl.service.sessions.sampling import SessionEngines, SessionModel
 from mrl.system.files import bytes_in_words
 from mrl.system.memory_error import peak_bytes
-from mrl.types import Prompt
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
-from parallel.policy import Policy
 
 
 class SharedEngines(Protocol):
@@ -44,19 +38,8 @@ class SharedEngines(Protocol):
         """
         ...
 
-    def make_sampling(
-        self,
-        name: str,
-        weight: float,
-        recipe: Recipe,
-        adapter: Adapter,
-        canaries: list[Prompt],
-        policy: Policy,
-        in_place: Callable[[Source], AbstractContextManager[None]],
-    ) -> SessionEngines:
-        """Return the engines as one session uses them. `name`: the session's name in the engines.
-        `canaries`: prompts on which the log-probs of trainer and engine are compared. `in_place`:
-        `Samplers.in_place` of the session.
+    def make_sampling(self, session: SessionModel) -> SessionEngines:
+        """Return the engines as one session uses them.
 
         Raises InputError if the engines have no room for the adapter.
         """

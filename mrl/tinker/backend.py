@@ -28,8 +28,6 @@ from parallel.hf_config import HfModel
 IDLE_S = 600.0
 """A client that has sent no heartbeat for this many seconds counts as ended. Its models stay open until
 another client needs their slots."""
-SEEN_S = 5.0
-"""The time at which a client was last seen is written at most once in this many seconds."""
 REQUESTS_S = 7 * 86400.0
 """How long requests are kept in the ledger, in seconds."""
 TRAINS = ("forward_backward", "optim_step", "load_weights")
@@ -62,13 +60,12 @@ class Backend:
         self.registry, self.ledger = registry, ledger
         self.making = threading.Lock()
         """Held while a model or a sampler is created."""
-        self.since = time.time()
-        """When the service was started (`time.time`)."""
+        self._started = time.monotonic()
+        self._seen: dict[str, float] = {}
+        """When a client of each session was last seen, by the session's id (`time.monotonic`): a change
+        of the clock ends no client."""
         self._whole: set[tuple[str, str]] = set()
         """Pairs (session of the service, life) in which nothing was lost, see `check_whole`."""
-        self._refused: dict[str, str] = {}
-        """The pass that was refused since the last optimizer step, by the id of the session of the
-        service (`Tenant.incarnation`)."""
         ledger.remove_older("requests", time.time() - REQUESTS_S)
 
     @property
@@ -119,8 +116,7 @@ class Backend:
         found = self.ledger.get("sessions", key)
         if found is None or found["finished"]:
             raise Refused(410, f"session {key} is finished; make a new ServiceClient")
-        if time.time() - found["seen"] > SEEN_S:
-            self.ledger.set("sessions", key, seen=time.time())
+        self._seen[key] = time.monotonic()
 
     def tenant(self, name: str) -> Tenant | None:
         """Return the session of the service that has this name; None if it was removed."""
@@ -178,11 +174,14 @@ class Backend:
             for table in ("models", "samplers")
             for row in self.ledger.find(table, tenant=tenant)
         }
-        sessions = [self.ledger.get("sessions", each) for each in users]
-        oldest = time.time() - IDLE_S
-        if self.since > oldest:  # clients could not say that they are alive while it was down
-            oldest = 0.0
-        return all(each is None or each["finished"] or each["seen"] < oldest for each in sessions)
+        return all(map(self._has_ended, users))
+
+    def _has_ended(self, session: str) -> bool:
+        """Whether the client of a session has ended. Clients could not say that they are alive while
+        the service was down, so the time is counted from its start."""
+        found = self.ledger.get("sessions", session)
+        seen = self._seen.get(session, self._started)
+        return found is None or bool(found["finished"]) or time.monotonic() - seen > IDLE_S
 
     def end(self, name: str) -> None:
         """Save and close a session of the service. Its run folder and checkpoints stay."""
@@ -217,10 +216,10 @@ class Backend:
                 )
             return known["operation"]
         tenant = self.active(tenant_name)
-        begins = kind in ("optim_step", "load_weights")  # gradients are collected anew after it
-        refused = self._refused.get(tenant.incarnation) if begins else None
+        begins = kind in ("optim_step", "load_weights")  # the gradients begin at zero after it
+        refused = self.ledger.get("refused", tenant_name) if begins else None
         if refused is not None and kind == "optim_step":
-            body = {"kind": "drop_gradients", "reason": MISSING.format(refused)}
+            body = {"kind": "drop_gradients", "reason": MISSING.format(refused["what"])}
         try:
             asked = read_body(body, self.bounds)
             key = hashlib.sha256(request.encode()).hexdigest()[:40]
@@ -230,19 +229,20 @@ class Backend:
             raise Refused(status, str(error)) from None
         except InputError as error:
             raise Refused(400, str(error)) from None
-        self.note(owner, request, kind, tenant_name, operation, mark, about)
-        if begins:
-            self._refused.pop(tenant.incarnation, None)
+        with self.ledger.together():
+            self.note(owner, request, kind, tenant_name, operation, mark, about)
+            if begins:
+                self.ledger.remove("refused", tenant_name)
         return operation
 
     def note_refused(self, model: Row, what: str) -> str:
         """Record that the pass `what` of a model was refused, so that the next optimizer step fails:
-        the SDK may have split a batch, of which other passes were accepted. Return what the client is
-        to be told; empty if the model takes no requests."""
+        the SDK may have split a batch, of which other passes were accepted. Return the text to add to
+        the reason of the refusal; empty if the model takes no requests."""
         tenant = self.tenant(model["tenant"])
         if tenant is None or tenant.state not in SETTLING:
             return ""
-        self._refused.setdefault(tenant.incarnation, what)
+        self.ledger.add("refused", tenant=tenant.name, what=what)
         return WILL_FAIL
 
     def note(
@@ -283,20 +283,22 @@ class Backend:
 
     def check_whole(self, model: Row) -> None:
         """Raise Refused if an operation of this model was lost since it was created or loaded. The
-        client would otherwise train other weights than it expects."""
+        client would otherwise train other weights than it expects. Passes before an optimizer step that
+        failed are not missed: the step has dropped their gradients."""
         tenant = self.active(model["tenant"])
         shown = self.registry.operations.show(tenant.incarnation)
         if (tenant.name, shown["life"]) in self._whole:
             return
         posted = self.ledger.find("requests", tenant=tenant.name)
-        posted = [
-            row for row in posted if row["kind"] in TRAINS and row["created"] >= model["since"]
-        ]
+        posted = [row for row in posted if row["kind"] in TRAINS]
         if posted and shown["version"] is None:
             raise Refused(503, f"model {model['id']} is being opened again; try again")
         ended = self.registry.operations.ended(tenant.incarnation)
+        is_dropped = False
         for row in reversed(posted):
             state = ended.get(row["operation"])
+            if is_dropped and row["kind"] == "forward_backward":
+                continue
             if row["operation"].startswith(shown["life"]):
                 if row["kind"] == "load_weights" and state is None:
                     if posted[0]["operation"].startswith(shown["life"]):
@@ -310,6 +312,7 @@ class Backend:
                 )
             if state == "done" and row["kind"] in ("optim_step", "load_weights"):
                 break  # the checkpoint has this, and so what came before it
+            is_dropped |= state == "failed" and row["kind"] == "optim_step"
         self._whole.add((tenant.name, shown["life"]))
 
     def look(self, request: Row) -> dict[str, Any]:

@@ -231,7 +231,13 @@ class JsonPass(Body):
             for name, tensor in each.loss_fn_inputs.items():
                 if tensor.sparse_crow_indices is not None:
                     raise BadDatum(f"datum {number}: {name} is sparse; send it dense")
-                values = np.array(tensor.data, DTYPES[tensor.dtype])
+                try:
+                    with np.errstate(over="ignore"):  # `make_datum` refuses infinities
+                        values = np.array(tensor.data, DTYPES[tensor.dtype])
+                except OverflowError:
+                    raise BadDatum(
+                        f"datum {number}: {name} is int64 and has a number of more than 64 bits"
+                    ) from None
                 if tensor.dtype == "int64" and (values != np.array(tensor.data)).any():
                     raise BadDatum(
                         f"datum {number}: {name} is int64 and has a number with a fraction"

@@ -8,6 +8,7 @@ of its model; this is checked at each use.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ class Checkpoints:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._ledger = backend, backend.ledger
+        self._exporting = threading.Lock()
 
     def note(
         self,
@@ -43,9 +45,9 @@ class Checkpoints:
         request: str,
         ttl_s: int | None,
         metadata: Any,
-    ) -> None:
+    ) -> Row | None:
         """Record a checkpoint that the operation of `request` writes. A checkpoint that already has
-        the path is replaced."""
+        the path is replaced; return its record, None if there is none."""
         key = str(path)
         if (before := self._ledger.get("checkpoints", key)) is not None:
             self._remove_export(before)
@@ -65,6 +67,15 @@ class Checkpoints:
             request=request,
         )
         self._sweep(path.run)
+        return before
+
+    def put_back(self, path: paths.Path, before: Row | None) -> None:
+        """Undo `note`, which returned `before`: the operation that was to write the checkpoint was
+        refused."""
+        with self._ledger.together():
+            self._ledger.remove("checkpoints", str(path))
+            if before is not None:
+                self._ledger.add("checkpoints", **before)
 
     def exists(self, path: paths.Path) -> bool:
         """Whether a model has a checkpoint of this kind and name."""
@@ -132,11 +143,12 @@ class Checkpoints:
         target = self._exported(row)
         if target is None:
             raise Refused(404, NOT_YOURS.format(what="checkpoint", key=path[:300]))
-        if not target.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            export_checkpoint(
-                Path(row["folder"]), target, base=None, max_bytes=MAX_SHARD_BYTES, notes={}
-            )
+        with self._exporting:  # the second of two callers finds it
+            if not target.is_dir():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                export_checkpoint(
+                    Path(row["folder"]), target, base=None, max_bytes=MAX_SHARD_BYTES, notes={}
+                )
         return target
 
     def _settled(self, row: Row | None) -> Row | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from mrl.system.processes import Closing
 
 FILE = "ledger.sqlite"
 TABLES: dict[str, tuple[str, ...]] = {
-    "sessions": ("id", "owner", "name", "metadata", "created", "seen", "finished"),
+    "sessions": ("id", "owner", "name", "metadata", "created", "finished"),
     "models": (
         *("id", "session", "owner", "base", "tenant", "sequence", "rank", "seed"),
-        *("attn", "mlp", "unembed", "metadata", "created", "since"),
+        *("attn", "mlp", "unembed", "metadata", "created"),
     ),
     "samplers": (
         *("id", "session", "owner", "base", "model", "name", "path", "tenant", "clones"),
@@ -33,6 +34,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         *("path", "run", "kind", "name", "owner", "folder", "size", "created", "expires"),
         *("metadata", "request"),
     ),
+    "refused": ("tenant", "what"),
 }
 """The columns of each table; the first is the key."""
 INDEXES: dict[str, tuple[str, ...]] = {
@@ -41,6 +43,7 @@ INDEXES: dict[str, tuple[str, ...]] = {
     "samplers": ("session", "tenant"),
     "requests": ("tenant", "created"),
     "checkpoints": ("run", "owner"),
+    "refused": (),
 }
 """The other columns by which rows are looked up."""
 JSON_COLUMNS = frozenset({"metadata", "about"})
@@ -75,6 +78,19 @@ class Ledger(Closing):
     def close(self) -> None:
         """Close the file. Harmless when repeated."""
         self._base.close()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the writes of the block take effect together, or not at all after an error or `kill -9`.
+        Blocks cannot be nested."""
+        with self._using:
+            self._run("begin immediate")
+            try:
+                yield
+            except BaseException:
+                self._run("rollback")
+                raise
+            self._run("commit")
 
     def add(self, table: str, **row: Any) -> Row | None:
         """Add a row. If a row has its key already, add nothing and return that row."""

@@ -44,7 +44,6 @@ class Models:
             name=body.display_name,
             metadata=body.user_metadata,
             created=time.time(),
-            seen=time.time(),
             finished="",
         )
         return {
@@ -67,7 +66,8 @@ class Models:
         """End a session: its models are saved and take no more requests."""
         row = self._backend.owned("sessions", owner, session)
         if not row["finished"]:
-            self._ledger.set("sessions", session, finished=body.reason.get("type", "success"))
+            why = body.reason.get("type") or "success"
+            self._ledger.set("sessions", session, finished=why)
             for model in self._ledger.find("models", session=session):
                 self._backend.end(model["tenant"])
 
@@ -135,12 +135,9 @@ class Models:
         with self._backend.making:
             known = self._ledger.get("models", model)
             seed = lora.seed
-            if (
-                seed is None
-            ):  # the same again if the request is repeated after the service was killed
-                seed = int(hashlib.sha256(model.encode()).hexdigest()[:7], 16)
-            if known is not None:
-                seed = known["seed"]
+            if seed is None:  # the same again if the request is repeated
+                named = int(hashlib.sha256(model.encode()).hexdigest()[:7], 16)
+                seed = named if known is None else known["seed"]
             try:
                 tenant = self._backend.add_tenant(
                     name,
@@ -165,7 +162,6 @@ class Models:
                 unembed=lora.train_unembed,
                 metadata=metadata,
                 created=time.time(),
-                since=time.time(),
             )
             post(name)
         if lora.train_unembed:

@@ -1,4 +1,4 @@
-"""Reads requests of forward_backward in their two forms, and says what a refused one costs."""
+"""Reads requests of forward_backward in their two forms, and records those that are refused."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def ask_pass(training: Training, owner: str, given: Any, *, forward_only: bool) 
         status = error.status if isinstance(error, Refused) else 400
         if head.forward_only or status not in (400, 422):
             raise
-        told = training.refused_pass(owner, head.model_id, head.seq_id)
-        raise Refused(status, f"{error}{told}") from None
+        cost = training.refused_pass(owner, head.model_id, head.seq_id)
+        raise Refused(status, f"{error}{cost}") from None

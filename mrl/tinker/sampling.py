@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import InputError
+from mrl.errors import DiskFailed, InputError
 from mrl.service.sessions.bodies import BASE, MAX_TOP
 from mrl.service.sessions.saved import place
+from mrl.system.disk import refusal
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import SETTLING, Backend, Row
 from mrl.tinker.checkpoints import Checkpoints
@@ -120,6 +121,11 @@ class Samplers:
             shutil.copytree(folder, partial / folder.name)
             if not target.exists():
                 partial.rename(target)
+        except OSError as error:
+            if text := refusal(error, target):
+                raise DiskFailed(text) from None
+            why = " ".join(str(error).split())[:300]
+            raise Refused(404, f"the checkpoint was removed, or cannot be read: {why}") from None
         finally:
             self._copying.discard(target)
 

@@ -53,8 +53,7 @@ class Training:
         self._backend, self._checkpoints, self._samplers = backend, checkpoints, samplers
 
     def refused_pass(self, owner: str, model_id: str, seq_id: Any) -> str:
-        """Record that a forward_backward was refused. Return what the client is to be told, beside the
-        reason."""
+        """Record that a forward_backward was refused. Return the text to add to the reason."""
         model = self._backend.ledger.get("models", model_id)
         if model is None or model["owner"] != owner:
             return ""
@@ -189,9 +188,16 @@ class Training:
             "overwrite": overwrite,
         }
         about = {"path": str(path), "sampler": sampler, "kind": path.kind}
-        if is_new:  # before it is posted, so that it is known even if the service is killed now
-            self._checkpoints.note(path, owner, request, body.ttl_seconds, body.user_metadata)
-        return self._post(owner, model, body.seq_id, "save_weights", save, about)
+        if not is_new:
+            return self._post(owner, model, body.seq_id, "save_weights", save, about)
+        # Before it is posted, so that it is known even if the service is killed now.
+        before = self._checkpoints.note(path, owner, request, body.ttl_seconds, body.user_metadata)
+        try:
+            return self._post(owner, model, body.seq_id, "save_weights", save, about)
+        except Refused:
+            if self._backend.ledger.get("requests", request) is None:
+                self._checkpoints.put_back(path, before)
+            raise
 
     def _model(self, owner: str, key: str) -> Row:
         """Return a model whose operations are all done or under way."""
@@ -215,8 +221,10 @@ class Training:
 
 
 def _request(model: Row, seq_id: int | None) -> str:
-    if not seq_id:
-        raise Refused(422, "seq_id is missing; a model's requests are numbered from 1")
+    if not seq_id or seq_id < 0:
+        raise Refused(
+            422, f"seq_id is {seq_id or 'missing'}; a model's requests are numbered from 1"
+        )
     return f"{model['id']}:{seq_id}"
 
 
@@ -266,6 +274,12 @@ def _options(given: Pass) -> dict[str, float]:
         if not isinstance(value, (int, float)) or not np.isfinite(value):
             raise Refused(400, f"loss_fn_config: {name} is {str(value)[:80]!r}, expected a number")
     values = {name: float(value) for name, value in given.options.items()}
+    if not 0 <= values.get(LOW, 0.0) < 1:
+        raise Refused(
+            400, f"loss_fn_config: {LOW} is {values[LOW]:g}, expected 0 or more and below 1"
+        )
+    if values.get(HIGH, 2.0) <= 1:
+        raise Refused(400, f"loss_fn_config: {HIGH} is {values[HIGH]:g}, expected above 1")
     if LOW not in known:
         return values
     values = {**({} if given.loss == "gspo" else DEFAULT_CLIP), **values}

@@ -131,6 +131,7 @@ def test_bad_input_is_refused() -> None:
         (x, weight.bfloat16()),
         (rows(8, 3).T, weight),
         (rows(3, 2, 2, 8), weight),
+        (torch.tensor(1.0), torch.tensor([1.0])),
         (x, rows(9)),
     ):
         with pytest.raises(ValueError, match=r"got .*, expected"):

@@ -257,6 +257,18 @@ def test_other_norms_stay_with_sglang(plugin: ModuleType, option: dict[str, Any]
     assert heads[0] is x
 
 
+def test_heads_with_norms_of_other_classes_stay_with_sglang(plugin: ModuleType) -> None:
+    """The heads of DFlash may have GemmaRMSNorm."""
+    gemma = SimpleNamespace(weight=torch.zeros(40), variance_epsilon=1e-5)
+    plain, x = SimpleNamespace(**make_norm(torch.float32)), torch.randn(3, 40)
+    for norms_of_heads in ((gemma, gemma), (plain, gemma)):
+        left = plugin.normalise_heads(
+            lambda *given, **more: (given, more), x, x, *norms_of_heads, 40, allow_inplace=False
+        )
+        assert left[0][0] is x
+        assert left[1] == {"allow_inplace": False}
+
+
 def test_other_rotations_stay_with_sglang(plugin: ModuleType) -> None:
     positions, query = torch.arange(3), torch.randn(3, 48)
     for option, more in (

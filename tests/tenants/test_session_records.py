@@ -88,6 +88,28 @@ def test_samples_of_a_session_are_on_its_page(folder: RunFolder, kept: SampleRec
     assert (folder.root / "view.html").is_file()
 
 
+@pytest.mark.parametrize(
+    "other", [{"tokens": [70, 73, 74, 75]}, {"tokens": [70, 72]}, {"targets": [70, 73, 75]}]
+)
+def test_other_tokens_than_those_of_the_named_sample_are_not_shown(
+    folder: RunFolder, kept: SampleRecords, other: dict[str, Any]
+) -> None:
+    """With replay="match", a sequence may name a sample of which it has only a part, or more."""
+    kept.add(0, asked(prompts=[[70]]), answers("a-1", [[73, 74]]))
+    trained: dict[str, Any] = {"tokens": [70, 73, 74], **other, "sample": "a-1/0/0"}
+    size = len(trained["tokens"])
+    trained |= {"advantages": [0.0] + [0.5] * (size - 1), "logprobs": [-1.5] * size}
+    body = read_body(
+        {"kind": "forward_backward", "loss": "ppo", "replay": "match", "sequences": [trained]},
+        BOUNDS,
+    )
+    kept.train(0, body, {"logprobs": [[-1.25] * size]})  # pyright: ignore[reportArgumentType]
+    folder.add_metrics({"step": 0, "loss/policy": 1.0})
+    (step,) = collect(folder.root, None, 64)["steps"]
+    (shown,) = step["samples"]
+    assert (shown["max_d"], shown["num_loss_tokens"]) == (None, 0)
+
+
 def test_what_is_not_known_of_samples_is_no_finding(folder: RunFolder, kept: SampleRecords) -> None:
     tokens = [[70 + (i + k) % 9 for i in range(40)] for k in range(4)]
     kept.add(0, asked(prompts=[[70]], n=4, max_tokens=40), answers("a-1", tokens))

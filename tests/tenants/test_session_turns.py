@@ -70,6 +70,22 @@ def test_a_sample_waits_for_the_save_of_its_sampler(queue: Operations) -> None:
     assert taken(queue) == ["one"]
 
 
+def test_a_sampler_is_not_overwritten_before_its_samples(
+    queue: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where samples of another sampler run first, nor where a turn has no room for all."""
+    monkeypatch.setattr(turns, "MAX_TURN_TOKENS", 10)
+    again = body("save_sampler", name="one", overwrite=True)
+    for each in (sample("two"), sample("one", 9), sample("one", 9), body("save"), again, again):
+        queue.post(ANN, each)
+    queue.post(ANN, sample("one"))
+    assert taken(queue) == ["two", "save"]
+    assert taken(queue) == ["one"]
+    assert taken(queue) == ["one", "save_sampler", "save_sampler"]
+    assert taken(queue) == ["one"]
+    assert taken(queue) == []
+
+
 def test_a_turn_of_a_sampler_has_a_limit(
     queue: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

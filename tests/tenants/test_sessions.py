@@ -109,6 +109,27 @@ def test_what_waits_is_lost_with_its_life(
     assert of_another_start["state"] == "lost"
 
 
+def test_a_closed_session_takes_nothing_after_its_last_life(
+    session: Session, queue: Operations, control: Control, client: ServiceClient
+) -> None:
+    """A request can be checked for so long that its session is removed and gone when it is posted."""
+    session.save()
+    removed = control.registry.get("ann")
+    session.remove()
+    queue.end(ANN)  # the run has left
+    assert queue.show(ANN) == {"life": session.life, "version": None, "queued": 0}
+    for life in (None, session.life):
+        with pytest.raises(InputError, match="session ann was closed"):
+            queue.post(removed.incarnation, read_body({"kind": "save"}, Bounds(128, 64)), life)
+    assert not queue.cancel(ANN, f"{session.life}-1")
+    assert (queue.waiting_tokens(ANN), queue.take(ANN), queue.ended(ANN)) == (0, [], {})
+    again = client.create_session("ann", output_dir=removed.output_dir + "2", lora={"rank": 4})
+    assert again.life != session.life
+    again.save()
+    (operation,) = queue.take(control.registry.get("ann").incarnation)
+    assert operation.id.startswith(again.life)
+
+
 def test_the_queue_and_its_answers_are_bounded(
     session: Session, queue: Operations, monkeypatch: pytest.MonkeyPatch
 ) -> None:

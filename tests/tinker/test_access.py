@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ def test_models_whose_clients_have_ended_give_their_place(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service has room for three tenants."""
-    api.server.calls.backend.since = 0.0  # the service has been up for long
+    backend = api.server.calls.backend
+    backend._started -= 3600  # the service has been up for long
     sessions = [api.session() for _ in range(4)]
     models = [api.model(session) for session in sessions[:3]]
     body = {
@@ -176,9 +178,32 @@ def test_models_whose_clients_have_ended_give_their_place(
     }  # fmt: skip
     status, why = api.refused("create_model", body)
     assert (status, "tenants.max_number=3" in why) == (400, True)
-    api.server.calls.ledger.set("sessions", sessions[1], seen=0.0)
+    with monkeypatch.context() as patch:  # the clock of the machine is set to tomorrow
+        now = time.time()
+        patch.setattr("time.time", lambda: now + 86400.0)
+        assert api.refused("create_model", body)[0] == 400
+    backend._seen[sessions[1]] -= 3600
     api.ask("create_model", body)
     assert [api.tenant(model).state for model in models] == ["queued", "done", "queued"]
+
+
+def test_a_model_is_created_with_one_seed(api: Api) -> None:
+    body = {
+        "session_id": api.session(),
+        "model_seq_id": 0,
+        "base_model": api.server.calls.backend.model_name,
+        "lora_config": {"rank": 4, "seed": 1},
+    }
+    first = api.ask("create_model", body)
+    assert api.ask("create_model", body) == first
+    status, why = api.refused("create_model", {**body, "lora_config": {"rank": 4, "seed": 2}})
+    assert (status, "already" in why) == (400, True)
+
+
+def test_an_empty_reason_finishes_a_session(api: Api) -> None:
+    session = api.session()
+    assert api.call(f"sessions/{session}/finish", {"reason": {"type": ""}}).is_success
+    assert api.refused("session_heartbeat", {"session_id": session})[0] == 410
 
 
 def test_a_sampler_outlives_its_session_of_the_service(api: Api) -> None:

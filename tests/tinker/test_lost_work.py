@@ -60,6 +60,53 @@ def test_steps_that_are_long_past_are_not_taken_for_lost(
     assert (status, "went on from its checkpoint of version 6" in says) == (410, True), says
 
 
+def test_a_clock_that_was_set_back_hides_no_loss(
+    api: Api, opened: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = opened
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now - 3600.0)
+    step(api, model, 1, folder, 1)
+    reopened(api, model, folder, 0)
+    status, says = api.refused("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    assert (status, "went on from its checkpoint of version 0" in says) == (410, True), says
+
+
+@pytest.mark.parametrize("version", [1, 0])
+def test_passes_that_a_failed_step_has_dropped_are_not_missed(
+    api: Api, opened: tuple[str, Path], version: int
+) -> None:
+    """But a step before them is, if the checkpoint does not have it."""
+    model, folder = opened
+    step(api, model, 1, folder, 1)
+    assert api.call("forward_backward", request(model, 2), **PROTO).is_success
+    api.ask("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
+    passed, failed = api.taken(model)
+    api.answer(model, passed, {"loss": 1.0, "logprobs": [[0.0] * 4], "metrics": {}})
+    api.answer(model, failed, error="a part of the batch is missing")
+    reopened(api, model, folder, version)
+    found = api.call("forward_backward", request(model, 4), **PROTO)
+    if version == 1:
+        assert found.is_success, found.text
+    else:
+        assert (found.status_code, f"optim_step {model}:1 was lost" in found.text) == (410, True)
+
+
+def test_a_save_that_is_refused_changes_no_checkpoint(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = api.model()
+    api.ask("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    ledger, path = api.server.calls.ledger, f"tinker://{model}/weights/a"
+    before = ledger.get("checkpoints", path)
+    monkeypatch.setattr("mrl.service.sessions.operations.MAX_QUEUED", 1)
+    again = {"model_id": model, "seq_id": 2, "path": "a", "overwrite": True, "ttl_seconds": 3600}
+    assert api.refused("save_weights", again)[0] == 429
+    assert ledger.get("checkpoints", path) == before
+    assert api.refused("save_weights", {"model_id": model, "seq_id": 3, "path": "b"})[0] == 429
+    assert ledger.get("checkpoints", f"tinker://{model}/weights/b") is None
+
+
 def test_a_step_before_many_samples_is_remembered(
     api: Api, opened: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,12 +254,13 @@ def test_a_model_without_a_seed_is_created_once(api: Api) -> None:
 def test_a_restart_does_not_end_clients(api: Api) -> None:
     session = api.session()
     model = api.model(session)
-    api.server.calls.ledger.set("sessions", session, seen=time.time() - 3600)
+    backend = api.server.calls.backend
+    backend._seen.clear()  # as after a restart
     api.model(), api.model()
     with pytest.raises(AssertionError, match="max_number"):
         api.model()
     assert api.tenant(model).is_active
-    api.server.calls.backend.since -= 3600
+    backend._started -= 3600
     api.model()
     assert not api.tenant(model).is_active
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mrl.tinker.ledger import INDEXES, TABLES
+from mrl.tinker.server import TinkerServer
 from parallel.checkpoint.manifest import write_manifest
 from tests.tinker.conftest import Api
 from tests.tinker.test_requests import PROTO, json_pass, request, sample
@@ -25,7 +27,7 @@ def step(model: str, number: int) -> dict[str, Any]:
     return {"model_id": model, "seq_id": number, "adam_params": {}}
 
 
-@pytest.mark.parametrize("how", ["inputs", "shape", "json", "vocabulary"])
+@pytest.mark.parametrize("how", ["inputs", "shape", "json", "vocabulary", "bits"])
 def test_a_step_without_a_part_of_its_batch_fails(api: Api, how: str) -> None:
     model = api.model()
     contents: dict[str, Any] = {
@@ -33,6 +35,7 @@ def test_a_step_without_a_part_of_its_batch_fails(api: Api, how: str) -> None:
         "shape": request(model, 2, weights=tensor([1.0, 1.0], "<f4", 1)),
         "json": {**json_pass(model, [6, 7.7, 8]), "seq_id": 2},
         "vocabulary": {**json_pass(model, [6, 7, 1 << 20]), "seq_id": 2},
+        "bits": {**json_pass(model, [6, 7, 1e300]), "seq_id": 2},
     }
     assert api.call("forward_backward", request(model, 1), **PROTO).is_success
     headers = {} if isinstance(contents[how], dict) else PROTO
@@ -54,6 +57,19 @@ def test_a_step_without_a_part_of_its_batch_fails(api: Api, how: str) -> None:
     assert (found["category"], "begin the step again" in found["error"]) == ("user", True)
     api.ask("optim_step", step(model, 5))
     assert [each.body.kind for each in api.taken(model)] == ["optim_step"]
+
+
+def test_a_refused_part_is_remembered_by_the_next_service(api: Api) -> None:
+    model = api.model()
+    refused_pass(api, {**json_pass(model, [6, 7.7, 8]), "seq_id": 1})
+    api.server.close()
+    with TinkerServer(api.registry) as server:
+        api = replace(api, server=server)
+        assert api.call("forward_backward", request(model, 2), **PROTO).is_success
+        api.ask("optim_step", step(model, 3))
+        api.ask("optim_step", step(model, 4))
+        kinds = [each.body.kind for each in api.taken(model)]
+    assert kinds == ["forward_backward", "drop_gradients", "optim_step"]
 
 
 def test_other_refusals_cost_no_step(api: Api) -> None:

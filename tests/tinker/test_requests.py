@@ -144,6 +144,30 @@ def test_losses_that_do_not_fit_are_refused(
     assert not api.taken(model)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("clip_low_threshold", 1.0), ("clip_low_threshold", -0.1), ("clip_high_threshold", 1.0)],
+)
+def test_thresholds_are_refused_by_their_names(api: Api, option: str, value: float) -> None:
+    body = json_pass(api.model(), [6, 7, 8])
+    asked = body["forward_backward_input"]
+    asked |= {"loss_fn": "ppo", "loss_fn_config": {option: value}}
+    numbers = {"data": [0, -1, -1], "dtype": "float32"}
+    inputs = asked["data"][0]["loss_fn_inputs"]
+    asked["data"][0]["loss_fn_inputs"] = {
+        "target_tokens": inputs["target_tokens"], "logprobs": numbers, "advantages": numbers,
+    }  # fmt: skip
+    found = api.call("forward_backward", body)
+    assert (found.status_code, f"{option} is {value:g}, expected" in found.text) == (400, True)
+
+
+def test_numbers_of_requests_are_positive(api: Api) -> None:
+    model = api.model()
+    for number in (0, -1):
+        content = request(model, number)
+        assert api.call("forward_backward", content, **PROTO).status_code == 422
+
+
 def test_forward_has_a_loss(api: Api) -> None:
     model = api.model()
     weights = tensor([0.0, 1.0, 0.5], "<f4", 1)

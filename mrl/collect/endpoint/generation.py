@@ -120,8 +120,8 @@ class Generation:
     def _enter(
         self, requests: Sequence[Request], is_wanted: Callable[[], bool] | None
     ) -> tuple[PolicyEndpoint, int]:
-        """Wait for an engine if `is_wanted` is given, and record that `requests` are in a call of it. Return the engine and the
-        number of `open` calls so far."""
+        """Record that `requests` are in a call of the engine; wait for one if `is_wanted` is given.
+        Return the engine and the number of `open` calls so far."""
         with self._changed:
             while True:
                 if self._is_over or (is_wanted is not None and not is_wanted()):

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from mrl.errors import InputError
 from mrl.run.json_lines import finite_or_null
-from mrl.service.record import name_of
+from mrl.service.record import name_of, order_of
 from mrl.service.sessions import answers
 from mrl.service.sessions.answers import Answers, State
 from mrl.service.sessions.bodies import Body, num_tokens
@@ -101,6 +101,9 @@ class Operations:
         self._past: OrderedDict[str, _Life] = OrderedDict()
         """For each session name, the life that ended last. Its answers can still be read. The lives
         are in the order in which they ended."""
+        self._closed: dict[str, tuple[int, int]] = {}
+        """For each session name, the newest incarnation that was closed (`order_of`). It never has a
+        life again, even if its last one has ended."""
         self._changing = threading.Lock()
 
     def post(
@@ -115,7 +118,12 @@ class Operations:
         if the operation with the same key has another body.
         """
         with self._changing:
-            mine, name = self._life(session), name_of(session)
+            name = name_of(session)
+            if self._is_over(session):
+                raise OtherLife(
+                    f"session {name} was closed; look at its state, then go on from there"
+                )
+            mine = self._life(session)
             if mine.is_left or life not in (None, mine.number):
                 raise OtherLife(
                     f"session {name} was opened again or closed: its life is {mine.number}, got "
@@ -152,15 +160,20 @@ class Operations:
 
     def show(self, session: str) -> dict[str, Any]:
         """Return an object with the id of the session's current `life` (it changes when the session
-        is reopened), the `version` of the weights, and the number of `queued` operations."""
+        is reopened), the `version` of the weights, and the number of `queued` operations. The last life
+        of a closed session may have ended; its number is empty if it is not kept any more."""
         with self._changing:
+            if self._is_over(session):
+                past = self._past.get(name_of(session))
+                return {"life": past.number if past else "", "version": None, "queued": 0}
             mine = self._life(session)
             return {"life": mine.number, "version": mine.version, "queued": len(mine.waiting)}
 
     def ended(self, session: str) -> dict[str, State]:
         """Return `_Life.recalled` of a session."""
         with self._changing:
-            return dict(self._life(session).recalled)
+            mine = self._lives.get(session)
+            return {} if mine is None else dict(mine.recalled)
 
     def look(self, name: str, operation: str) -> dict[str, Any]:
         """Return the state of an operation of the session `name`, with its result.
@@ -209,7 +222,8 @@ class Operations:
     def cancel(self, session: str, operation: str) -> bool:
         """Take an operation out of the queue, and let it fail; return whether it waited there."""
         with self._changing:
-            mine = self._life(session)
+            if (mine := self._lives.get(session)) is None:
+                return False
             for each in mine.waiting:
                 if each.id == operation and each.state == "queued":
                     mine.waiting.remove(each)
@@ -221,6 +235,8 @@ class Operations:
         """Accept no more operations for a session. Operations that wait are lost; operations under
         way are finished."""
         with self._changing:
+            name, order = name_of(session), order_of(session)
+            self._closed[name] = max(order, self._closed.get(name, order))
             if (mine := self._lives.get(session)) is not None:
                 mine.is_left = True
                 self._lose(mine, ("queued",))
@@ -310,10 +326,15 @@ class Operations:
             self._lives[session] = _Life()
         return self._lives[session]
 
+    def _is_over(self, session: str) -> bool:
+        """Whether a session was closed, and its last life has ended."""
+        order = self._closed.get(name_of(session))
+        return session not in self._lives and order is not None and order_of(session) <= order
+
     def _turn(self, session: str) -> list[Operation]:
-        """Return the operations of a session's next turn, see `take`; empty if the queue is
-        empty."""
-        return next_turn(self._life(session).waiting)
+        """Return the operations of a session's next turn, see `take`; empty if none waits."""
+        mine = self._lives.get(session)
+        return [] if mine is None else next_turn(mine.waiting)
 
 
 def _digest(body: Body) -> str:

@@ -72,14 +72,18 @@ class SampleRecords:
 
     def train(self, version: int, body: ForwardBackwardBody, result: Mapping[str, Any]) -> None:
         """Store the advantages and the trainer's log-probs of kept answers that a forward_backward
-        has trained on. Does nothing if `version` is not that of the kept answers. Raises
-        OSError."""
+        has trained on. Does nothing if `version` is not that of the kept answers. A sequence that names
+        an answer but has other tokens or targets is left out. Raises OSError."""
         if version != self._version:
             return
         has_new = False
         for each, logprobs in zip(body.sequences, result["logprobs"], strict=True):
             kept = self._kept.get(each.sample or "")
-            if kept is not None and kept.advantages is None and each.advantages is not None:
+            if kept is None or each.tokens != [*kept.prompt, *kept.tokens]:
+                continue
+            if each.targets is not None and each.targets[1:] != each.tokens[1:]:
+                continue
+            if kept.advantages is None and each.advantages is not None:
                 kept.advantages = each.advantages
                 kept.old_logprobs = torch.as_tensor(logprobs).tolist()
                 has_new = True

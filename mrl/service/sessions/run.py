@@ -38,7 +38,7 @@ from mrl.service.sessions.recipe import check_session
 from mrl.service.sessions.records import SampleRecords
 from mrl.service.sessions.samplers import Source
 from mrl.service.sessions.samples import Samples
-from mrl.service.sessions.sampling import SessionSampler, canary_prompts
+from mrl.service.sessions.sampling import SessionModel, SessionSampler, canary_prompts
 from mrl.service.sessions.trainer import SessionTrainer
 from mrl.service.shared import SharedResources
 from mrl.service.tenant_run import TurnCost
@@ -98,13 +98,15 @@ class SessionRun:
             samples = Samples()
             self._trainer = SessionTrainer(recipe, mesh, self.folder, self.policy, samples)
             engines = shared.engines.make_sampling(
-                engine_name(incarnation),
-                weight,
-                recipe,
-                adapter,
-                canary_prompts(model.sizes.vocab_size, recipe.rollout),
-                self.policy,
-                self._trainer.samplers.in_place,
+                SessionModel(
+                    engine_name(incarnation),
+                    weight,
+                    recipe,
+                    adapter,
+                    canary_prompts(model.sizes.vocab_size, recipe.rollout),
+                    self.policy,
+                    self._trainer.samplers.in_place,
+                )
             )
             self.sampler = SessionSampler(recipe, mesh, samples, engines)
             undo.callback(self.sampler.close)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe, RolloutConfig
+from mrl.config.adapter import Adapter
 from mrl.errors import RunFailed
 from mrl.exchange.sharing import share_bytes
 from mrl.run.rollouts import decode_groups, encode_groups
@@ -21,8 +24,26 @@ from mrl.service.sessions.samplers import Source
 from mrl.service.sessions.samples import Samples
 from mrl.types import Prompt, Sample, SampleGroup
 from parallel.mesh import Mesh
+from parallel.policy import Policy
 
 CANARY_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class SessionModel:
+    """What engines need to know of the session that they sample for."""
+
+    name: str
+    """The session's name in the engines (`mrl.service.record.engine_name`)."""
+    weight: float
+    """Its scheduling weight."""
+    recipe: Recipe
+    adapter: Adapter
+    canaries: Sequence[Prompt]
+    """Prompts on which the log-probs of trainer and engine are compared."""
+    policy: Policy
+    in_place: Callable[[Source], AbstractContextManager[None]]
+    """`Samplers.in_place` of the session."""
 
 
 class SessionEngines(Protocol):

@@ -114,7 +114,10 @@ def remove_saved(run_folder: Path, kind: Kind, name: str) -> bool:
         return False
     gone = folder.with_name(f".{name}.removed")  # a half-removed folder must not have its name
     shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:  # another thread was first
+        return False
     shutil.rmtree(gone, ignore_errors=True)
     return True
 

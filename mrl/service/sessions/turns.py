@@ -2,12 +2,13 @@
 
 A *plain* operation runs after those that were posted before it. A `sample` that names a sampler is
 *frozen*: its weights do not depend on the operations before it, so it does not wait for them, except
-for a `save_sampler` of that name.
+for a `save_sampler` of that name. A `save_sampler` that was posted after it, which may overwrite these
+weights, waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from mrl.service.sessions.bodies import Body, SampleBody, SaveSamplerBody, num_tokens
@@ -39,8 +40,8 @@ def next_turn(waiting: Sequence[Item]) -> list[Item]:
 
     All samples of a turn have the same weights: the present ones or one sampler's, whichever was asked
     for first among those that can run. The other operations are those that follow the plain samples
-    at the front of the queue, up to the next plain sample. If such samples are left for a later turn,
-    there are none.
+    at the front of the queue, up to the next plain sample, or to a `save_sampler` that waits for frozen
+    samples of a later turn. If plain samples at the front are left for a later turn, there are none.
     """
     plain = [each for each in waiting if not is_frozen(each.body)]
     front = _leading(plain)
@@ -54,9 +55,31 @@ def next_turn(waiting: Sequence[Item]) -> list[Item]:
     if front:
         return samples
     done = [each for each in samples if not is_frozen(each.body)]
-    rest = plain[len(done) :]
-    end = next((i for i, each in enumerate(rest) if each.body.kind == "sample"), len(rest))
-    return [*samples, *rest[:end]]
+    return [*samples, *_until_it_waits(plain[len(done) :], _first_left(waiting, samples), waiting)]
+
+
+def _first_left(waiting: Sequence[Item], samples: Sequence[Item]) -> dict[str | None, int]:
+    """Return, by sampler, the place in the queue of the first frozen sample not in `samples`."""
+    now, found = {id(each) for each in samples}, dict[str | None, int]()
+    for place, each in enumerate(waiting):
+        if is_frozen(each.body) and id(each) not in now:
+            found.setdefault(_sampler(each), place)
+    return found
+
+
+def _until_it_waits(
+    plain: Sequence[Item], left: Mapping[str | None, int], waiting: Sequence[Item]
+) -> Iterable[Item]:
+    """Yield the operations of `plain` before the next sample, and before a `save_sampler` that waits
+    for frozen samples of a later turn. `left`: the result of `_first_left`."""
+    places = {id(each): place for place, each in enumerate(waiting)}
+    for each in plain:
+        if each.body.kind == "sample":
+            return
+        name = each.body.name if isinstance(each.body, SaveSamplerBody) else None
+        if name is not None and left.get(name, len(waiting)) < places[id(each)]:
+            return
+        yield each
 
 
 def _leading(plain: Sequence[Item]) -> list[Item]:

@@ -156,9 +156,10 @@ def normalise(
 
 def is_plain_norm(norm):
     """Return whether a layer is RMSNorm over its whole row with fp32 arithmetic, one rounding at the
-    end, and a residual in the dtype of its input."""
+    end, and a residual in the dtype of its input. Norms of other classes, such as GemmaRMSNorm, whose
+    weights are added to 1, have no `variance_size_override`."""
     return (
-        norm.variance_size_override is None
+        getattr(norm, "variance_size_override", norm) is None
         and not norm.cast_x_before_out_mul
         and not norm.fp32_residual
         and norm.override_orig_dtype is None
