@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mrl.errors import NotFinite
 from parallel.ledger import gradient_tensors
 from parallel.megatron_model import MegatronModel
 
@@ -52,6 +54,24 @@ class KeptGradients:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 # A swap of policies gathered the weights; the step changes them, so gather again.
                 group.param_gather_dispatched = False
+
+    def require_finite(self) -> None:
+        """Raise NotFinite on all ranks if the norm of the sums is not finite in float32, in which the
+        optimizer computes it. A collective.
+
+        The gradients of each pass are finite, but their sum may not be. Megatron would scale such a sum
+        to 0 and take the step.
+        """
+        mesh = self._model.mesh
+        own = sum((each.double().square().sum() for each in self._sums), torch.zeros(()).double())
+        total = own.to(mesh.device)
+        if mesh.dims.world > 1:
+            dist.all_reduce(total)  # of copies, too: an upper bound
+        if not total <= torch.finfo(torch.float32).max:
+            raise NotFinite(
+                "the sum of the gradients since the last optimizer step is too large and dropped: its "
+                f"norm is about {float(total.sqrt()):.3g}; give smaller weights or advantages"
+            )
 
     def clear(self) -> None:
         """Forget all sums."""

@@ -127,8 +127,9 @@ class OptimizerConfig(Branch):
     """Decay of Adam's first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of Adam's second moment."""
-    adam_eps: float = Field(default=1e-8, gt=0)
-    """Adam's epsilon, which is added to the square root of the second moment in the denominator."""
+    adam_eps: float = Field(default=1e-8, ge=1e-37)
+    """Adam's epsilon, which is added to the square root of the second moment in the denominator. A
+    smaller one would be 0 in float32, and weights without a gradient would become NaN."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
     use_distributed_optimizer: bool = False

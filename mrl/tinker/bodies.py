@@ -83,7 +83,7 @@ class Adam(Body):
     learning_rate: Annotated[Number, Field(ge=0, le=1e3)] = 1e-4
     beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[Number, Field(gt=0)] = 1e-12
+    eps: Annotated[Number, Field(ge=1e-37)] = 1e-12
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     grad_clip_norm: Number = 0.0
 

@@ -3,6 +3,7 @@ messages carry, and what fails."""
 
 from __future__ import annotations
 
+import json
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.collect.backlog import Started
 from mrl.collect.single_turn import start_groups
+from mrl.engine_pool.remote import messages
 from mrl.engine_pool.remote.coordinator import Status
 from mrl.engine_pool.remote.messages import Delivered, Work
+from mrl.engine_pool.remote.wire import MAX_MESSAGE
 from mrl.engines.base import EngineLost
 from mrl.engines.sampling import SamplingParams
 from mrl.errors import InputError, RunFailed
@@ -160,6 +164,20 @@ def test_each_engine_draws_its_groups_as_the_operations_say(world: World) -> Non
     found = sampling.finish()
     assert {number: each.logprobs for number, each in found.scores.items()} == {3: [None, -1.0]}
     assert not found.failures
+
+
+def test_a_work_item_may_have_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session may have 131,072 prompts in its queue, and their seeds have up to 16 digits."""
+    groups = groups_of(5) * 70_000
+    monkeypatch.setattr(messages, "encode_groups", lambda given: b"groups")  # it is slow
+    monkeypatch.setattr(messages, "decode_groups", lambda body: groups)
+    started = tuple(Started(each, (1 << 53) - 1 - k) for k, each in enumerate(groups))
+    work = Work(1, 0, "samples", 3, len(started), started, {"how": {}})
+    message, body = work.frame()
+    assert len(json.dumps(message)) < MAX_MESSAGE
+    again = Work.of_frame(message, body)
+    assert [one.seed for one in again.started] == [one.seed for one in started]
+    assert (again.details, again.num_wanted) == ({"how": {}}, len(started))
 
 
 def test_errors_and_the_death_of_engines_come_back(world: World) -> None:

@@ -103,6 +103,12 @@ def drop(trainer: SessionTrainer, tokens: list[int], refused: Callable[..., None
         else:
             refused(InputError, "drop_gradients", reason=reason)
         refused(InputError, "optim_step")
+    large = {"tokens": tokens, "weight": 1e17}
+    for _ in range(
+        40
+    ):  # their norms are finite, and so are the numbers of their sum, but not its norm
+        operation(trainer, "forward_backward", loss="cross_entropy", sequences=[large])
+    refused(NotFinite, "optim_step")
 
 
 def trained(path: Path, sizes: dict[str, int], samples: list[Sample], root: Path) -> dict[str, Any]:
@@ -199,6 +205,7 @@ def check(found: dict[str, Any]) -> None:
         "those of before the session was opened are lost",
         "a part was refused",
         *["there are no gradients"] * 2,
+        "the sum of the gradients since the last optimizer step is too large",
         "are not finite in the rows sequence 1",
         "forward_backward failed",
         "are not kept",

@@ -130,6 +130,7 @@ def test_what_waits_can_be_cancelled(queue: Operations) -> None:
         ({"kind": "save_sampler"}, "name"),
         ({"kind": "optim_step", "beta1": 1.0}, "beta1"),
         ({"kind": "optim_step", "clip_grad": -1.0}, "clip_grad"),
+        ({"kind": "optim_step", "eps": 1e-46}, "eps"),  # 0 in float32
         ({"kind": "sample", "prompts": [[1]], "max_tokens": 1, "sampler": "@other"}, "sampler"),
         (
             {"kind": "sample", "prompts": [[1]], "max_tokens": 1, "top_prompt_logprobs": 21},

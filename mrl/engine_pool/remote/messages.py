@@ -62,16 +62,16 @@ class Work:
     def frame(self) -> Frame:
         apart = ("started", "details")
         rest = {key: value for key, value in vars(self).items() if key not in apart}
-        message = {"type": "work", **rest, "seeds": [one.seed for one in self.started]}
-        return _with_object(
-            message, self.details, encode_groups([one.group for one in self.started])
-        )
+        seeds = [one.seed for one in self.started]
+        given = {"seeds": seeds, "details": self.details} if seeds or self.details else {}
+        groups = encode_groups([one.group for one in self.started])
+        return _with_object({"type": "work", **rest}, given, groups)
 
     @classmethod
     def of_frame(cls, message: Mapping[str, Any], body: bytes) -> Work:
-        details, body = _without_object(message, body)
-        groups = decode_groups(body)
-        started = [Started(g, int(seed)) for g, seed in zip(groups, message["seeds"], strict=True)]
+        given, body = _without_object(message, body)
+        groups, seeds = decode_groups(body), given.get("seeds", [])
+        started = [Started(g, int(seed)) for g, seed in zip(groups, seeds, strict=True)]
         return cls(
             int(message["work_id"]),
             int(message["engine"]),
@@ -79,7 +79,7 @@ class Work:
             int(message["version"]),
             int(message["num_wanted"]),
             tuple(started),
-            details,
+            given.get("details", {}),
             int(message["part"]),
             int(message["num_parts"]),
         )

@@ -128,7 +128,7 @@ class OptimStepBody(Branch):
     """Replaces the recipe's learning rate in this step; None keeps it. So do the others."""
     beta1: Share | None = None
     beta2: Share | None = None
-    eps: Annotated[float, Strict(), Field(gt=0, le=1)] | None = None
+    eps: Annotated[float, Strict(), Field(ge=1e-37, le=1)] | None = None
     weight_decay: NotNegative | None = None
     clip_grad: NotNegative | None = None
     """The largest norm of the gradients; 0 does not clip."""

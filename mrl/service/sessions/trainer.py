@@ -138,6 +138,7 @@ class SessionTrainer:
                 "the session was opened are lost"
             )
         try:
+            self._gradients.require_finite()
             self._gradients.put_back()
             grad_norm, lr = self._policy.apply_gradients(body.settings())
         finally:
