@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async placement lora tenants slurm stability quantization rollout-bench peers smollm tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async elastic placement lora tenants slurm stability quantization rollout-bench peers smollm tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -110,6 +110,9 @@ process-table: setup  ## SIGSTOP and SIGKILL of every process in every phase; co
 
 async: setup  ## Engines that run freely: bounds 1, 2 and 4 over 200 steps, 35 strikes; 40 minutes
 	$(BIN)/python -m benchmarks.asynchrony $(BENCH_ARGS)
+
+elastic: setup  ## Engines added and removed at random over 100 steps, the same bits; continues; 40 minutes
+	$(BIN)/python -m benchmarks.elastic_engines $(BENCH_ARGS)
 
 placement: setup  ## Colocated, synchronous, asynchronous: speed, idle time, reward; continues; 40 minutes
 	$(BIN)/python -m studies.placement $(BENCH_ARGS)

@@ -58,14 +58,18 @@ def read_timeline(
     if not found:
         return histogram | {"why": _why(known, placement)}
     lanes = [("trainer", _pieces(found, "trainer", 0), TRAINER)]
-    num_engines = max(len(row["engines"]) for row in found)
     words = {name: (text, COLOURS[name]) for name, text in ACTIVITIES.items()}
-    for number in range(min(num_engines, MAX_LANES - 1)):
-        lanes.append((f"engine {number}", _pieces(found, "engines", number), words))
+    known_engines = range(max(len(row["engines"]) for row in found))
+    pieces = {number: _pieces(found, "engines", number) for number in known_engines}
+    if any(pieces.values()):  # engines that were removed before, or came later, have no lane
+        pieces = {number: each for number, each in pieces.items() if each}
+    engines = list(pieces)
+    for number in engines[: MAX_LANES - 1]:
+        lanes.append((f"engine {number}", pieces[number], words))
     origin = found[0]["begin"]
     notes = []
-    if num_engines > MAX_LANES - 1:
-        notes.append(f"Engines {MAX_LANES - 1} to {num_engines - 1} are not drawn.")
+    if left_out := engines[MAX_LANES - 1 :]:
+        notes.append(f"Engines {left_out[0]} to {left_out[-1]} are not drawn.")
     if any(len(pieces) > MAX_SPANS for _, pieces, _ in lanes):
         notes.append(f"Of a lane with more than {MAX_SPANS} spans the longest are drawn.")
     return histogram | {

@@ -56,6 +56,7 @@ UNITS = (
     ("moe/load_entropy.*", "0 to 1"),
     ("moe/dead_experts.*", "experts"),
     ("rollout/engine_restarts", "engines"),
+    ("rollout/num_engines", "engines"),
     ("rollout/is_long_round", "0 or 1"),
     ("train/empty_mini_batches", "mini-batches"),
     ("(train|value)/nonfinite_steps|train/low_ess_steps", "steps"),
