@@ -24,7 +24,7 @@ from mrl.engines.base import Completion, PolicyEndpoint, Request, sample_seed
 from mrl.engines.sampling import SamplingParams
 from mrl.environments.base import Observation, StepResult
 from mrl.environments.episodes import EpisodeFailed, Episodes, Start
-from mrl.system.heartbeat import beat
+from mrl.system.heartbeat import beat, expect_samples, finish_samples
 from mrl.types import Prompt, Sample, SampleGroup
 
 
@@ -100,6 +100,9 @@ class MultiTurnRollout:
         """Number of turns that are complete for all live episodes."""
         self._answers: dict[int, Completion] = {}
         """Completions of the current turn, by episode number."""
+        self._num_over = 0
+        """The number of episodes that are over."""
+        expect_samples(len(self._episodes))
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -237,6 +240,8 @@ class MultiTurnRollout:
         """End the environments of all episodes that are over."""
         over = [n for n, e in enumerate(self._episodes) if e.conversation.finish_reason is not None]
         self._environments.end(over)
+        finish_samples(len(over) - self._num_over)
+        self._num_over = len(over)
 
     def _whole_groups(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
         for i in list(self._waiting):

@@ -22,7 +22,7 @@ from mrl.collect.endpoint.record import EpisodeRecord
 from mrl.engines.base import EngineLost, PolicyEndpoint, sample_seed
 from mrl.engines.sampling import SamplingParams
 from mrl.environments.command import Outcome
-from mrl.system.heartbeat import beat
+from mrl.system.heartbeat import beat, expect_samples, finish_samples
 from mrl.types import Prompt, Sample, SampleGroup
 
 if TYPE_CHECKING:  # it imports a web server, which few runs need
@@ -135,6 +135,7 @@ class AgentRollout:
             for group, seed in zip(groups, seeds, strict=True)
         ]
         """The episodes of each group that has not been yielded yet."""
+        expect_samples(sum(len(members) for members in self._waiting))
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -198,6 +199,7 @@ class AgentRollout:
         if isinstance(outcome, Exception):
             raise outcome
         episode.reward = self._scored(episode, outcome)
+        finish_samples()
 
     def _scored(self, episode: _Episode, outcome: Outcome) -> float:
         """Return the reward of an episode; NaN if it is masked."""

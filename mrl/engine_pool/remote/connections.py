@@ -21,7 +21,7 @@ from mrl.engine_pool.remote.messages import reported_error
 from mrl.engine_pool.remote.wire import WAITS, Wire, WireClosed, is_token
 from mrl.errors import RankLost, RunFailed
 from mrl.run import console
-from mrl.system.heartbeat import beat
+from mrl.system.heartbeat import Samples, beat
 from mrl.system.rendezvous import listen_for
 
 POLL_S = 0.5
@@ -127,6 +127,8 @@ class Peer:
         """The version that the worker's engine has loaded; None before its first version."""
         self.progress = 0
         """A number that grows while the worker makes progress."""
+        self.samples = Samples()
+        """The worker's numbers of samples."""
         self.is_lost = False
 
 
