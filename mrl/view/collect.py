@@ -19,7 +19,13 @@ from mrl.run import rollout_rows
 from mrl.system.json_text import is_number
 from mrl.version import __version__
 from mrl.view.facts import local_time, named_values, read_config, value_of
-from mrl.view.outcome import best_and_worst, figures, read_evaluations, with_evaluations
+from mrl.view.outcome import (
+    Totals,
+    best_and_worst,
+    figures,
+    read_evaluations,
+    with_evaluations,
+)
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, notes_of, read_rows, short
 from mrl.view.timeline import read_timeline
@@ -76,7 +82,7 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         "folder": str(run),
         "summary": named_values(recipe, SUMMARY),
         "config": config_text,
-        "figures": figures(rows, evaluations),
+        "figures": figures(Totals(rows), evaluations),
         "conversations": best_and_worst(run),
         "state": _state(rows, recipe, metrics),
         "versions": _versions(run, notes),

@@ -11,7 +11,7 @@ from mrl.errors import InputError
 from mrl.run.changes import flatten
 from mrl.view.collect import require_run
 from mrl.view.facts import read_config
-from mrl.view.outcome import figures, read_evaluations, with_evaluations
+from mrl.view.outcome import Totals, figures, read_evaluations, with_evaluations
 from mrl.view.series import curves, notes_of, read_rows
 from mrl.view.service import is_service
 from mrl.view.units import units_of
@@ -55,7 +55,7 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
         if num_bad:
             own.append(f"Lines of metrics.jsonl that could not be read: {num_bad}.")
         evaluations = read_evaluations(folder, own)
-        outcomes.append(figures(rows, evaluations))
+        outcomes.append(figures(Totals(rows), evaluations))
         recipes.append(_flat(recipe, own))
         for row in with_evaluations(rows, evaluations):
             target = merged.setdefault(row["step"], {"step": row["step"]})
