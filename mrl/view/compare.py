@@ -9,8 +9,7 @@ from typing import Any
 
 from mrl.errors import InputError
 from mrl.run.changes import flatten
-from mrl.view.collect import require_run
-from mrl.view.facts import read_config
+from mrl.view.facts import read_config, require_run
 from mrl.view.outcome import Totals, figures, read_evaluations, with_evaluations
 from mrl.view.series import curves, notes_of, read_rows
 from mrl.view.service import is_service

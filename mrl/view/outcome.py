@@ -76,14 +76,19 @@ def read_evaluations(run: Path, notes: list[str]) -> list[Row]:
     rows = []
     for file in sorted((run / "evals").glob("step_*.json")):
         try:
-            row = with_step(parse_row(file.read_bytes()))
-            if row is None:
-                raise ValueError("it has no step")
+            rows.append(read_evaluation(file))
         except (OSError, ValueError) as error:
             notes.append(f"The evaluation {file.name} is left out: {error}.")
-            continue
-        rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
+
+
+def read_evaluation(file: Path) -> Row:
+    """Return the row of an evaluation from its file. Raises OSError, or ValueError if the file is
+    damaged."""
+    row = with_step(parse_row(file.read_bytes()))
+    if row is None:
+        raise ValueError("it has no step")
+    return row
 
 
 def with_evaluations(rows: list[Row], evaluations: Sequence[Row]) -> list[Row]:
