@@ -56,7 +56,7 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
     if not path.exists():
         return [], 0
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    found = [row for row in map(_object, lines) if row is not None]
+    found = [row for row in map(object_in, lines) if row is not None]
     return found, len(lines) - len(found)
 
 
@@ -174,7 +174,8 @@ def short(value: Any, digits: int) -> float | int | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def object_in(line: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line; None if there is none."""
     try:
         return parse_row(line)
     except ValueError:

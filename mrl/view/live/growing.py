@@ -80,9 +80,14 @@ class GrowingCurves:
         return {
             "steps": [self._steps[at] for at in kept],
             "series": {key: series[key] for key in sorted(series) if series[key]["v"]},
-            "thinned": any(group.stretch > 1 for group in self._groups.values()),
-            "clipped": sorted(self._clipped),
+            **self.notes,
         }
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """`thinned` and `clipped` of `data`, for `mrl.view.series.notes_of`."""
+        is_thinned = any(group.stretch > 1 for group in self._groups.values())
+        return {"thinned": is_thinned, "clipped": sorted(self._clipped)}
 
     def _sort(self) -> None:
         """Put the waiting rows into the curves."""

@@ -73,7 +73,7 @@ class Rollouts:
     def around(self, step: int | None = None) -> dict[str, Any]:
         """Return the first and the newest step with samples and how many there are and, of a step, the
         steps with samples before and after it."""
-        steps = list(self._steps)
+        steps = self._steps
         found: dict[str, Any] = {
             "first": steps[0] if steps else None,
             "newest": steps[-1] if steps else None,

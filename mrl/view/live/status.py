@@ -60,6 +60,11 @@ class Status:
         return 0.0 if self._raw is None else max(0.0, time.time() - _time(self._raw["time"]))
 
     @property
+    def last_sign(self) -> float:
+        """When phase.json was written last, in seconds since 1970; 0 if that is not known."""
+        return 0.0 if self._raw is None else _time(self._raw["time"])
+
+    @property
     def has_ended(self) -> bool:
         """Whether phase.json says that the run has ended, or its process is gone."""
         return self._raw is not None and (self._raw["phase"] in (ENDED, LEFT) or self._gone)

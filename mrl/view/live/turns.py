@@ -1,8 +1,8 @@
 """Splits a sample into turns, and a turn into text, thoughts, tool calls and tool results.
 
-`rollouts/step_*.jsonl` has what follows the prompt as one text, with the special tokens that mark turns.
-They are looked for in the notations of common chat templates. A model can write such markers itself, so
-the split is for reading; the page also shows the text as it is.
+`rollouts/step_*.jsonl` has what follows the prompt as one text, with the special tokens that mark
+turns. They are looked for in the notations of common chat templates. A model can write such markers
+itself, so the split is for reading; the page also shows the text as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from typing import Any, NamedTuple
 
 Part = tuple[str, str, str]
-"""(kind, name, text): `text`, `thought`, `call` or `result`, and the name of the tool if it is known."""
+"""(kind, name, text). The kind is `text`, `thought`, `call` or `result`; the name is that of the tool,
+if it is known."""
 
 
 class Turn(NamedTuple):
