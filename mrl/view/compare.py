@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def check_runs(folders: Sequence[Path]) -> None:
         )
 
 
-@cache
+@lru_cache(4096)
 def is_compared(key: str) -> bool:
     """Return whether a metric has a chart."""
     return any(re.fullmatch(pattern, key) for pattern in COMPARED)

@@ -43,6 +43,10 @@ class ComparePage(LivePage):
         self._recipes: list[dict[str, Any]] = [{} for _ in folders]
         self._flat_notes: list[list[str]] = [[] for _ in folders]
 
+    @property
+    def is_behind(self) -> bool:
+        return any(run.files.metrics.is_behind for run in self._runs)
+
     def read(self) -> None:
         for i, run in enumerate(self._runs):
             changed = run.files.poll()
@@ -82,11 +86,7 @@ class ComparePage(LivePage):
             notes += [f"{name}: {note}" for note in [*own, *run.files.notes, *more] if note]
         return {
             "head": {
-                "word": "running"
-                if "running" in words
-                else words[0]
-                if len(set(words)) == 1
-                else "ended",
+                "word": _word_of_all(words),
                 "state": f"{len(self._runs)} runs compared",
                 "note": "",
                 "done": None,
@@ -123,6 +123,12 @@ class ComparePage(LivePage):
         }
 
 
+def _word_of_all(words: Sequence[str]) -> str:
+    if "running" in words:
+        return "running"
+    return words[0] if len(set(words)) == 1 else "ended"
+
+
 class _Run:
     """One of the runs."""
 
@@ -150,7 +156,6 @@ class _Run:
         }
         self.curves.add({**own, "step": row["step"]})
         if self.files.metrics.is_behind:
-            self._page.start_over()
             return
         units = units_of_charts({key: {self._number} for key in row if is_compared(key)})
         event = {"step": row["step"], "values": drawn_values(own), "units": units}

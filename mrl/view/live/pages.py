@@ -56,6 +56,12 @@ class LivePage(ABC):
                     self._shown[kind] = value
                     self.feed.publish(kind, value)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are rows that were not read yet, as in a long log that is read for the first
+        time."""
+        return False
+
     @abstractmethod
     def read(self) -> None:
         """Read what is new. Raises InputError if a file is damaged."""
@@ -73,8 +79,8 @@ class LivePage(ABC):
         self._rows.append(("row", row))
 
     def start_over(self) -> None:
-        """Note that browsers must get the whole state, because its curves have changed otherwise than by
-        new rows."""
+        """Note that browsers must get the whole state, because its curves have changed otherwise than
+        by new rows."""
         self._is_new, self._rows = True, []
 
     def state(self) -> dict[str, Any]:
@@ -93,6 +99,9 @@ class LivePage(ABC):
             return {**found, "live": {**found["live"], "now": time.time()}}
 
     def _publish_rows(self) -> None:
+        if self.is_behind:  # the whole state would change all the time
+            self.start_over()
+            return
         rows, self._rows = self._rows, []
         if self._is_new or len(rows) > MAX_EVENTS:
             self._is_new = False

@@ -46,13 +46,16 @@ class RunPage(LivePage):
 
     def _add(self, row: Row) -> None:
         self._curves.add(row)
-        if self.files.metrics.is_behind:  # a long log is read for the first time
-            self.start_over()
+        if self.is_behind:
             return
         values = drawn_values(row)
         new = units_of(values.keys() - self._known)
         self._known |= new.keys()
         self.add_row({"step": row["step"], "values": values, "units": new})
+
+    @property
+    def is_behind(self) -> bool:
+        return self.files.metrics.is_behind
 
     def read(self) -> None:
         changed = self.files.poll()
@@ -66,6 +69,8 @@ class RunPage(LivePage):
         if changed & {"timeline", "recipe"} or not self._timeline:
             placement = value_of(recipe, "rollout.placement")
             self._timeline = draw_timeline(list(self.files.timeline), placement)
+            if not recipe and not self.files.timeline:
+                self._timeline = {"why": "No step is done yet."}
         if "recipe" in changed:
             self._summary = named_values(recipe, OF_RUN)
         assert self.rollouts is not None

@@ -50,6 +50,10 @@ class ServicePage(LivePage):
         self._last_time: Any = None
         self._is_behind = False
 
+    @property
+    def is_behind(self) -> bool:
+        return self._is_behind
+
     def read(self) -> None:
         self.status.poll()
         self._read_rounds()
@@ -83,7 +87,6 @@ class ServicePage(LivePage):
         self._num_rounds += 1
         self._last_time = row.get("time/timestamp")
         if self._is_behind:
-            self.start_over()
             return
         values = drawn_values(row)
         new = units_of(values.keys() - self._known)
@@ -147,11 +150,8 @@ class ServicePage(LivePage):
         tenant, word = self.tenants.get(name), self._shown.get("head", {}).get("word", "")
         phase = self.status.phase if word == "running" else None
         if tenant is None:
-            return {
-                "word": "ended",
-                "note": f"the service has no tenant {name} any more",
-                "phase": None,
-            }
+            note = f"the service has no tenant {name} any more"
+            return {"word": "ended", "note": note, "phase": None}
         if tenant.state in ("queued", "running") and word != "running":
             return {"word": word, "note": in_words(word, self.folder, "service"), "phase": None}
         words = {"queued": "waiting", "paused": "failed", "done": "finished", "removed": "ended"}
