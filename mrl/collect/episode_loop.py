@@ -20,7 +20,7 @@ import torch
 from mrl.algorithms.episodes import of_samples
 from mrl.collect.endpoint.generation import Generation
 from mrl.engines.base import EngineLost, PolicyEndpoint
-from mrl.system.heartbeat import beat
+from mrl.system.heartbeat import beat, expect_samples, finish_samples
 from mrl.types import Prompt, Sample, SampleGroup
 
 POLL_S = 0.2
@@ -121,6 +121,7 @@ class EpisodeLoop:
         self._has_begun = False
         self._version: int | None = None
         """The newest weight version that the engine is known to have had."""
+        expect_samples(len(self._place))
 
     @property
     def is_over(self) -> bool:
@@ -135,6 +136,7 @@ class EpisodeLoop:
     def end(self, episode: Episode, reward: float) -> None:
         """Record that an episode has ended. Its reward is NaN if it is masked."""
         self._rewards[id(episode)] = reward
+        finish_samples()
         place = self._place[id(episode)]
         self._num_left[place] -= 1
         if not self._num_left[place]:

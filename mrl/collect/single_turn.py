@@ -19,7 +19,7 @@ from mrl.engines.base import Completion, PolicyEndpoint, Request, sample_seed
 from mrl.engines.sampling import SamplingParams
 from mrl.run.pending_prompts import PARTIAL
 from mrl.sampling_mask import join_masks
-from mrl.system.heartbeat import beat
+from mrl.system.heartbeat import beat, drop_samples, expect_samples, finish_samples
 from mrl.types import Prompt, Sample, SampleGroup
 
 
@@ -77,6 +77,7 @@ class SingleTurnRollout:
         self._on_sample = on_sample
         self._context_len = context_len
         self._options = options
+        expect_samples(self._num_partial)
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -88,9 +89,19 @@ class SingleTurnRollout:
         """Whether finished() has yielded `num_wanted` groups."""
         return self._num_left == 0
 
+    @property
+    def _num_partial(self) -> int:
+        """The number of samples that are not complete, of the groups in `partial`."""
+        samples = (sample for group in self._groups.values() for sample in group.samples)
+        return sum(sample.finish_reason == PARTIAL for sample in samples)
+
     def finished(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
         """Yield groups when they are complete. Raises the errors of generate(); `partial` stays
         valid after an error."""
+        yield from self._finished(endpoint)
+        drop_samples(self._num_partial)
+
+    def _finished(self, endpoint: PolicyEndpoint) -> Iterator[SampleGroup]:
         for group_id, group in list(self._groups.items()):
             self._cut_off(group_id)
             if is_finished(group) and not self.is_over:
@@ -104,6 +115,7 @@ class SingleTurnRollout:
             group_id, k = indices.pop(completion.request_id)
             group = self._groups[group_id]
             group.samples[k] = _continued(group.samples[k], completion)
+            finish_samples(group.samples[k].finish_reason != PARTIAL)
             if not is_finished(group):
                 if self._on_sample is not None and group.samples[k].finish_reason != PARTIAL:
                     self._on_sample(group, k)
@@ -131,6 +143,7 @@ class SingleTurnRollout:
             is_partial = sample.finish_reason == PARTIAL and len(sample.response_ids) > 0
             if is_partial and self._room(group_id, sample) < 1:
                 samples[k] = dataclasses.replace(sample, finish_reason="length")
+                finish_samples()
 
     def _requests(self) -> dict[tuple[int, int], Request]:
         """Return the requests for all incomplete samples, by (group id, index of the sample)."""

@@ -1,5 +1,5 @@
 """`mrl view FOLDER... [--output FILE] [--steps a:b] [--max-samples N]` writes an HTML page of a run, of
-a service, or of several runs."""
+a service, or of several runs. `mrl view --follow FOLDER... [--port N]` serves a page that lives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ MAX_SAMPLES = 16
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "view",
-        help="write a run's curves and samples as one HTML file",
+        help="show a run's curves and samples: one HTML file, or a page that lives",
         description="Write a run as one HTML file with its curves, samples and diagnosis, or a service "
         "with its tenants and curves. With several runs, compare their outcomes, curves and recipes. "
-        "The file opens in any browser, without a server or a network.",
+        "The file opens in any browser, without a server or a network. With --follow, serve a page on "
+        "this machine that shows what happens as it happens.",
     )
     command.add_argument(
         "folders",
@@ -47,10 +48,26 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help=f"samples of a step at most (default {MAX_SAMPLES})",
     )
-    command.set_defaults(run=run, only_reads=True)
+    command.add_argument(
+        "--follow",
+        action="store_true",
+        help="serve a page that follows the run, on 127.0.0.1, until Ctrl-C; write no file",
+    )
+    command.add_argument(
+        "--port",
+        type=int,
+        metavar="N",
+        help="port of the page that --follow serves; by default a free one",
+    )
+    command.set_defaults(run=run, only_reads=True, after_interrupt="the page is no longer served")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.follow:
+        follow(args)
+        return
+    if args.port is not None:
+        raise InputError("--port is for the page that --follow serves; give both, or neither")
     from mrl.view.render import COMPARISON, RUN, SERVICE, render
     from mrl.view.service import is_service
 
@@ -71,6 +88,24 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"wrote {shown}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
     )
+
+
+def follow(args: argparse.Namespace) -> None:
+    """Serve the page until this process is interrupted."""
+    for name in ("output", "steps", "max_samples"):
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option} is for the page as a file; leave it out, or --follow")
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise InputError(f"--port is {args.port}; expected 0 to 65535")
+    from mrl.view.live.server import LiveServer
+
+    with LiveServer(args.folders, args.port or 0) as server:
+        shown = ", ".join(escape(str(folder)) for folder in args.folders)
+        print(f"following {shown}: {server.url}")
+        print(f"from another machine: {server.forward}, then open the same address; Ctrl-C ends it",
+              flush=True)  # fmt: skip
+        server.serve()
 
 
 def _read_run(args: argparse.Namespace) -> dict[str, Any]:

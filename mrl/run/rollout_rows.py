@@ -40,7 +40,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            rows.append(_parsed(line))
+            rows.append(parsed(line))
         except ValueError as error:
             raise InputError(
                 f"{file}:{number}: the line is damaged ({error}); restore the file, or leave this step "
@@ -73,7 +73,8 @@ def _content(message: dict[str, Any]) -> str:
     return "\n".join(t if isinstance(t, str) else json.dumps(t) for t in texts if t is not None)
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return the row in a line. Raises ValueError if the line is damaged."""
     row = parse_row(line)
     check_kinds(row, KINDS, REQUIRED)
     for name, value in row.get("reward_parts", {}).items():

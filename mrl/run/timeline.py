@@ -51,14 +51,14 @@ class Timeline:
         repeated."""
         if self.file.exists():
             lines = self.file.read_bytes().splitlines(keepends=True)
-            write_whole(self.file, [line for line in lines if _step(line) in range(step)])
+            write_whole(self.file, [line for line in lines if step_of_row(line) in range(step)])
 
     def read(self) -> list[dict[str, Any]]:
         """Return the last row of each step, in the order of the steps. Invalid lines are left out."""
         if not self.file.exists():
             return []
         lines = self.file.read_bytes().splitlines()
-        rows = {_step(line): line for line in lines}
+        rows = {step_of_row(line): line for line in lines}
         return [json.loads(rows[step]) for step in sorted(rows) if step >= 0]
 
 
@@ -66,7 +66,7 @@ def _relative(spans: Spans, origin: float) -> list[list[Any]]:
     return [[round(begin - origin, 3), round(end - origin, 3), name] for begin, end, name in spans]
 
 
-def _step(line: bytes) -> int:
+def step_of_row(line: bytes) -> int:
     """Return the step of a row; -1 if the line is not a valid row."""
     with suppress(ValueError):
         row = parse_row(line)

@@ -103,28 +103,53 @@ def over_rounds(
     Rows of older versions of mrl lack this number, and their values count. Values that are not
     finite numbers are left out.
     """
-    names = list(tenants)
-    own = [_own(row, tenants) for row in rows]
-    totals, counts = add_up(own), Counter(key for row in own for key in row)
+    return RoundTotals(rows).of(tenants)
 
-    def total(name: str, *parts: str) -> float:
-        return sum(totals.get(f"service/{name}/{part}", 0.0) for part in parts)
 
-    def mean(name: str, part: str) -> float | None:
-        return _ratio(total(name, part), counts[f"service/{name}/{part}"])
+class RoundTotals:
+    """Sums of the tenants' metrics over rounds, to which rows are added one by one."""
 
-    trainer_s = {name: total(name, "swap_s", "update_s") for name in names}
-    tokens = {name: total(name, "tokens") for name in names}
-    return {
-        name: OverRounds(
-            _ratio(trainer_s[name], sum(trainer_s.values())),
-            tokens[name],
-            _ratio(tokens[name], sum(tokens.values())),
-            mean(name, "gate_wait_s"),
-            mean(name, "queue_age_s"),
-        )
-        for name in names
-    }
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._sums: defaultdict[tuple[str, Any, str], float] = defaultdict(float)
+        """By the name of a tenant, `_owner` of the row, and the rest of the metric's key."""
+        self._counts: Counter[tuple[str, Any, str]] = Counter()
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add the finite numbers of a row."""
+        for key, value in row.items():
+            room, _, rest = key.partition("/")
+            name, slash, part = rest.partition("/")
+            number = finite(value)
+            if room == "service" and slash and number is not None:
+                place = name, _owner(row, name), part
+                self._sums[place] += number
+                self._counts[place] += 1
+
+    def of(self, tenants: Mapping[str, int]) -> dict[str, OverRounds]:
+        """Return the totals and means of each tenant: see `over_rounds`."""
+
+        def total(name: str, *parts: str) -> float:
+            places = [(name, owner, part) for owner in (None, tenants[name]) for part in parts]
+            return sum(self._sums.get(place, 0.0) for place in places)
+
+        def mean(name: str, part: str) -> float | None:
+            places = [(name, owner, part) for owner in (None, tenants[name])]
+            return _ratio(total(name, part), sum(self._counts[place] for place in places))
+
+        trainer_s = {name: total(name, "swap_s", "update_s") for name in tenants}
+        tokens = {name: total(name, "tokens") for name in tenants}
+        return {
+            name: OverRounds(
+                _ratio(trainer_s[name], sum(trainer_s.values())),
+                tokens[name],
+                _ratio(tokens[name], sum(tokens.values())),
+                mean(name, "gate_wait_s"),
+                mean(name, "queue_age_s"),
+            )
+            for name in tenants
+        }
 
 
 def finite(value: Any) -> float | None:
@@ -133,16 +158,14 @@ def finite(value: Any) -> float | None:
     return value if is_number and math.isfinite(value) else None
 
 
-def _own(row: Mapping[str, Any], tenants: Mapping[str, int]) -> dict[str, float]:
-    """Return the finite numbers of a row. Numbers of a tenant are left out if `tenants` has its name
-    with another sequence number (see `over_rounds`)."""
-    others = tuple(
-        f"service/{name}/"
-        for name, number in tenants.items()
-        if row.get(f"service/{name}/sequence", number) != number
-    )
-    numbers = ((key, finite(value)) for key, value in row.items() if not key.startswith(others))
-    return {key: number for key, number in numbers if number is not None}
+def _owner(row: Mapping[str, Any], name: str) -> float | None:
+    """Return the number of the tenant to which a row's values for `name` belong; None if the row has
+    no such number, -1 if it is damaged."""
+    key = f"service/{name}/sequence"
+    if key not in row:
+        return None
+    number = finite(row[key])
+    return -1 if number is None else number
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -38,6 +39,8 @@ _OVER, _QUEUED = 1, 2
 GPU. The value is 0 until the wait ends."""
 _WRITER = struct.Struct("=q")
 _WRITER_AT = 256
+_SAMPLES = struct.Struct("=qq")
+_SAMPLES_AT = 272
 SIZE = mmap.PAGESIZE
 _STRIDE = 1000
 """In a service, the amount that a step of one tenant adds to a rank's position (`Pulse.position`),
@@ -98,7 +101,15 @@ class _Page:
         self.phase, self.outside, self.step, self.position, self.beats = "start", "start", -1, 0, 0
         self.tenant = ""
         self.collectives = 0
+        self.finished, self.wanted = 0, 0
+        self.counting = threading.Lock()
         self.write()
+
+    def count(self, *, finished: int = 0, wanted: int = 0) -> None:
+        """Add to the numbers of samples. Threads of several tenants or leases may do so at once."""
+        with self.counting:
+            self.finished, self.wanted = self.finished + finished, self.wanted + wanted
+            _SAMPLES.pack_into(self.memory, _SAMPLES_AT, self.finished, self.wanted)
 
     def write(self) -> None:
         name, tenant = self.phase.encode(), self.tenant.encode()
@@ -145,6 +156,50 @@ def read_page(memory: mmap.mmap) -> Pulse:
     """Return the phase and the progress recorded in a page that is mapped with `SIZE` bytes."""
     name, step, position, beats, tenant = _FORM.unpack_from(memory, 0)
     return Pulse(_text(name), step, position, beats, _text(tenant))
+
+
+class Samples(NamedTuple):
+    """How many samples a rank has generated of those that it is to generate now."""
+
+    finished: int = 0
+    wanted: int = 0
+
+
+def read_samples(memory: mmap.mmap) -> Samples:
+    """Return the numbers of samples recorded in a page."""
+    return Samples(*_SAMPLES.unpack_from(memory, _SAMPLES_AT))
+
+
+def num_samples() -> Samples:
+    """Return the numbers of samples that this process has recorded."""
+    return Samples(sum(page.finished for page in _pages), sum(page.wanted for page in _pages))
+
+
+def expect_samples(number: int) -> None:
+    """Record that this rank is to generate `number` samples, besides those that it generates now. If
+    all samples so far are finished, a new count begins."""
+    for page in _pages:
+        if page.finished >= page.wanted:
+            page.count(finished=-page.finished, wanted=-page.wanted)
+        page.count(wanted=number)
+
+
+def finish_samples(number: int = 1) -> None:
+    """Record that `number` samples of those that `expect_samples` announced are generated."""
+    for page in _pages:
+        page.count(finished=number)
+
+
+def drop_samples(number: int) -> None:
+    """Record that `number` of the expected samples will not be generated now."""
+    for page in _pages:
+        page.count(wanted=-number)
+
+
+def show_samples(finished: int, wanted: int) -> None:
+    """Record the numbers of samples of other processes, which generate for this rank."""
+    for page in _pages:
+        page.count(finished=finished - page.finished, wanted=wanted - page.wanted)
 
 
 def read_collective(memory: mmap.mmap) -> Collective:

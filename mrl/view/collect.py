@@ -18,8 +18,21 @@ from mrl.errors import InputError
 from mrl.run import rollout_rows
 from mrl.system.json_text import is_number
 from mrl.version import __version__
-from mrl.view.facts import local_time, named_values, read_config, value_of
-from mrl.view.outcome import best_and_worst, figures, read_evaluations, with_evaluations
+from mrl.view.facts import (
+    OF_RUN,
+    named_values,
+    read_config,
+    require_run,
+    steps_in_words,
+    value_of,
+)
+from mrl.view.outcome import (
+    Totals,
+    best_and_worst,
+    figures,
+    read_evaluations,
+    with_evaluations,
+)
 from mrl.view.samples import pack_step
 from mrl.view.series import curves, notes_of, read_rows, short
 from mrl.view.timeline import read_timeline
@@ -33,24 +46,6 @@ MAX_SAMPLE_BYTES = 24_000_000
 """The largest number of bytes of all samples together. Browsers open a page of this size without
 delay."""
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
-SUMMARY = (
-    ("model", "model.path"),
-    ("algorithm", "algorithm.name"),
-    ("routing replay", "moe.routing_replay"),
-    ("reward", "reward"),
-    ("data", "data.path"),
-    ("data", "data.sources"),
-    ("prompts x samples", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
-    ("response tokens at most", "rollout.max_response_len"),
-    ("temperature", "rollout.temperature"),
-    ("learning rate", "optimizer.lr"),
-    ("updates a rollout", "train.num_steps_per_rollout"),
-    ("tensor x pipeline x expert x context", *(f"parallel.{kind}_parallel_size" for kind in (
-        "tensor_model", "pipeline_model", "expert_model", "context"))),
-    ("seed", "seed"),
-)  # fmt: skip
-"""The entries of the page's header. Each is a name, followed by the recipe keys whose values are
-shown."""
 WORST_BY = ("mismatch/logprob_abs_max", "mismatch/k3", "routing/disagreement", "grad_norm")
 """For each of these metrics, the page includes the samples of the step in which the metric is
 largest."""
@@ -74,9 +69,9 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
     packed = _read_samples(run, rows, steps, max_samples, notes)
     return {
         "folder": str(run),
-        "summary": named_values(recipe, SUMMARY),
+        "summary": named_values(recipe, OF_RUN),
         "config": config_text,
-        "figures": figures(rows, evaluations),
+        "figures": figures(Totals(rows), evaluations),
         "conversations": best_and_worst(run),
         "state": _state(rows, recipe, metrics),
         "versions": _versions(run, notes),
@@ -87,20 +82,6 @@ def collect(run: Path, steps: range | None, max_samples: int) -> dict[str, Any]:
         "steps": packed,
         "notes": notes,
     }
-
-
-def require_run(folder: Path) -> None:
-    """Raise InputError if `folder` is not a run folder, because it has neither metrics.jsonl nor
-    config.yaml."""
-    if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
-        return
-    what = "is not a folder"
-    if folder.is_dir():
-        what = (
-            "has neither metrics.jsonl nor config.yaml, as a run has, nor service.yaml and "
-            "tenants, as a service has"
-        )
-    raise InputError(f"{folder} {what}; give the output_dir of a run or of a service")
 
 
 def choose_steps(recorded: Sequence[int], rows: Iterable[dict[str, Any]], limit: int) -> list[int]:
@@ -213,16 +194,12 @@ def _worst_and_last(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _state(rows: list[dict[str, Any]], recipe: dict[str, Any], metrics: Path) -> str:
-    planned = value_of(recipe, "train.num_steps")
-    total = f" of {planned}" if isinstance(planned, int) else ""
-    if not rows:
-        return f"no step{total} is done"
-    done = rows[-1]["step"] + 1
+    done, planned = rows[-1]["step"] + 1 if rows else 0, value_of(recipe, "train.num_steps")
     # Rows of an older mrl have no timestamp. The file's time then serves, though copying changes it.
-    noted: Any = rows[-1].get("time/timestamp")
-    ended = float(noted) if is_number(noted) else metrics.stat().st_mtime
-    finished = "finished: " if done == planned else ""
-    return f"{finished}{done}{total} steps, the last at {local_time(ended)}"
+    noted: Any = rows[-1].get("time/timestamp") if rows else None
+    ended = float(noted) if is_number(noted) else metrics.stat().st_mtime if rows else None
+    finished = "finished: " if rows and done == planned else ""
+    return f"{finished}{steps_in_words(done, planned, ended)}"
 
 
 def _versions(run: Path, notes: list[str]) -> list[tuple[str, str]]:

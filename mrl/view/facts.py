@@ -9,7 +9,41 @@ from typing import Any
 
 import yaml
 
+from mrl.errors import InputError
 from mrl.run.timeline import MAX_SECONDS
+
+OF_RUN = (
+    ("model", "model.path"),
+    ("algorithm", "algorithm.name"),
+    ("routing replay", "moe.routing_replay"),
+    ("reward", "reward"),
+    ("data", "data.path"),
+    ("data", "data.sources"),
+    ("prompts x samples", "rollout.prompts_per_step", "rollout.samples_per_prompt"),
+    ("response tokens at most", "rollout.max_response_len"),
+    ("temperature", "rollout.temperature"),
+    ("learning rate", "optimizer.lr"),
+    ("updates a rollout", "train.num_steps_per_rollout"),
+    ("tensor x pipeline x expert x context", *(f"parallel.{kind}_parallel_size" for kind in (
+        "tensor_model", "pipeline_model", "expert_model", "context"))),
+    ("seed", "seed"),
+)  # fmt: skip
+"""The entries of the header of a run's page. Each is a name, followed by the recipe keys whose values
+are shown."""
+
+
+def require_run(folder: Path) -> None:
+    """Raise InputError if `folder` is not a run folder, because it has neither metrics.jsonl nor
+    config.yaml."""
+    if (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists():
+        return
+    what = "is not a folder"
+    if folder.is_dir():
+        what = (
+            "has neither metrics.jsonl nor config.yaml, as a run has, nor service.yaml and "
+            "tenants, as a service has"
+        )
+    raise InputError(f"{folder} {what}; give the output_dir of a run or of a service")
 
 
 def read_config(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
@@ -60,6 +94,14 @@ def local_time(timestamp: float) -> str:
     if not 0 <= timestamp < MAX_SECONDS:
         return "an invalid time"
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(timestamp))
+
+
+def steps_in_words(done: int, planned: Any, ended: float | None) -> str:
+    """Return how many steps are done, of how many, and when the last one ended (seconds since 1970)."""
+    total = f" of {planned}" if isinstance(planned, int) else ""
+    if not done:
+        return f"no step{total} is done"
+    return f"{done}{total} steps" + ("" if ended is None else f", the last at {local_time(ended)}")
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,34 @@ NUM_SHOWN = 2
 Row = dict[str, Any]
 
 
+class Totals:
+    """What `figures` takes from the rows of a run. Rows are added one by one, in their order."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.first_rewards: list[float] = []
+        self.last_rewards: deque[float] = deque(maxlen=ENDS)
+        self.num_rewards = self.num_gaps = 0
+        self.sum_of_gaps, self.largest_gap = 0.0, -math.inf
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        reward, mean, most = (
+            row.get(key)
+            for key in ("reward/mean", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max")
+        )
+        if _is_finite(reward):
+            self.num_rewards += 1
+            self.last_rewards.append(reward)
+            if len(self.first_rewards) < ENDS:
+                self.first_rewards.append(reward)
+        if _is_finite(mean):
+            self.num_gaps += 1
+            self.sum_of_gaps += mean
+        if _is_finite(most):
+            self.largest_gap = max(self.largest_gap, most)
+
+
 class Figure(NamedTuple):
     """A number at the top of the page."""
 
@@ -47,14 +76,19 @@ def read_evaluations(run: Path, notes: list[str]) -> list[Row]:
     rows = []
     for file in sorted((run / "evals").glob("step_*.json")):
         try:
-            row = with_step(parse_row(file.read_bytes()))
-            if row is None:
-                raise ValueError("it has no step")
+            rows.append(read_evaluation(file))
         except (OSError, ValueError) as error:
             notes.append(f"The evaluation {file.name} is left out: {error}.")
-            continue
-        rows.append(row)
     return sorted(rows, key=lambda row: row["step"])
+
+
+def read_evaluation(file: Path) -> Row:
+    """Return the row of an evaluation from its file. Raises OSError, or ValueError if the file is
+    damaged."""
+    row = with_step(parse_row(file.read_bytes()))
+    if row is None:
+        raise ValueError("it has no step")
+    return row
 
 
 def with_evaluations(rows: list[Row], evaluations: Sequence[Row]) -> list[Row]:
@@ -68,25 +102,22 @@ def with_evaluations(rows: list[Row], evaluations: Sequence[Row]) -> list[Row]:
     return [*rows, *(found[step] for step in sorted(found))]
 
 
-def figures(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[Figure]:
+def figures(totals: Totals, evaluations: Sequence[Row]) -> list[Figure]:
     """Return the final reward, the score of each evaluation set, and the difference between the
     log-probs of engine and trainer."""
     found = []
-    rewards = _numbers(rows, "reward/mean")
-    if rewards:
-        count = min(ENDS, len(rewards))
-        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+    if count := min(ENDS, totals.num_rewards):
+        first, last = (sum(part) / count for part in (totals.first_rewards, totals.last_rewards))
         over = f"of the first {count} steps" if count > 1 else "of the first step"
         found.append(Figure(
             f"mean reward of the last {count} steps" if count > 1 else "mean reward of the last step",
             _shown(last), f"{_shown(first)} {over}",
         ))  # fmt: skip
     found += [_score(key, evaluations) for key in _score_keys(evaluations)]
-    mean, most = (_numbers(rows, f"mismatch/logprob_abs_{kind}") for kind in ("mean", "max"))
-    if mean and most:
+    if totals.num_gaps and totals.largest_gap > -math.inf:
         found.append(Figure(
-            "engine against trainer, |\u0394 log-prob|", f"{sum(mean) / len(mean):.1e}",
-            f"mean of all steps; {max(most):.1e} at most",
+            "engine against trainer, |\u0394 log-prob|", f"{totals.sum_of_gaps / totals.num_gaps:.1e}",
+            f"mean of all steps; {totals.largest_gap:.1e} at most",
         ))  # fmt: skip
     return found
 
@@ -184,10 +215,6 @@ def _turns(turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def _middle_out(text: str) -> str:
     half = MAX_TURN // 2
     return text if len(text) <= MAX_TURN else f"{text[:half]} [...] {text[-half:]}"
-
-
-def _numbers(rows: Iterable[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if _is_finite(row.get(key))]
 
 
 def _is_finite(value: Any) -> bool:

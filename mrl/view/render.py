@@ -28,6 +28,10 @@ class Kind(NamedTuple):
     """The names of the scripts, which run in this order and in one scope."""
     drawn: tuple[str, ...]
     """The keys of the page's data that the scripts read."""
+    styles: tuple[str, ...] = ("page", "parts")
+    """The names of the stylesheets."""
+    connects: bool = False
+    """Whether the scripts may request more from where the page comes from."""
 
 
 RUN = Kind(
@@ -47,16 +51,36 @@ RUN = Kind(
     ("metrics", "timeline", "diagnosis", "steps"),
 )
 COMPARISON = Kind("compare.html.j2", ("base", "chart", "curves", "compare"), ("metrics", "charts"))
-SERVICE = Kind("service.html.j2", ("base", "chart", "curves", "service"), ("metrics",))
+SERVICE = Kind(
+    "service.html.j2", ("base", "chart", "curves", "service_charts", "service"), ("metrics",)
+)
+LIVE = Kind(
+    "live.html.j2",
+    (
+        "base",
+        "chart",
+        "curves",
+        "timeline",
+        "service_charts",
+        "live_charts",
+        "live_phase",
+        "live_samples",
+        "live_parts",
+        "live",
+    ),
+    ("metrics", "live"),
+    styles=("page", "parts", "live"),
+    connects=True,
+)
 
 
 def render(data: dict[str, Any], kind: Kind = RUN) -> str:
     """Return the page that shows `data`, as HTML.
 
-    data: the result of `collect`, of `collect_service` for the kind SERVICE, or of
-    `collect_comparison` for the kind COMPARISON.
+    data: the result of `collect`, of `collect_service` for the kind SERVICE, of `collect_comparison`
+    for the kind COMPARISON, or what mrl/view/live/server.py makes of a live page for the kind LIVE.
     """
-    style = "\n".join((PAGE / f"{name}.css").read_text() for name in ("page", "parts"))
+    style = "\n".join((PAGE / f"{name}.css").read_text() for name in kind.styles)
     parts = "\n".join((PAGE / f"{name}.js").read_text() for name in kind.scripts)
     script = f'(() => {{\n"use strict";\n{parts}\n}})();\n'
     assert "</" not in script
@@ -68,23 +92,25 @@ def render(data: dict[str, Any], kind: Kind = RUN) -> str:
     drawn = {key: data[key] for key in kind.drawn}
     return environment.get_template(kind.template).render(
         **data,
-        policy=policy(script, style),
+        policy=policy(script, style, connects=kind.connects),
         style=Markup(style),
         script=Markup(script),
         json=Markup(json_block(drawn)),
     )
 
 
-def policy(script: str, style: str) -> str:
+def policy(script: str, style: str, *, connects: bool = False) -> str:
     """Return a Content-Security-Policy that permits only this script and this stylesheet.
 
-    The script and the stylesheet are identified by their hashes. Images may come from data: URLs.
+    The script and the stylesheet are identified by their hashes. Images may come from data: URLs. With
+    `connects`, the script may send requests to where the page comes from.
     """
     rules = (
         "default-src 'none'",
         f"script-src '{_hash(script)}'",
         f"style-src '{_hash(style)}'",
         "img-src data:",
+        *(("connect-src 'self'",) if connects else ()),
         "base-uri 'none'",
         "form-action 'none'",
         "require-trusted-types-for 'script'",

@@ -21,14 +21,11 @@ from torch import Tensor
 from mrl.diagnosis.tokens import TokenRecord
 from mrl.types import NATIVE_ROUTE
 from mrl.view.series import short
+from mrl.view.texts import ends_of
 
 EXTREME = 0.6931471805599453
 """ln 2. Let `d` be a token's old log-prob minus its rollout log-prob. If `|d|` is above ln 2, the
 probability ratio `exp(d)` is outside [1/2, 2]."""
-
-MAX_TEXT = 60
-"""The list of samples shows only the end of the prompt and the end of the completion, each with at
-most this many characters."""
 
 
 def pack_step(
@@ -128,24 +125,8 @@ def _summary(record: TokenRecord, i: int, rows: Sequence[dict[str, Any]]) -> dic
         "mean_d": short(float(d.abs().mean()), 4) if len(d) else None,
         "num_extreme": int((d.abs() > EXTREME).sum()),
         **{name: row.get(name) for name in names},
-        "text": _text(row),
+        "text": ends_of(row.get("prompt"), row.get("completion")),
     }
-
-
-def _text(row: dict[str, Any]) -> str | None:
-    """Return the ends of prompt and completion in one string, at most MAX_TEXT characters of each.
-
-    Returns None if both prompt and completion are missing.
-    """
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if isinstance(prompt, list):  # messages: the last one is the question
-        prompt = prompt[-1].get("content") if prompt and isinstance(prompt[-1], dict) else None
-    if prompt is None and completion is None:
-        return None
-    asked, answered = (" ".join(str(part or "").split()) for part in (prompt, completion))
-    asked = asked if len(asked) <= MAX_TEXT else f"...{asked[-MAX_TEXT:]}"
-    answered = answered if len(answered) <= MAX_TEXT else f"...{answered[-MAX_TEXT:]}"
-    return f"{asked} \u2192 {answered}"
 
 
 def _tokens(record: TokenRecord, i: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read_objects(path: Path) -> tuple[list[dict[str, Any]], int]:
     if not path.exists():
         return [], 0
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    found = [row for row in map(_object, lines) if row is not None]
+    found = [row for row in map(object_in, lines) if row is not None]
     return found, len(lines) - len(found)
 
 
@@ -82,12 +82,12 @@ def curves(rows: list[dict[str, Any]], max_points: int = MAX_POINTS) -> dict[str
                     clipped.add(key)
     groups: dict[str | re.Pattern[str], list[Curve]] = {}
     for key, curve in found.items():
-        groups.setdefault(_group(key), []).append(curve)
+        groups.setdefault(group_of(key), []).append(curve)
     kept = {group: _kept(members, max_points) for group, members in groups.items()}
     thinned = False
     series = {}
     for key, curve in sorted(found.items()):
-        places = [at for at in curve if at in kept[_group(key)]]
+        places = [at for at in curve if at in kept[group_of(key)]]
         thinned |= len(places) < len(curve)
         whole = len(places) == len(rows)
         series[key] = {"v": [curve[at] for at in places]} | ({} if whole else {"at": places})
@@ -115,7 +115,7 @@ def notes_of(drawn: Mapping[str, Any], what: str) -> list[str]:
     return notes
 
 
-def _group(key: str) -> str | re.Pattern[str]:
+def group_of(key: str) -> str | re.Pattern[str]:
     """Return the first pattern of TOGETHER that the key matches; the key itself if it matches
     none."""
     return next((pattern for pattern in TOGETHER if pattern.fullmatch(key)), key)
@@ -174,7 +174,8 @@ def short(value: Any, digits: int) -> float | int | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def object_in(line: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line; None if there is none."""
     try:
         return parse_row(line)
     except ValueError:

@@ -7,12 +7,12 @@ start of a service counts its rounds from 0; the page numbers the rounds of all 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from mrl.service.metrics import OverRounds, finite, over_rounds
+from mrl.service.metrics import OverRounds, RoundTotals, finite
 from mrl.service.record import Tenant, describe, read_past, read_tenants
 from mrl.view.facts import local_time, named_values, read_config
 from mrl.view.series import curves, notes_of, read_objects
@@ -61,7 +61,8 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
     found, num_bad = read_objects(folder / "metrics.jsonl")
     if num_bad:
         notes.append(f"Lines of metrics.jsonl that could not be read: {num_bad}.")
-    rows = list(_numbered(found))
+    numbers, totals = RoundNumbers(), RoundTotals(found)
+    rows = [numbers.number(row) for row in found]
     drawn = curves(rows)
     notes += notes_of(drawn, "rounds")
     present, past = read_tenants(folder), read_past(folder)
@@ -70,7 +71,12 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
         "state": _state(folder, rows),
         "summary": named_values(config, SUMMARY),
         "config": text,
-        "tenants": _table(present, past, rows, page.parent),
+        "tenants": table(
+            present,
+            past,
+            totals,
+            lambda tenant: _link(Path(tenant.output_dir), tenant, page.parent),
+        ),
         "newest": [name for name, _ in NEWEST],
         "over_rounds": list(OVER_ROUNDS),
         "metrics": drawn | {"step": "round", "units": units_of(drawn["series"])},
@@ -78,20 +84,27 @@ def collect_service(folder: Path, page: Path) -> dict[str, Any]:
     }
 
 
-def _numbered(found: Sequence[Row]) -> Iterator[Row]:
-    """Yield the rows with `round` replaced by `step`, a number that increases over all starts.
+class RoundNumbers:
+    """Numbers the rounds of all starts of a service.
 
     A start of the service counts `round` from 0. So a row is from a new start if its `round` is not
-    larger than the `round` of the row before it. A row without a valid `round` gets the next `step`.
+    larger than the `round` of the row before it. A row without a valid `round` gets the next number.
     """
-    first, last = 0, -1
-    for row in found:
+
+    def __init__(self) -> None:
+        self._first, self._last = 0, -1
+
+    def number(self, row: Row) -> Row:
+        """Return the next row, with `round` replaced by `step`, a number that increases over all
+        starts."""
         given = finite(row.get("round"))
-        number = last + 1 - first if given is None or abs(given) > 2**31 else int(given)
-        if first + number <= last:
-            first = last + 1 - number
-        last = first + number
-        yield {key: value for key, value in row.items() if key != "round"} | {"step": last}
+        number = self._last + 1 - self._first
+        if given is not None and abs(given) <= 2**31:
+            number = int(given)
+        if self._first + number <= self._last:
+            self._first = self._last + 1 - number
+        self._last = self._first + number
+        return {key: value for key, value in row.items() if key != "round"} | {"step": self._last}
 
 
 def _state(folder: Path, rows: Sequence[Row]) -> str:
@@ -110,23 +123,28 @@ def _listens(folder: Path) -> bool:
     return True
 
 
-def _table(
-    present: Sequence[Tenant], past: Sequence[Tenant], rows: Sequence[Row], near: Path
+def table(
+    present: Sequence[Tenant],
+    past: Sequence[Tenant],
+    totals: RoundTotals,
+    link: Callable[[Tenant], tuple[str, str]],
+    describe: Callable[[Tenant], dict[str, Any]] = describe,
 ) -> list[dict[str, Any]]:
     """Return the rows of the table of tenants; removed tenants come last.
 
-    past: removed tenants whose name was given to a later tenant. rows: the rows of metrics.jsonl, one
-    for each round. near: the folder of the page.
+    past: removed tenants whose name was given to a later tenant. totals: those of all rows of
+    metrics.jsonl. link: returns the target and the text of the link to a tenant's page; the target is
+    empty if there is nothing to link to.
     """
-    table = []
-    found = over_rounds(rows, {tenant.name: tenant.sequence for tenant in present})
+    rows = []
+    found = totals.of({tenant.name: tenant.sequence for tenant in present})
     for tenant in sorted([*present, *past], key=lambda t: (t.state == "removed", t.sequence)):
         shown = describe(tenant)
         newest = [_short(shown["metrics"].get(key)) for _, key in NEWEST]
         whole = [NOTHING] * len(OVER_ROUNDS) if tenant in past else _in_words(found[tenant.name])
-        link, words = _link(Path(tenant.output_dir), tenant, near)
-        done = NOTHING if not link and tenant.state != "queued" else shown["steps_done"]
-        table.append(
+        target, words = link(tenant)
+        done = NOTHING if not target and tenant.state != "queued" else shown["steps_done"]
+        rows.append(
             {
                 "name": tenant.name,
                 "state": tenant.state,
@@ -134,11 +152,11 @@ def _table(
                 "steps": f"{done} of {tenant.num_steps or '?'}",
                 "weight": f"{tenant.weight:g}",
                 "numbers": newest + whole,
-                "link": link,
+                "link": target,
                 "link_words": words,
             }
         )
-    return table
+    return rows
 
 
 def _in_words(found: OverRounds) -> list[str]:

@@ -55,8 +55,16 @@ def read_timeline(
     histogram = {"staleness": count_staleness(rows)}
     known = Timeline(run / "timeline.jsonl").read()
     found = known[-MAX_STEPS:] if steps is None else [r for r in known if r["step"] in steps]
+    if not found and known:
+        why = f"timeline.jsonl has none of the steps of --steps; it has {len(known)} others."
+        return histogram | {"why": why}
+    return histogram | draw_timeline(found, placement)
+
+
+def draw_timeline(found: list[dict[str, Any]], placement: Any) -> dict[str, Any]:
+    """Return the lanes of rows of timeline.jsonl as JSON-able data: see `read_timeline`."""
     if not found:
-        return histogram | {"why": _why(known, placement)}
+        return {"why": _why(placement)}
     lanes = [("trainer", _pieces(found, "trainer", 0), TRAINER)]
     words = {name: (text, COLOURS[name]) for name, text in ACTIVITIES.items()}
     known_engines = range(max(len(row["engines"]) for row in found))
@@ -72,7 +80,7 @@ def read_timeline(
         notes.append(f"Engines {left_out[0]} to {left_out[-1]} are not drawn.")
     if any(len(pieces) > MAX_SPANS for _, pieces, _ in lanes):
         notes.append(f"Of a lane with more than {MAX_SPANS} spans the longest are drawn.")
-    return histogram | {
+    return {
         "why": "",
         "steps": [[row["step"], round(row["begin"] - origin, 3)] for row in found],
         "lanes": [_lane(name, pieces, kinds, origin) for name, pieces, kinds in lanes],
@@ -84,17 +92,20 @@ def count_staleness(rows: list[dict[str, Any]]) -> list[list[int]]:
     """Return pairs [staleness in versions, number of groups] over all steps, by ascending staleness."""
     counts: Counter[int] = Counter()
     for row in rows:
-        for key, value in row.items():
-            age = key.removeprefix(STALENESS)
-            is_count = is_number(value) and 0 <= value < 2**53
-            if age != key and age.isascii() and age.isdigit() and len(age) < 9 and is_count:
-                counts[int(age)] += int(value)
+        add_staleness(row, counts)
     return [[age, counts[age]] for age in sorted(counts)]
 
 
-def _why(known: list[dict[str, Any]], placement: Any) -> str:
-    if known:
-        return f"timeline.jsonl has none of the steps of --steps; it has {len(known)} others."
+def add_staleness(row: dict[str, Any], counts: Counter[int]) -> None:
+    """Add the numbers of groups of a row of metrics.jsonl to `counts`, by staleness in versions."""
+    for key, value in row.items():
+        age = key.removeprefix(STALENESS)
+        is_count = is_number(value) and 0 <= value < 2**53
+        if age != key and age.isascii() and age.isdigit() and len(age) < 9 and is_count:
+            counts[int(age)] += int(value)
+
+
+def _why(placement: Any) -> str:
     if placement == "disaggregated":
         return "The run has no timeline.jsonl yet: its first step is not done, or an older mrl made it."
     return (

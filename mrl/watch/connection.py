@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mrl.system.heartbeat import LEFT, Collective, Pulse
+from mrl.system.heartbeat import LEFT, Collective, Pulse, Samples
 from mrl.watch.verdict import GONE, UNKNOWN, Observation
 
 SILENT_S = 60.0
@@ -158,16 +158,16 @@ def _left(seen: Observation) -> Observation:
 
 
 def _seen(values: Any) -> Observation:
-    fields, state, last = values
-    pulse, collective = Pulse(*fields), Collective(*last)
+    fields, state, last, counts = values
+    pulse, collective, samples = Pulse(*fields), Collective(*last), Samples(*counts)
     texts = (state, pulse.phase, pulse.tenant, collective.name, collective.group)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a phase, a state, a tenant or a collective is no text")
     numbers = (pulse.step, pulse.position, pulse.beats)
-    numbers += (collective.number, collective.is_over, collective.is_queued)
+    numbers += (collective.number, collective.is_over, collective.is_queued, *samples)
     if not all(isinstance(number, int) for number in numbers):
-        raise TypeError("a step, a position, the beats or a collective is no number")
-    return Observation(pulse, state, collective)
+        raise TypeError("a step, a position, the beats, a collective or the samples are no number")
+    return Observation(pulse, state, collective, samples)
 
 
 class MonitorServer:

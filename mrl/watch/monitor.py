@@ -16,14 +16,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +34,11 @@ from mrl.run.failure import (
     saved_in,
     write_failure,
 )
+from mrl.run.phase_file import PhaseFile
 from mrl.system.files import write_whole
 from mrl.system.heartbeat import LEFT, SUPERVISE
 from mrl.system.launcher import LAUNCH_FOLDER
-from mrl.system.processes import die_with_parent, outlive_parent
+from mrl.system.processes import die_with_parent
 from mrl.watch.connection import (
     MAX_STACKS,
     SILENT_S,
@@ -49,14 +48,10 @@ from mrl.watch.connection import (
     connect,
     report_of,
 )
-from mrl.watch.process import STACKS_S, TICK_S, Process, innermost, kill, stacks_of
+from mrl.watch.process import STACKS_S, Process, innermost, kill, stacks_of
+from mrl.watch.ticks import Ticks
 from mrl.watch.verdict import GONE, MAX_TICK_S, Limits, Verdict, Watch
 
-DONE = b"done\n"
-"""The line with which the parent rank says that it has finished the run. If the input ends without
-this line, the rank has failed."""
-LAST_TICK_S = 0.05
-"""Seconds between ticks after the parent rank has finished; short, as the other ranks finish soon."""
 REPORT_S = 20.0
 """Time limit in seconds for writing the stack traces and the report. There is a limit because the
 disk itself may hang, and may be the reason why the rank hangs."""
@@ -77,38 +72,8 @@ def main() -> None:
     if "node" in job:
         follow(job, ranks)
     else:
-        decide(job, ranks)
-
-
-class Ticks:
-    """Paces a monitor: yields a tick at regular intervals, until there is nothing more to watch."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        """Whether the parent rank of the monitor has finished the run."""
-
-    def until(self, all_have_left: Callable[[], bool]) -> Iterator[float]:
-        """Yield at each tick the seconds since the last tick.
-
-        The ticks end if the parent rank fails or, once it has finished the run, as soon as
-        `all_have_left()` is true.
-        """
-        last = time.monotonic()
-        poll = select.poll()
-        poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
-        while True:
-            if self.is_done:
-                time.sleep(LAST_TICK_S)
-            elif poll.poll(TICK_S * 1000):
-                if sys.stdin.buffer.readline() != DONE:
-                    return
-                self.is_done = True
-                outlive_parent()
-            if self.is_done and all_have_left():
-                return
-            now = time.monotonic()
-            yield now - last
-            last = now
+        with closing(PhaseFile(Path(job["folder"]), job["parent"])) as phases:
+            decide(job, ranks, phases)
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
@@ -127,8 +92,8 @@ def say(text: str) -> None:
     within(PRINT_S, lambda: print(f"mrl: {text}", file=sys.stderr, flush=True))
 
 
-def decide(job: dict[str, Any], ranks: list[Process]) -> None:
-    """Watch the ranks of all nodes, in the monitor of rank 0."""
+def decide(job: dict[str, Any], ranks: list[Process], phases: PhaseFile) -> None:
+    """Watch the ranks of all nodes, in the monitor of rank 0, and note in `phases` what they do."""
     head = None
     if job["nodes"]:
         nodes = [Node(**node) for node in job["nodes"]]
@@ -159,8 +124,9 @@ def decide(job: dict[str, Any], ranks: list[Process]) -> None:
                 say(f"{found.text()}; the run is done")
                 head.leave_out(found.rank)
                 continue
-            if found is None and head.is_behind:
-                continue
+        phases.note(seen[min(seen)].pulse, [each.samples for each in seen.values()])
+        if head is not None and found is None and head.is_behind:
+            continue
         found = found or watch.tick(seconds, [seen[rank] for rank in sorted(seen)])
         if found is not None and ticks.is_done and found.pulse.phase == SUPERVISE:
             if found.rank not in killed_last:

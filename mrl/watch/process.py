@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.run.failure import TAIL_LINES
-from mrl.system.heartbeat import SIZE, kind_of, read_collective, read_page, read_writer
+from mrl.system.heartbeat import (
+    SIZE,
+    kind_of,
+    read_collective,
+    read_page,
+    read_samples,
+    read_writer,
+)
 from mrl.system.proc import stat_of
 from mrl.watch.verdict import GONE, Observation
 
@@ -76,7 +83,7 @@ class Process:
                     writer.state if writer.is_stopped else state
                 )  # the rank may be waiting for it
             pulse = pulse._replace(beats=pulse.beats + moved // BEAT_BYTES)
-        return Observation(pulse, state, read_collective(self.page))
+        return Observation(pulse, state, read_collective(self.page), read_samples(self.page))
 
     def send(self, number: int) -> None:
         """Send a signal to the process, if it still exists."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from mrl.system.proc import is_stopped
 from mrl.system.processes import Closing, children_without_usr1
-from mrl.watch.monitor import DONE
+from mrl.watch.ticks import DONE
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (

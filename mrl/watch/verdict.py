@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mrl.system.heartbeat import LEFT, SUPERVISE, Collective, Pulse, kind_of
+from mrl.system.heartbeat import LEFT, SUPERVISE, Collective, Pulse, Samples, kind_of
 
 LEAST_LIMIT_S = 60.0
 TIMES_LONGEST = 5.0
@@ -68,6 +68,9 @@ class Observation(NamedTuple):
     collective: Collective = Collective()
     """The rank's last collective. It does not count as progress, because a rank may call
     collectives forever."""
+    samples: Samples = Samples()
+    """The rank's numbers of samples. They do not count as progress, because those of a trainer rank may
+    be the numbers of other processes."""
 
     def text(self) -> str:
         """Return the phase, the process state and the last collective in one line, for a report."""

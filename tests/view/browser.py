@@ -103,8 +103,12 @@ class Page:
 
     def open(self, file: Path) -> None:
         """Load and wait for it; then two frames, in which charts are drawn."""
+        self.go(file.resolve().as_uri())
+
+    def go(self, url: str) -> None:
+        """Load an address, like `open`."""
         self.errors, self.requests, self._loads = [], [], 0
-        self.send("Page.navigate", url=file.resolve().as_uri())
+        self.send("Page.navigate", url=url)
         while not self._loads:
             self._read()
         self.settle()

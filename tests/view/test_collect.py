@@ -13,7 +13,8 @@ from mrl.diagnosis.why import explain
 from mrl.errors import InputError
 from mrl.run.folder import RunFolder
 from mrl.view.collect import choose_steps, collect
-from mrl.view.samples import _text, choose_samples, pack_step
+from mrl.view.samples import choose_samples, pack_step
+from mrl.view.texts import ends_of
 from parallel.checkpoint.manifest import folder_name, point_to, set_aside, write_manifest
 from tests.view.invented import EXPERTS, LAYERS, PROMPT, TOKENS, TOPK, record, rollout, write_run
 
@@ -216,5 +217,5 @@ def test_the_time_is_that_of_the_run_and_not_of_the_copy(tmp_path):
 
 def test_the_list_has_the_end_of_a_prompt_of_messages():
     row = {"prompt": [{"role": "user", "content": "x" * 99 + " why?"}], "completion": "so\nit is"}
-    assert _text(row) == f"...{'x' * 55} why? \u2192 so it is"
-    assert _text({}) is None
+    assert ends_of(row["prompt"], row["completion"]) == f"...{'x' * 55} why? \u2192 so it is"
+    assert ends_of(None, None) is None

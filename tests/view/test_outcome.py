@@ -12,7 +12,7 @@ from mrl.cli import main
 from mrl.errors import InputError
 from mrl.run.rollout_rows import conversation
 from mrl.view.compare import collect_comparison
-from mrl.view.outcome import best_and_worst, figures, read_evaluations, with_evaluations
+from mrl.view.outcome import Totals, best_and_worst, figures, read_evaluations, with_evaluations
 from tests.view.invented import HOSTILE, write_run
 
 SCORE = "eval/sums/avg@4"
@@ -39,7 +39,7 @@ def test_figures_are_of_the_ends_and_of_each_set(tmp_path: Path) -> None:
          "mismatch/logprob_abs_max": 1e-2 * i}
         for i in range(12)
     ]  # fmt: skip
-    reward, score, mismatch = figures(rows, evaluations)
+    reward, score, mismatch = figures(Totals(rows), evaluations)
     assert reward == ("mean reward of the last 5 steps", "9", "2 of the first 5 steps")
     assert score.name == "sums, avg@4, 95% interval"
     assert score.value == "0.75 \u00b1 0.196"
@@ -69,10 +69,10 @@ def test_a_damaged_evaluation_is_left_out_and_named(text: str, tmp_path: Path) -
 
 
 def test_scores_that_are_not_numbers_are_dashes() -> None:
-    (figure,) = figures([{"step": 0}], [{"step": 0, SCORE: None}])
+    (figure,) = figures(Totals([{"step": 0}]), [{"step": 0, SCORE: None}])
     assert (figure.value, figure.detail) == ("\u2013", "no finite score")
-    assert figures([], []) == []
-    assert figures([{"step": 0, "reward/mean": float("nan")}], []) == []
+    assert figures(Totals(), []) == []
+    assert figures(Totals([{"step": 0, "reward/mean": float("nan")}]), []) == []
 
 
 def test_best_and_worst_are_of_the_newest_step_with_rewards(tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_the_middle_of_a_long_conversation_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_error_that_is_not_finite_is_no_interval() -> None:
-    (figure,) = figures([], [{"step": 0, SCORE: 0.5, f"{SCORE}_stderr": math.nan}])
+    (figure,) = figures(Totals(), [{"step": 0, SCORE: 0.5, f"{SCORE}_stderr": math.nan}])
     assert (figure.name, figure.value) == ("sums, avg@4", "0.5")
-    (figure,) = figures([], [{"step": 0, SCORE: 0.5}, {"step": 1, SCORE: math.inf}])
+    (figure,) = figures(Totals(), [{"step": 0, SCORE: 0.5}, {"step": 1, SCORE: math.inf}])
     assert (figure.value, figure.detail) == ("0.5", "before the first step")
 
 

@@ -22,7 +22,7 @@ from mrl.system.heartbeat import Pulse
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.watch import monitor, restarted
 from mrl.watch.connection import MonitorServer, Node
-from mrl.watch.monitor import DONE
+from mrl.watch.ticks import DONE
 from mrl.watch.verdict import Verdict
 
 LIMITS = {"given": {}, "least": {}, "first_s": 60.0}

@@ -21,7 +21,7 @@ from mrl.engine_pool.remote.messages import reported_error
 from mrl.engine_pool.remote.wire import RANK, Wire, WireClosed
 from mrl.errors import RankLost, RunFailed
 from mrl.run import console
-from mrl.system.heartbeat import beat
+from mrl.system.heartbeat import Samples, beat
 
 POLL_S = 0.5
 ABSENT_S = 600.0
@@ -58,6 +58,8 @@ class Peer:
         """A number that grows while the worker makes progress."""
         self.has_started = False
         """Whether the worker's engine has started."""
+        self.samples = Samples()
+        """The worker's numbers of samples."""
         self.is_lost = False
 
 

@@ -28,6 +28,7 @@ from mrl.engine_pool.remote.work_items import WorkItems
 from mrl.errors import EngineGone
 from mrl.scheduling.schedule import Schedule
 from mrl.scheduling.staleness import in_flight, oldest_versions
+from mrl.system.heartbeat import Samples, show_samples
 
 S = TypeVar("S", bound=Schedule)
 T = TypeVar("T")
@@ -298,6 +299,9 @@ class Coordinator(Generic[S]):
         kind = message["type"]
         if kind == "pulse":
             peer.progress, peer.version = int(message["progress"]), message["version"]
+            peer.samples = Samples(*map(int, message.get("samples", (0, 0))))
+            counts = [worker.samples for worker in self._workers.values()]
+            show_samples(sum(n.finished for n in counts), sum(n.wanted for n in counts))
             self.times.report(peer.engine, message["activity"], is_lost=peer.is_lost)
             if self._schedule.joins_at_once:
                 self._engines.admit_loaded()

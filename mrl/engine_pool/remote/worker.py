@@ -32,10 +32,14 @@ from mrl.engine_pool.remote.process import PULSE_S, connect
 from mrl.engine_pool.remote.wire import Wire, WireClosed
 from mrl.engine_pool.remote.worker_leases import Leases
 from mrl.preflight import Plan
-from mrl.system.heartbeat import num_beats
+from mrl.system.heartbeat import num_beats, num_samples
 from mrl.weight_sync.base import WeightReceiver
 from mrl.weight_sync.staging import Staging
 from mrl.weight_sync.transports import make_receiver, transfer_device
+
+REPORT_S = 0.5
+"""Seconds between two reports of a worker's progress to the trainer. Activities are reported at
+once."""
 
 
 class Worker:
@@ -146,14 +150,15 @@ class Worker:
                 time.sleep(PULSE_S)
 
     def _report_progress(self) -> None:
-        """Repeatedly send to the trainer how much progress this worker has made, the version that
-        the engine has loaded, and the engine's activities."""
+        """Repeatedly send to the trainer how much progress this worker has made, its numbers of
+        samples, the version that the engine has loaded, and the engine's activities."""
         driver = self.driver
         with suppress(WireClosed):
             while True:
                 known = {"version": driver.version, "activity": driver.activity.take()}
-                self._wire.send({"type": "pulse", "progress": num_beats(), **known})
-                driver.activity.wait(PULSE_S)
+                known |= {"progress": num_beats(), "samples": num_samples()}
+                self._wire.send({"type": "pulse", **known})
+                driver.activity.wait(REPORT_S)
 
 
 def _receive_versions(

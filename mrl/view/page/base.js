@@ -107,3 +107,15 @@ function select(label, options, onChange) {
     options.map(([value, text]) => h("option", { value }, text)));
   return { element: h("label", { class: "choice" }, `${label} `, box), box };
 }
+
+/** Make a token's text visible: line breaks and tabs get a mark, and other control characters become their code point. */
+function visible(piece) {
+  if (piece === undefined) return "\u25a1";
+  if (piece === "") return "\u2205";
+  return [...piece].map((letter) => {
+    if (letter === "\n") return "\u21b5\n";
+    if (letter === "\t") return "\u21e5\t";
+    const hidden = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u.test(letter);
+    return hidden ? `\u27e8${letter.codePointAt(0).toString(16).toUpperCase()}\u27e9` : letter;
+  }).join("");
+}

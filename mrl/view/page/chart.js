@@ -5,6 +5,11 @@ const EDGE = { left: 52, right: 10, top: 19, bottom: 30 };
 const MAX_DOTS = 40;
 let chartNumber = 0;
 
+/** The charts of the page: `draw` draws a chart anew from the curves, `forget` is for one that was removed. */
+const CHARTS = new Map();
+/** Called with each new chart. */
+let onChart = () => {};
+
 /**
  * Make a figure with curves. Fields of `spec`: title, keys, labels (one per key), colours (one number per
  * key, if a colour has the same meaning in several charts, which then name curves by their labels), label (function
@@ -55,6 +60,7 @@ function chart(spec) {
   }
 
   function draw() {
+    if (spec.rest) parts[parts.length - 1].series = restOf(spec);
     const drawn = drawPlot(spec, parts, state.log, Math.max(160, plot.clientWidth), show);
     Object.assign(state, drawn);
     plot.replaceChildren(drawn.element, ...(drawn.note ? [h("p", { class: "note" }, drawn.note)] : []));
@@ -67,7 +73,9 @@ function chart(spec) {
   }
 
   cursor.listeners.add(readout);
+  CHARTS.set(figure, { draw, forget: () => { cursor.listeners.delete(readout); CHARTS.delete(figure); } });
   whenSized(plot, draw);
+  onChart(figure);
   return figure;
 }
 
@@ -80,8 +88,13 @@ function partsOf(spec) {
     return { key, label: spec.labels ? spec.labels[place] : short[i], colour: spec.colours ? spec.colours[place] : i % 8, series: SERIES[key] };
   });
   if (!spec.rest) return parts;
+  return [...parts, { key: spec.rest.join(" "), label: `${spec.rest.length} others`, colour: parts.length % 8, series: restOf(spec) }];
+}
+
+/** Return the sum of the smallest curves of a stacked chart as a series. */
+function restOf(spec) {
   const sum = stack(spec.rest.map((key) => curveOf(SERIES[key]))).pop();
-  return [...parts, { key: spec.rest.join(" "), label: `${spec.rest.length} others`, colour: parts.length % 8, series: { v: sum.values, steps: sum.steps } }];
+  return { v: sum.values, steps: sum.steps };
 }
 
 function curveOf(series) {

@@ -36,21 +36,43 @@ const USUAL = [
   { title: "Guards", match: [/^guard\//] },
 ];
 
+/** Specs of the charts that compare engine and trainer. */
+const MISMATCH = [
+  { title: "KL of engine and trainer", match: ["mismatch/k1", "mismatch/k3", "mismatch/chi2"] },
+  { title: "|\u0394 log-prob|, percentiles", log: true,
+    match: ["mismatch/p50", "mismatch/p90", "mismatch/p99", "mismatch/p999", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"] },
+  { title: "Extreme ratios, share of tokens", match: ["mismatch/extreme_share"] },
+  { title: "Routes that differ", match: ["routing/disagreement", "routing/token_any_layer"] },
+  { title: "Router margins", match: [/^routing\/margin_(median_)?at_(dis)?agreement$/] },
+  { title: "Mean |\u0394 log-prob| by what is replayed", match: [/^decompose\/.*\/logprob_abs_mean$/] },
+  { title: "Replay coverage", match: ["routing/replay_coverage"] },
+  { title: "Staleness, versions", match: ["staleness/mean", "staleness/max"] },
+  { title: "Expert load", match: ["moe/load_max", "moe/dead_experts"] },
+];
+
 function usualCurves() {
   return chartGrid(USUAL);
 }
 
-/** Make the charts of the specs. If a spec has more than three keys, keys whose values are all 0 are left out. */
+/** Make the charts of the specs. */
 function chartGrid(specs) {
+  const { charts, note } = gridSpecs(specs);
+  return h("div", {}, h("div", { class: "grid" }, charts.map(chart)), note ? h("p", { class: "note" }, note) : null);
+}
+
+/**
+ * Return the spec of each chart, and a note about what has none. If a spec has more than three keys, keys whose values are all 0
+ * are left out.
+ */
+function gridSpecs(specs) {
   const zeros = [];
   const charts = specs.flatMap((spec) => {
     const keys = keysLike(...spec.match);
     const telling = keys.length > 3 ? keys.filter((key) => SERIES[key].v.some((v) => v !== 0)) : keys;
     zeros.push(...keys.filter((key) => !telling.includes(key)));
-    return split(spec, telling).map(chart);
+    return split(spec, telling);
   });
-  const note = zeros.length ? h("p", { class: "note" }, `Not drawn here, as they are 0 at every ${STEP}: ${zeros.length} of the keys under All metrics.`) : null;
-  return h("div", {}, h("div", { class: "grid" }, charts), note);
+  return { charts, note: zeros.length ? `Not drawn here, as they are 0 at every ${STEP}: ${zeros.length} of the keys under All metrics.` : "" };
 }
 
 /** Split a spec into specs with at most MAX_KEYS curves each. A stacked chart is not split; its smallest curves are summed. */

@@ -1,18 +1,5 @@
 // Compare the log-probs and routes of engine and trainer: over the steps, by layer, and by which routes are replayed.
 
-const MISMATCH = [
-  { title: "KL of engine and trainer", match: ["mismatch/k1", "mismatch/k3", "mismatch/chi2"] },
-  { title: "|\u0394 log-prob|, percentiles", log: true,
-    match: ["mismatch/p50", "mismatch/p90", "mismatch/p99", "mismatch/p999", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"] },
-  { title: "Extreme ratios, share of tokens", match: ["mismatch/extreme_share"] },
-  { title: "Routes that differ", match: ["routing/disagreement", "routing/token_any_layer"] },
-  { title: "Router margins", match: [/^routing\/margin_(median_)?at_(dis)?agreement$/] },
-  { title: "Mean |\u0394 log-prob| by what is replayed", match: [/^decompose\/.*\/logprob_abs_mean$/] },
-  { title: "Replay coverage", match: ["routing/replay_coverage"] },
-  { title: "Staleness, versions", match: ["staleness/mean", "staleness/max"] },
-  { title: "Expert load", match: ["moe/load_max", "moe/dead_experts"] },
-];
-
 const FAMILY_NAMES = {
   "routing/disagreement": "router disagreement",
   "routing/margin_at_disagreement": "router margin where routes differ",

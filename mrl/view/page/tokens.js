@@ -83,18 +83,6 @@ function tint(share) {
   return `rgba(${r},${g},${b},${(0.6 * Math.sqrt(Math.abs(share))).toFixed(3)})`;
 }
 
-/** Make a token's text visible: line breaks and tabs get a mark, and other control characters become their code point. */
-function visible(piece) {
-  if (piece === undefined) return "\u25a1";
-  if (piece === "") return "\u2205";
-  return [...piece].map((letter) => {
-    if (letter === "\n") return "\u21b5\n";
-    if (letter === "\t") return "\u21e5\t";
-    const hidden = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u.test(letter);
-    return hidden ? `\u27e8${letter.codePointAt(0).toString(16).toUpperCase()}\u27e9` : letter;
-  }).join("");
-}
-
 /** Show everything that is known about a token: a list of its values and a table of its routes. */
 function tokenPanel(sample, step, token) {
   const { mask, versions, advantage } = unpack(sample, step);
