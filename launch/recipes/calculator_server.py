@@ -1,13 +1,14 @@
-"""A calculator as an MCP server, over standard input and output. See docs/environments_elsewhere.md.
+"""A calculator as an MCP server. See docs/environments_elsewhere.md.
 
-    python calculator_server.py            # what environment.mcp.command starts
-    python calculator_server.py --port N   # the same over HTTP, at http://127.0.0.1:N/mcp
+`python calculator_server.py` speaks over standard input and output, as `environment.mcp.command` needs
+it; with `--port N`, it is at `http://127.0.0.1:N/mcp`.
 """
 
 import argparse
 import operator
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("calculator")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -17,7 +18,7 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 def calculate(a: int, op: str, b: int) -> str:
     """Compute a op b, where op is one of + - *."""
     if op not in OPERATIONS:
-        raise ValueError(f"op is {op!r}, expected one of {' '.join(OPERATIONS)}")
+        raise ToolError(f"op is {op!r}, expected one of {' '.join(OPERATIONS)}")
     return str(OPERATIONS[op](a, b))
 
 

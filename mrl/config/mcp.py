@@ -22,14 +22,14 @@ class McpConfig(Branch):
     headers: dict[str, str] = Field(default_factory=dict)
     """HTTP headers for `url`. `$NAME` in a value is the environment variable NAME."""
     per_episode: bool = True
-    """Give each episode a server process of its own (`command`) or a session of its own (`url`), so that
-    no episode sees what another has done. If false, the episodes of a worker share one, which saves the
-    start of a process in each episode."""
+    """Give each episode a server process of its own (`command`) or a session of its own (`url`), so
+    that no episode sees what another has done. If false, the episodes of a worker share one, which
+    saves the start of a process in each episode."""
     tools: tuple[str, ...] | None = None
     """The tools that the policy may call; null takes all that the servers have."""
     show_tools: Literal["template", "system", "never"] = "template"
-    """How the policy learns of the tools. `template`: the chat template renders them. `system`: they are
-    written into the system message, for chat templates that have no place for tools. `never`: the
+    """How the policy learns of the tools. `template`: the chat template renders them. `system`: they
+    are written into the system message, for chat templates that have no place for tools. `never`: the
     prompts of the data describe them."""
     max_result_chars: int = Field(default=8000, ge=100)
     """Longest result of a tool, in characters, that the policy reads. Of a longer one it reads the
@@ -49,7 +49,9 @@ class McpConfig(Branch):
             raise ValueError("give a server: its `command`, its `url`, or both")
         wrong = [url for url in self.url if not url.startswith(("http://", "https://"))]
         if wrong:
-            raise ValueError(f"url {wrong[0]!r}: expected an address that begins with http:// or https://")
+            raise ValueError(
+                f"url {wrong[0]!r}: expected an address that begins with http:// or https://"
+            )
         if self.headers and not self.url:
             raise ValueError("headers are for a `url`; give a `command` its variables as `env`")
         if self.env and not self.command:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from mrl.config.branch import Branch, one_or_several
-from mrl.config.mcp import McpConfig
 from mrl.config.dtypes import Dtype
+from mrl.config.mcp import McpConfig
 from mrl.config.training import ModelConfig
 
 FULL_SYNC_EVERY = 20
@@ -238,12 +238,12 @@ class EnvironmentConfig(Branch):
     time_limit_s: float = Field(default=30.0, gt=0)
     """Time limit for one answer of the environment, in seconds. An environment that takes longer is
     killed, and its episode is masked. A `command` has `episode_limit_s` instead. For `mcp`, the limit
-    of one call of a tool. A worker of `verifiers` or `mcp` that does not respond for this time is killed
-    with all its episodes."""
+    of one call of a tool. A worker of `verifiers` or `mcp` that does not respond for this time is
+    killed with all its episodes."""
     episode_limit_s: float = Field(default=600.0, gt=0)
-    """Time limit for a whole episode of `command`, `verifiers` or `mcp`, in seconds. An agent that takes
-    longer is killed with all processes that it started, and its episode is masked. The time in which a
-    lost engine is replaced does not count."""
+    """Time limit for a whole episode of `command`, `verifiers` or `mcp`, in seconds. An agent that
+    takes longer is killed with all processes that it started, and its episode is masked. The time in
+    which a lost engine is replaced does not count."""
     num_workers: int = Field(default=1, ge=1)
     """Number of processes that run the environments of one engine's episodes. This is also the
     number of environments that can answer at the same time. A `command` has `num_agents` instead."""

@@ -40,7 +40,9 @@ class GuessLetters(vf.Taskset[LetterTask, LettersConfig]):
     def load(self) -> Iterator[LetterTask]:
         for _ in range(self.config.rounds):
             for letter in self.config.letters:
-                yield LetterTask(LetterData(prompt=self.config.prompt, letter=letter), self.config.task)
+                yield LetterTask(
+                    LetterData(prompt=self.config.prompt, letter=letter), self.config.task
+                )
 
 
 class GuessConfig(vf.EnvConfig):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # it imports a web server, which few runs need
     from mrl.collect.endpoint.agents import Agents
 
 POLL_S = 0.2
+PLAYING = Outcome(None, "it has not ended")
 NO_REQUEST = "it printed a reward, but asked the policy for nothing that could be trained"
 
 
@@ -75,6 +76,7 @@ class _Episode:
     record: EpisodeRecord
     reward: float | None = None
     """The episode's reward, NaN if it is masked; None while it is running."""
+    outcome: Outcome = PLAYING
 
     @property
     def given(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class AgentRollout:
             return
         if isinstance(outcome, Exception):
             raise outcome
-        episode.reward = self._scored(episode, outcome)
+        episode.reward, episode.outcome = self._scored(episode, outcome), outcome
 
     def _scored(self, episode: _Episode, outcome: Outcome) -> float:
         """Return the reward of an episode; NaN if it is masked."""
@@ -225,9 +227,28 @@ class AgentRollout:
             samples = [episode.samples(version, is_tree=self._is_tree) for episode in members]
             episodes = tuple(e for e, branches in enumerate(samples) for _ in branches)
             rewards = torch.tensor(known, dtype=torch.float32)
+            outcomes = [members[e].outcome for e in episodes]
             yield SampleGroup(
                 members[0].prompt,
                 [branch for branches in samples for branch in branches],
                 rewards=of_samples(rewards, episodes),
                 episodes=episodes if self._is_tree else None,
+                reward_parts=_parts(outcomes) or None,
+                answers=_answers(outcomes),
             )
+
+
+def _answers(outcomes: Sequence[Outcome]) -> list[str] | None:
+    """Return the answers that the recipe's reward judges; None if the episodes have their rewards. An
+    episode that failed has none."""
+    answers = [outcome.answer for outcome in outcomes]
+    return None if all(each is None for each in answers) else [each or "" for each in answers]
+
+
+def _parts(outcomes: Sequence[Outcome]) -> dict[str, torch.Tensor]:
+    """Return the numbers beside the rewards, f32[G] by name; NaN if an episode has none."""
+    names = sorted({name for outcome in outcomes for name in outcome.parts})
+    return {
+        name: torch.tensor([outcome.parts.get(name, math.nan) for outcome in outcomes])
+        for name in names
+    }

@@ -1,5 +1,5 @@
-"""What a worker of `environment.verifiers` or `environment.mcp` is started with, and what it can be asked
-before a run: the tasks of an environment, and the tools of servers."""
+"""What a worker of `environment.verifiers` or `environment.mcp` is started with, and what it can be
+asked before a run: the tasks of an environment, and the tools of servers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def worker_spec(config: EnvironmentConfig) -> dict[str, Any]:
 
 
 def tasks_of(config: EnvironmentConfig, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tasks of a verifiers environment as rows of data, with the columns `prompt` and `task`.
+    """Return the tasks of a verifiers environment as rows with the columns `prompt` and `task`.
 
     `arguments` are merged over those of the environment. Raises InputError if they cannot be loaded.
     """

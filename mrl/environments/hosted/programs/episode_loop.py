@@ -1,5 +1,5 @@
-"""What every worker program does: it reads requests from its standard input and plays many episodes at a
-time, in one event loop. It imports only the standard library.
+"""What every worker program does: it reads requests from its standard input and plays many episodes
+at a time, in one event loop. It imports only the standard library.
 
 The first line is the specification of the worker. Then come
 

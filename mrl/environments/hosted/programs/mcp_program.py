@@ -1,7 +1,7 @@
 """The worker of `environment.mcp`: the policy talks, and its tool calls are run on MCP servers.
 
-`mcp_program.py` plays episodes (see episode_loop.py); `mcp_program.py tools` lists the servers' tools. It
-is written for the package `mcp` 2.x.
+`mcp_program.py` plays episodes (see episode_loop.py); `mcp_program.py tools` lists the servers' tools.
+It is written for the package `mcp` 2.x.
 """
 
 from __future__ import annotations
@@ -19,23 +19,12 @@ from string import Template
 from typing import Any
 
 from episode_loop import BadInput, Episode, EpisodeFailed, Play, Played, describe, main
+from tool_prompt import with_tools
 
 START_S = 60.0
 """Seconds for a server to start and to list its tools."""
 MAX_PAGES = 100
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-SYSTEM = """# Tools
-
-You may call one or more functions to assist with the user query. They are:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a JSON object with the function's name and its arguments within
-<tool_call></tool_call> tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 def _mcp() -> Any:
@@ -43,8 +32,8 @@ def _mcp() -> Any:
         import mcp
     except ImportError:
         raise BadInput(
-            f"mcp is not installed for {sys.executable}; pip install 'mrl[mcp]', or name the Python of an "
-            "environment that has it as environment.python"
+            f"mcp is not installed for {sys.executable}; pip install 'mrl[mcp]', or name the Python of "
+            "an environment that has it as environment.python"
         ) from None
     version = importlib.metadata.version("mcp")
     if not version.startswith("2."):
@@ -135,7 +124,9 @@ async def connected(spec: dict[str, Any]) -> AsyncIterator[Servers]:
         except (BadInput, asyncio.CancelledError):
             raise
         except BaseException as error:
-            raise ServerGone(f"the server cannot be started or reached: {describe(error)}") from None
+            raise ServerGone(
+                f"the server cannot be started or reached: {describe(error)}"
+            ) from None
         yield servers
 
 
@@ -299,13 +290,7 @@ async def _talk(episode: Episode, spec: dict[str, Any], servers: Servers, http: 
 
 def _beginning(prompt: Any, show_tools: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if show_tools != "system":
-        return messages
-    shown = SYSTEM.format(tools="\n".join(json.dumps(tool) for tool in tools))
-    if messages[0]["role"] == "system":
-        first = messages.pop(0)
-        shown = f"{first['content']}\n\n{shown}"
-    return [{"role": "system", "content": shown}, *messages]
+    return with_tools(messages, tools) if show_tools == "system" else messages
 
 
 def _calls(said: dict[str, Any], *, is_parsed: bool) -> tuple[str, list[tuple[str, Any, str]]]:

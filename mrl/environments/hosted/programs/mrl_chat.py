@@ -1,7 +1,7 @@
 """A harness for verifiers 0.4: a conversation with tools, in the process of the worker.
 
-verifiers' own `null` and `bash` harnesses do the same in a program of their own, which each episode starts
-with `uv`; that takes seconds, and an installation of packages.
+verifiers' own `null` and `bash` harnesses do the same in a program of their own, which each episode
+starts with `uv`; that takes seconds, and an installation of packages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 __all__ = ["MrlChat"]
 
 FULL = ("context_length_exceeded", "max_turns")
-"""What the endpoint says when a conversation has used up its context or its turns. That ends the episode
-and is no failure: it is scored as it is."""
+"""What the endpoint says when a conversation has used up its context or its turns. That ends the
+episode and is no failure: it is scored as it is."""
 
 
 @functools.cache
 def _http() -> httpx.AsyncClient:
-    """The connections of all episodes to verifiers' server in this process; a client of its own would cost
-    an episode more than its turns."""
+    """The connections of all episodes to verifiers' server in this process; a client of its own would
+    cost an episode more than its turns."""
     return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
 

@@ -1,8 +1,8 @@
 """The worker of `environment.verifiers`: it loads the environment once and plays its episodes.
 
-`verifiers_program.py` plays episodes (see episode_loop.py); `verifiers_program.py tasks` writes the tasks
-of the environment's taskset as rows of data. It is written for verifiers 0.4, whose environments are
-tasksets, harnesses and `Env` classes (`verifiers.v1`).
+`verifiers_program.py` plays episodes (see episode_loop.py); `verifiers_program.py tasks` writes the
+tasks of the environment's taskset as rows of data. It is written for verifiers 0.4, whose environments
+are tasksets, harnesses and `Env` classes (`verifiers.v1`).
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _config(vf: Any, spec: dict[str, Any]) -> tuple[Any, str]:
     playing = [name for name, role in changes.items() if role.client is None]
     if len(playing) != 1:
         raise BadInput(
-            f"the policy would play {' and '.join(map(repr, playing)) or 'no role'} of this environment, "
-            f"which has {', '.join(changes)}, expected one; give every other role a client "
+            f"the policy would play {' and '.join(map(repr, playing)) or 'no role'} of this "
+            f"environment, of {', '.join(changes)}, expected one; give every other role a client "
             "(environment.arguments: {ROLE: {client: {base_url, api_key_var}, model}})"
         )
     return config.model_copy(update=changes), playing[0]
@@ -108,11 +108,13 @@ async def open_environment(spec: dict[str, Any]) -> AsyncIterator[Play]:
         given = episode.given.get("task")
         if not isinstance(given, dict):
             raise EpisodeFailed(
-                f"the row has no column `task` with a task of {config.taskset.id}; leave data out to take "
-                "the environment's own tasks"
+                f"the row has no column `task` with a task of {config.taskset.id}; leave data out to "
+                "take the environment's own tasks"
             )
         task = task_class(task_class.data_type().model_validate(given), config.taskset.task)
-        variable = f"MRL_EPISODE_API_KEY_{episode.number}"  # verifiers reads keys from variables only
+        variable = (
+            f"MRL_EPISODE_API_KEY_{episode.number}"  # verifiers reads keys from variables only
+        )
         os.environ[variable] = episode.key
         try:
             client = vf.EvalClientConfig(base_url=episode.base_url, api_key_var=variable)
