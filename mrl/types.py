@@ -180,6 +180,9 @@ class SampleGroup:
     """The decoded completions; None if this rank has not decoded them (`mrl.data.completions`)."""
     reward_parts: dict[str, Tensor] | None = None
     """The values f32[G] of each part of the reward, by name, or None; NaN if a sample lacks it."""
+    answers: list[str] | None = None
+    """The last answers of conversations whose reward functions judge these, instead of `texts`; else
+    None. `rewards` is then NaN for samples that are masked, until the others are scored."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -104,11 +104,13 @@ class EpisodeLoop:
         generation: Generation,
         *,
         is_tree: bool = False,
+        complete: Callable[[SampleGroup, Sequence[Any]], SampleGroup] | None = None,
     ) -> None:
         """`groups` has the G episodes of each group. `generation` is opened for each engine, and closed
-        when the rollout is over. `is_tree`: whether episodes may have several samples."""
+        when the rollout is over. `is_tree`: whether episodes may have several samples. `complete` is
+        given a group and its episodes, and returns the group with what else is known of it."""
         self._groups, self._player, self._generation = groups, player, generation
-        self._is_tree = is_tree
+        self._is_tree, self._completed = is_tree, complete
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._place = {id(episode): g for g, group in enumerate(groups) for episode in group}
         self._rewards: dict[int, float] = {}
@@ -200,9 +202,10 @@ class EpisodeLoop:
         episodes = tuple(e for e, branches in enumerate(samples) for _ in branches)
         rewards = torch.tensor([self._rewards[id(e)] for e in members], dtype=torch.float32)
         self._num_yielded += 1
-        return SampleGroup(
+        group = SampleGroup(
             members[0].prompt,
             [branch for branches in samples for branch in branches],
             rewards=of_samples(rewards, episodes),
             episodes=episodes if self._is_tree else None,
         )
+        return group if self._completed is None else self._completed(group, members)

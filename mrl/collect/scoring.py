@@ -16,6 +16,7 @@ from mrl.data.completions import completions
 from mrl.environments.runner import EnvironmentRunner
 from mrl.errors import RunFailed
 from mrl.rewards.budget import Budget
+from mrl.rewards.judged import judged
 from mrl.rewards.runner import RewardRunner, shown_rows
 from mrl.run import console
 from mrl.system.heartbeat import beat
@@ -46,18 +47,19 @@ class Scoring:
         self.environments: EnvironmentRunner | None = None
         """The environments of conversations; None if the recipe has no environment of this kind."""
         self.agents: Agents | None = None
-        """The agents of `environment.command`; None if the recipe has none."""
+        """The agents of a recipe whose environment has some (`is_agent`); else None."""
         # Workers are started in this thread, and exit when it ends, so it lives as long as the run.
         self._thread = ThreadPoolExecutor(1)
         self._begun: list[tuple[SampleGroup, Future[Tensor] | None]] = []
         self._num_scored = 0
         """Number of samples that `score` has scored since the last report."""
         rewards: dict[str | None, Rewards] = {**recipe.data.rewards}
-        if recipe.environment is None and recipe.reward is not None:
+        has_environment = recipe.environment is not None and recipe.environment.gives_rewards
+        if not has_environment and recipe.reward is not None:
             rewards = {None: recipe.reward, **rewards}
         with ExitStack() as undo:  # if a reward cannot be loaded, end the processes of the others
             undo.callback(self.close)
-            if recipe.environment is not None and recipe.environment.command:
+            if recipe.environment is not None and recipe.environment.is_agent:
                 from mrl.collect.endpoint.agents import Agents  # few runs need a web server
 
                 kwargs = recipe.data.chat_template_kwargs
@@ -92,9 +94,7 @@ class Scoring:
             self._begun.append((group, None))
             return
         (texts,) = completions([group], self._tokenizer)  # the group keeps them
-        future = self._thread.submit(
-            runner.score_group, group, texts, step_samples=self._step_samples
-        )
+        future = self._thread.submit(judged, runner, group, texts, step_samples=self._step_samples)
         self._begun.append((group, future))
 
     def finish(self) -> tuple[list[SampleGroup], int]:
@@ -132,7 +132,7 @@ class Scoring:
             return group, 0
         before = runner.report.num_failed
         (texts,) = completions([group], self._tokenizer)
-        group.rewards = runner.score_group(group, texts, step_samples=self._step_samples)
+        group.rewards = judged(runner, group, texts, step_samples=self._step_samples)
         return group, runner.report.num_failed - before
 
     def _runner_of(self, prompt: Prompt) -> RewardRunner | None:
@@ -178,7 +178,7 @@ class Scoring:
                     "rewrote earlier messages or held several conversations; only the longest of each "
                     "is trained, and all with rollout.endpoint_branches=tree. This is said once"
                 )
-            return agents.num_failed
+            return agents.num_failed + self._report_rewards()
         if (environments := self.environments) is not None:
             if environments.num_failed:
                 console.warning(
@@ -187,6 +187,10 @@ class Scoring:
                     f"{environments.first_error}"
                 )
             return environments.num_failed
+        return self._report_rewards()
+
+    def _report_rewards(self) -> int:
+        """Print a warning about failures of reward functions, and return the number of samples."""
         reports = [runner.report for runner in self._runners.values()]
         for report in reports:
             if report.num_failed or report.num_repeated:

@@ -10,6 +10,8 @@ from mrl.config.branch import Branch
 from mrl.config.reward import Rewards, describe_rewards
 
 Paths = str | tuple[str, ...]
+ENVIRONMENT_TASKS = "environment:tasks"
+"""The path that stands for the tasks of `environment.verifiers`."""
 TEMPLATE_OWN = ("add_generation_prompt", "conversation", "messages", "tokenize", "tools")
 """Arguments of `apply_chat_template` that mrl sets itself."""
 
@@ -27,6 +29,8 @@ class RowsConfig(Branch):
     `data.split`."""
     subset: str | None = None
     """The subset of a data set on the Hugging Face hub, like `data.subset`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """For the path `environment:tasks`, like `data.arguments`."""
 
     def data(self, chat_template_kwargs: dict[str, Any]) -> DataConfig:
         """Return a DataConfig with which these rows are read in the same way as training data."""
@@ -36,6 +40,7 @@ class RowsConfig(Branch):
             columns=self.columns,
             split=self.split or "train",
             subset=self.subset,
+            arguments=self.arguments,
             chat_template_kwargs=chat_template_kwargs,
         )
 
@@ -60,7 +65,8 @@ class DataConfig(Branch):
     path: Paths | None = None
     """A file (`.jsonl`, `.json`, `.csv`, `.tsv`, each also with `.gz`, or `.parquet`), a glob, a
     folder written by `save_to_disk`, a hub id, or a list of these. All rows together form one data
-    set; see docs/data.md. Give either this key or `data.sources`."""
+    set; see docs/data.md. Give either this key or `data.sources`. `environment:tasks`, which is the
+    default with `environment.verifiers`, stands for the tasks of that environment."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources, each with its own columns, reward and weight."""
     prompt_key: str | None = None
@@ -75,6 +81,9 @@ class DataConfig(Branch):
     subset: str | None = None
     """The subset, such as `main`, of a data set on the Hugging Face hub that has several subsets
     (`name` in `datasets.load_dataset`)."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """For the path `environment:tasks`: keys merged over `environment.arguments` when the tasks are
+    loaded, such as `{taskset: {split: test}}` or `{select: {limit: 100}}`."""
     overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
     """What happens to prompts that, together with the longest response, do not fit into the
     context. `refuse`: the run does not start, and the error message names the row. `filter`: these
@@ -118,6 +127,7 @@ class DataConfig(Branch):
                     "columns": self.columns | source.columns,
                     "split": source.split or self.split,
                     "subset": source.subset or self.subset,
+                    "arguments": source.arguments or self.arguments,
                 }
             )
             for source in sources

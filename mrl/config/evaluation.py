@@ -16,7 +16,7 @@ class EvalSetConfig(RowsConfig):
     """Name of the set in the metrics, `eval/NAME/...`."""
     reward: Rewards | None = None
     """The reward for the samples, like the recipe's `reward`; null takes the recipe's reward or
-    environment."""
+    environment. The set is then played without the environment, unless that is `environment.mcp`."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Number k of samples for each prompt. The metrics are avg@k, and pass@j for j = 1, 2, 4 ... below
     k and for k itself."""

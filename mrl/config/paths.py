@@ -25,9 +25,10 @@ def resolve_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
     """Return a recipe, given as nested dicts, with every existing path made absolute.
 
     A value is a path if its key is `path` or `load_rollouts`, or ends with `_path` (except
-    `model_path`). A value that names a Python file (`file.py`, `file.py:NAME`) or a reward model
-    (`reward_model:FOLDER`) is a path under any key. `recipe` is the file that the tree comes from;
-    with None, only the current directory is searched.
+    `model_path`), or if its key is `verifiers` or `python` and it has a slash. A value that names a
+    Python file (`file.py`, `file.py:NAME`) or a reward model (`reward_model:FOLDER`) is a path
+    under any key. `recipe` is the file that the tree comes from; with None, only the current
+    directory is searched.
     """
     return _branch(tree, _folders(recipe))
 
@@ -43,7 +44,9 @@ def _folders(recipe: Path | None) -> list[Path]:
 
 def _branch(tree: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
     return {
-        key: value if key in NOT_OURS else _resolved(value, folders, is_path=_is_path(key))
+        key: value
+        if key in NOT_OURS
+        else _resolved(value, folders, is_path=_is_path(key) or _is_path_with_slash(key, value))
         for key, value in tree.items()
     }
 
@@ -52,6 +55,12 @@ def _is_path(key: Any) -> bool:
     return isinstance(key, str) and (
         key in ("path", "load_rollouts") or (key.endswith("_path") and key != "model_path")
     )
+
+
+def _is_path_with_slash(key: Any, value: Any) -> bool:
+    """Return whether a value is a path if it has a slash, and otherwise the name of a package or of a
+    program."""
+    return key in ("verifiers", "python") and isinstance(value, str) and "/" in value
 
 
 def _resolved(value: Any, folders: Sequence[Path], *, is_path: bool) -> Any:

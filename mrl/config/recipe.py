@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.asynchronous import AsyncConfig
 from mrl.config.branch import Branch
 from mrl.config.critic import CriticConfig
-from mrl.config.data import DataConfig
+from mrl.config.data import ENVIRONMENT_TASKS, DataConfig
 from mrl.config.diagnosis import DiagnosisConfig
 from mrl.config.evaluation import EvalConfig
 from mrl.config.guards import GuardConfig
@@ -70,7 +70,8 @@ class Recipe(Branch):
     """Time limit for one call of the reward function, in seconds. A call that takes longer is
     killed, and its samples are masked."""
     environment: EnvironmentConfig | None = None
-    """The environment with which the policy interacts over several turns. It replaces `reward`."""
+    """The environment with which the policy interacts over several turns. It replaces `reward`, except
+    for `environment.mcp`."""
     data: DataConfig
     sft: SftConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -82,6 +83,18 @@ class Recipe(Branch):
     """The run folder. If it contains a run, that run is resumed."""
     seed: int = 0
     """Seed of the order of the prompts, of the sampling, and of all other random numbers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_as_data(cls, tree: Any) -> Any:
+        """Take the tasks of `environment.verifiers` if no data is given."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("environment"), dict):
+            return tree
+        data = tree.get("data") or {}
+        is_open = isinstance(data, dict) and not (data.get("path") or data.get("sources"))
+        if tree["environment"].get("verifiers") and is_open:
+            return {**tree, "data": {**data, "path": ENVIRONMENT_TASKS}}
+        return tree
 
     @property
     def longest_wait_s(self) -> float:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mrl.config.branch import Branch, one_or_several
 from mrl.config.dtypes import Dtype
+from mrl.config.mcp import McpConfig
 from mrl.config.training import ModelConfig
 
 FULL_SYNC_EVERY = 20
@@ -213,29 +214,42 @@ class RolloutConfig(SharedRolloutConfig):
 class EnvironmentConfig(Branch):
     name: str | None = None
     """The environment: a file of mrl/environments/, `file.py:Class`, or `package.module:Class`. Give
-    this or `command`."""
+    this, `command`, `verifiers` or `mcp`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment class. Each episode creates a new instance with them."""
+    """Keyword arguments of the environment class. Each episode creates a new instance with them. With
+    `verifiers`, the keys of its environment's config, and `select`."""
     command: tuple[str, ...] = ()
     """The agent, as a program and its arguments: each episode runs it once. It talks to the policy at
     `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, reads the row from its standard input, and prints
     the reward. `python` is the Python that runs mrl. Requires `rollout.endpoint: true`; see
     docs/endpoint.md."""
+    verifiers: str | None = None
+    """An environment for verifiers 0.4: the id of an installed package, or a folder that has one.
+    Requires `rollout.endpoint: true`; see docs/environments_elsewhere.md."""
+    mcp: McpConfig | None = None
+    """MCP servers, whose tools the policy may call; `reward` judges its last answer. Requires
+    `rollout.endpoint: true`; see docs/environments_elsewhere.md."""
+    python: str | None = None
+    """The Python that runs the workers of `verifiers` or `mcp`, such as the one of an environment that
+    has verifiers. Null takes the Python that runs mrl."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of turns that the policy takes in an episode. `rollout.max_response_len` limits
     the tokens of each turn, and `rollout.context_len` those of the whole episode."""
     time_limit_s: float = Field(default=30.0, gt=0)
     """Time limit for one answer of the environment, in seconds. An environment that takes longer is
-    killed, and its episode is masked. A `command` has `episode_limit_s` instead."""
+    killed, and its episode is masked. A `command` has `episode_limit_s` instead. For `mcp`, the limit
+    of one call of a tool. A worker of `verifiers` or `mcp` that does not respond for this time is
+    killed with all its episodes."""
     episode_limit_s: float = Field(default=600.0, gt=0)
-    """Time limit for a whole episode of `command`, in seconds. An agent that takes longer is killed
-    with all processes that it started, and its episode is masked. The time in which a lost engine is
-    replaced does not count."""
+    """Time limit for a whole episode of `command`, `verifiers` or `mcp`, in seconds. An agent that
+    takes longer is killed with all processes that it started, and its episode is masked. The time in
+    which a lost engine is replaced does not count."""
     num_workers: int = Field(default=1, ge=1)
     """Number of processes that run the environments of one engine's episodes. This is also the
     number of environments that can answer at the same time. A `command` has `num_agents` instead."""
     num_agents: int = Field(default=32, ge=1)
-    """Maximum number of agents (`command`) that run at a time for one engine."""
+    """Maximum number of agents (`command`), or of episodes of `verifiers` or `mcp`, that run at a time
+    for one engine."""
 
     @field_validator("command", mode="before")
     @classmethod
@@ -247,20 +261,47 @@ class EnvironmentConfig(Branch):
 
     @model_validator(mode="after")
     def _one_form(self) -> EnvironmentConfig:
-        if (self.name is None) == (not self.command):
-            given = "both are" if self.command else "neither is"
+        forms = ("name", "command", "verifiers", "mcp")
+        given = [form for form in forms if getattr(self, form)]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are" if given else "none is"
             raise ValueError(
-                f"name and command: {given} given, expected exactly one: a class of Python as `name`, "
-                "or an agent of your own as `command`"
+                f"name, command, verifiers and mcp: {found} given, expected exactly one: a class of "
+                "Python as `name`, an agent of your own as `command`, an environment of verifiers, or "
+                "the servers of tools as `mcp`"
             )
         if self.command and self.arguments:
             raise ValueError(
                 "arguments are keywords of the class that `name` gives; write those of a command after "
                 "its program (command: [python, agent.py, --turns, 3])"
             )
+        if self.mcp and self.arguments:
+            raise ValueError("arguments: an MCP server has none here; write them in mcp.command")
+        if self.python is not None and not self.is_hosted:
+            raise ValueError(f"python is for the workers of verifiers and mcp, not of {given[0]}")
         return self
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether episodes are played in the worker processes of mrl.environments.hosted."""
+        return self.verifiers is not None or self.mcp is not None
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether episodes talk to the policy at the endpoint."""
+        return bool(self.command) or self.is_hosted
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether the environment gives the rewards; otherwise the recipe's reward judges the last
+        answer."""
+        return self.mcp is None
 
     @property
     def label(self) -> str:
         """The environment in a few words, for messages."""
-        return repr(self.name) if self.name is not None else f"command {shlex.join(self.command)!r}"
+        if self.name is not None:
+            return repr(self.name)
+        if self.verifiers is not None:
+            return f"verifiers {self.verifiers!r}"
+        return f"mcp {self.mcp.label}" if self.mcp else f"command {shlex.join(self.command)!r}"

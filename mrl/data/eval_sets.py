@@ -7,6 +7,7 @@ from typing import Any
 
 from mrl.config import EvalSetConfig, Recipe
 from mrl.data import read_prompts
+from mrl.data.files import Tasks
 from mrl.errors import InputError
 from mrl.types import Prompt
 
@@ -22,9 +23,11 @@ class EvalSet:
     prompts: list[Prompt]
 
 
-def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[EvalSet]:
+def read_eval_sets(
+    recipe: Recipe, tokenizer: Any, context_len: int, tasks: Tasks | None = None
+) -> list[EvalSet]:
     """Read all evaluation sets. `context_len` is the maximum length of a prompt plus its response,
-    in tokens.
+    in tokens. `tasks` loads the tasks of the recipe's environment.
 
     Raises InputError if a set cannot be read, does not fit the context or has fewer rows than its
     `num_prompts`, or if two sets have the same name. If `eval.every` is not 0, InputError is also
@@ -41,10 +44,12 @@ def read_eval_sets(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Eva
         raise InputError(
             f"eval.every is {config.every}, but debug.load_rollouts starts no engine; set it to 0"
         )
-    return [_read(each, recipe, tokenizer, context_len) for each in config.sets]
+    return [_read(each, recipe, tokenizer, context_len, tasks) for each in config.sets]
 
 
-def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: int) -> EvalSet:
+def _read(
+    config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: int, tasks: Tasks | None
+) -> EvalSet:
     rollout = recipe.rollout
     response_len = config.max_response_len or rollout.max_response_len
     if response_len >= context_len:
@@ -59,6 +64,7 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
         max_prompt_len=context_len - response_len,
         max_response_len=response_len,
         is_evaluation=True,
+        tasks=tasks,
     )
     if config.num_prompts is not None:
         if config.num_prompts > len(prompts):
@@ -84,5 +90,6 @@ def _read(config: EvalSetConfig, recipe: Recipe, tokenizer: Any, context_len: in
     # Rewards of the training sources do not apply to the set.
     changes: dict[str, Any] = {"rollout": rollout.model_copy(update=sampling), "data": data}
     if config.reward is not None:
-        changes |= {"reward": config.reward, "environment": None}
+        keeps = recipe.environment is not None and not recipe.environment.gives_rewards
+        changes |= {"reward": config.reward, "environment": recipe.environment if keeps else None}
     return EvalSet(config, recipe.model_copy(update=changes), prompts)

@@ -16,33 +16,42 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mrl.config.data import ENVIRONMENT_TASKS
 from mrl.data import arrow
 from mrl.errors import InputError
 from mrl.system.json_text import each_key_once, unpaired_surrogate
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
+Tasks = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+"""Returns the tasks of the recipe's environment as rows, loaded with some arguments."""
 
 MAX_CELL_CHARS = 1 << 28
 """Maximum number of characters in a cell of a CSV file. Python's default limit is 131,072."""
 
 
 def read_all_rows(
-    paths: Iterable[str | Path], *, split: str = "train", subset: str | None = None
+    paths: Iterable[str | Path],
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    tasks: Callable[[], list[dict[str, Any]]] | None = None,
 ) -> Rows:
     """Yield `(source, row)` for every row of `paths`, in order; `source` names the row in messages.
 
     A path is a file, a folder written by `save_to_disk`, a glob pattern, or a hub id
     (`owner/name`). The files of a glob are read in the order of their names. `split` applies to
-    folders and hub ids, `subset` to hub ids. Raises InputError if a path does not exist, cannot be
-    read as data, or has no rows.
+    folders and hub ids, `subset` to hub ids. `tasks` returns the rows of ENVIRONMENT_TASKS. Raises
+    InputError if a path does not exist, cannot be read as data, or has no rows.
     """
     for path in paths:
         text = str(path)
-        if os.path.isdir(text):
+        if text == ENVIRONMENT_TASKS:
+            yield from _some(_read_tasks(tasks), text)
+        elif os.path.isdir(text):
             yield from _some(arrow.read_folder(Path(text), split), text)
         elif os.path.exists(text):
             yield from read_rows(Path(text))
@@ -78,6 +87,16 @@ def read_rows(path: Path) -> Rows:
     else:
         rows = _read_json(path, may_be_array=suffix == ".json")
     yield from _some(rows, path)
+
+
+def _read_tasks(tasks: Callable[[], list[dict[str, Any]]] | None) -> Rows:
+    if tasks is None:
+        raise InputError(
+            f"{ENVIRONMENT_TASKS} stands for the tasks of environment.verifiers, which this recipe "
+            "does not have; give the path of a data file"
+        )
+    for number, row in enumerate(tasks(), start=1):
+        yield f"{ENVIRONMENT_TASKS} row {number}", row
 
 
 def _special(mode: int) -> str:

@@ -6,6 +6,7 @@ Dimensions: T all tokens of an SFT example.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from torch import Tensor
 from mrl.config import DataConfig, SourceConfig
 from mrl.config.data import paths_of
 from mrl.config.reward import describe_rewards
-from mrl.data.files import read_all_rows
+from mrl.data.files import Tasks, read_all_rows
 from mrl.data.forms import Row, read_form, tools_of
 from mrl.data.template import PromptEncoder
 from mrl.errors import InputError
@@ -76,11 +77,13 @@ def read_sources(
     max_response_len: int = 0,
     min_rows: int = 1,
     is_evaluation: bool = False,
+    tasks: Tasks | None = None,
 ) -> list[Source]:
     """Read and tokenize every row of the training data, source by source.
 
     `max_prompt_len` is the context length minus `max_response_len`, in tokens; `max_response_len`
     and `is_evaluation` only affect error messages. `min_rows` is the number of prompts in a step.
+    `tasks` loads the tasks of the recipe's environment, for the path ENVIRONMENT_TASKS.
     Raises InputError if the data is not valid; if a single row is the cause, the message is
     `file:line: reason`.
     """
@@ -97,8 +100,9 @@ def read_sources(
         taken.add(name)
         _refuse_same_key(name, keys)
         reading = _Reading(
-            encoder, config.overlong, max_prompt_len, max_response_len, num_rows, is_evaluation
-        )
+            encoder, config.overlong, max_prompt_len, max_response_len, num_rows, is_evaluation,
+            tasks,
+        )  # fmt: skip
         prompts = reading.prompts(each, name if len(config.sources) > 1 else None)
         num_rows = reading.num_rows
         if not prompts:
@@ -155,6 +159,7 @@ def read_prompts(
     max_response_len: int = 0,
     min_rows: int = 1,
     is_evaluation: bool = False,
+    tasks: Tasks | None = None,
 ) -> list[Prompt]:
     """Read and tokenize every row of a file, or of all sources of a DataConfig, as one list. The other
     arguments and the errors are those of `read_sources`."""
@@ -166,6 +171,7 @@ def read_prompts(
         max_response_len=max_response_len,
         min_rows=min_rows,
         is_evaluation=is_evaluation,
+        tasks=tasks,
     )
     return [prompt for source in sources for prompt in source.prompts]
 
@@ -182,10 +188,11 @@ class _Reading:
         max_response_len: int,
         num_rows: int,
         is_evaluation: bool,
+        tasks: Tasks | None,
     ) -> None:
         """`num_rows` is the number of rows already read from other sources. The other arguments are
         those of `read_sources`; `overlong` is `data.overlong`."""
-        self._is_evaluation = is_evaluation
+        self._is_evaluation, self._tasks = is_evaluation, tasks
         self._encoder, self._overlong = encoder, overlong
         self._max_len, self._response_len = max_prompt_len, max_response_len
         self.num_rows = num_rows
@@ -197,7 +204,7 @@ class _Reading:
         if there is only one source."""
         prompts = []
         reward = None if config.reward is None else describe_rewards(config.reward)
-        for row in _read_forms(config):
+        for row in _read_forms(config, self._tasks):
             prompt = self._prompt(row)
             if prompt is not None:
                 prompts.append(replace(prompt, reward=reward, source_name=name))
@@ -274,7 +281,12 @@ def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield row.source, {"prompt": row.prompt, **row.columns}
 
 
-def _read_forms(config: SourceConfig) -> Iterator[Row]:
-    rows = read_all_rows(paths_of(config.path), split=config.split or "train", subset=config.subset)
+def _read_forms(config: SourceConfig, tasks: Tasks | None = None) -> Iterator[Row]:
+    rows = read_all_rows(
+        paths_of(config.path),
+        split=config.split or "train",
+        subset=config.subset,
+        tasks=None if tasks is None else functools.partial(tasks, config.arguments),
+    )
     for source, values in rows:
         yield read_form(source, values, config.prompt_key, config.columns)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.config import EnvironmentConfig
@@ -50,6 +50,11 @@ class Outcome:
     """The reward that it printed; None if it failed."""
     error: str = ""
     """Why there is no reward, in one line; empty if there is one."""
+    answer: str | None = None
+    """The text that the recipe's reward judges; `reward` is then only a placeholder. None if the
+    episode has its reward."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that are logged beside the reward."""
 
 
 class AgentCommand(Closing):
@@ -63,7 +68,7 @@ class AgentCommand(Closing):
         self._limit_s = config.episode_limit_s
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._closed = threading.Event()
-        self._guard = _Guard(self._mark)
+        self._guard = Guard(self._mark)
 
     def run(
         self,
@@ -139,21 +144,21 @@ class AgentCommand(Closing):
         self._guard.close()
 
 
-def resolved(command: Sequence[str]) -> list[str]:
+def resolved(command: Sequence[str], key: str = "environment.command") -> list[str]:
     """Return the command with the path of its program. Raises InputError if there is none, or if it
-    is `python` and its script does not exist."""
+    is `python` and its script does not exist; `key` is the recipe's key in the message."""
     program, *arguments = command
     if program == "python":
         script = arguments[0] if arguments else ""
         if script.endswith(".py") and not os.path.isfile(script):
             raise InputError(
-                f"environment.command: there is no file {script} in {os.getcwd()}, nor beside the "
-                "recipe; give the path of the agent"
+                f"{key}: there is no file {script} in {os.getcwd()}, nor beside the "
+                "recipe; give its path"
             )
         return [sys.executable, *arguments]
     if (found := shutil.which(program)) is None:
         raise InputError(
-            f"environment.command: there is no program {program!r} in PATH or at this path from "
+            f"{key}: there is no program {program!r} in PATH or at this path from "
             f"{os.getcwd()}; give the name or path of a program that this user may run"
         )
     return [found, *arguments]
@@ -270,7 +275,7 @@ def _has_exited(process: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, process.pid, look) is not None
 
 
-class _Guard(Closing):
+class Guard(Closing):
     """A process that kills the agents when this process ends, however it ends: it waits for the end
     of a pipe that only this process holds open."""
 

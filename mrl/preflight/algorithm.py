@@ -149,10 +149,10 @@ def _check_turn_rewards(recipe: Recipe) -> None:
             "algorithm.turn_rewards: a reward function gives one reward for the whole sample; train in "
             "an environment, or leave turn_rewards out"
         )
-    if recipe.environment.command:
+    if recipe.environment.is_agent:
         raise InputError(
-            "algorithm.turn_rewards: the agent of environment.command prints one reward for the whole "
-            "episode; leave turn_rewards out"
+            f"algorithm.turn_rewards: an episode of environment {recipe.environment.label} has one "
+            "reward for the whole episode; leave turn_rewards out"
         )
     if algorithm.name == "gspo_token" and algorithm.kl_coef and algorithm.kl_in == "reward":
         raise InputError(

@@ -53,6 +53,7 @@ from mrl.preflight.rows import check_rows
 from mrl.preflight.sampling import check_recipe_sampling
 from mrl.preflight.schedule import with_schedule
 from mrl.preflight.task import check_task
+from mrl.preflight.tools import check_tools
 from mrl.run import console
 from mrl.run.folder import RunFolder, check_saved_steps
 from mrl.run.history import Update
@@ -137,6 +138,8 @@ def check(
     check_caches(recipe, prompts, eval_sets, context_len, elsewhere=elsewhere)
     if is_main and imports_rewards:
         try_rewards(recipe, prompts, eval_sets, tokenizer, warn)
+        if not elsewhere:
+            check_tools(recipe, prompts, tokenizer, context_len)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
     checkpoint_step, step = steps_done(folder, recipe, sources, update, warn)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from mrl.config import Recipe
 from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
+from mrl.data.files import Tasks
 from mrl.environments.base import check_reset
+from mrl.environments.hosted.spec import tasks_of
 from mrl.environments.openai_chat import check_target
 from mrl.environments.runner import check_columns as check_environment_columns
 from mrl.errors import InputError
@@ -36,7 +39,16 @@ def sources_of(recipe: Recipe, tokenizer: Any, context_len: int) -> list[Source]
         max_prompt_len=context_len - rollout.max_response_len,
         max_response_len=rollout.max_response_len,
         min_rows=rollout.prompts_per_step,
+        tasks=_tasks_of(recipe),
     )
+
+
+def _tasks_of(recipe: Recipe) -> Tasks | None:
+    """Return the function that loads the tasks of the recipe's environment; None if it has none."""
+    environment = recipe.environment
+    if environment is None or environment.verifiers is None:
+        return None
+    return partial(tasks_of, environment)
 
 
 def check_prompts(
@@ -53,9 +65,12 @@ def check_prompts(
     loaded, the columns for rewards are not checked. If `imports_rewards` is false, the environment
     is not reset, and only the columns for mrl's own rewards are checked.
     """
-    is_conversation = recipe.environment is not None
+    environment = recipe.environment
     for prompt in prompts:
-        (check_environment_columns if is_conversation else check_columns)(prompt)
+        if environment is not None:
+            check_environment_columns(prompt)
+        if environment is None or not environment.gives_rewards:
+            check_columns(prompt)
     if recipe.environment is not None:
         if imports_rewards and recipe.environment.name is not None:
             for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
@@ -64,7 +79,7 @@ def check_prompts(
                     check_target(recipe.environment.arguments["target"], columns, source)
         if any(isinstance(prompt.content, list) for prompt in prompts):
             ChatTurns(tokenizer, recipe.data.chat_template_kwargs).check()
-    elif recipe.debug.load_rollouts is None:
+    if (environment is None or not environment.gives_rewards) and not recipe.debug.load_rollouts:
         check_reward_columns(
             prompts, recipe.reward, recipe.data.rewards, warn, imports_rewards=imports_rewards
         )
@@ -82,7 +97,7 @@ def eval_sets_of(
 
     `imports_rewards` is described in `check_prompts`.
     """
-    found = read_eval_sets(recipe, tokenizer, context_len)
+    found = read_eval_sets(recipe, tokenizer, context_len, _tasks_of(recipe))
     for each in found:
         check_task(each.recipe, each.config.name, imports_rewards=imports_rewards)
         where = f"eval set {each.config.name}: rollout"

@@ -187,16 +187,21 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _task(recipe: Recipe) -> str:
-    if recipe.environment is None:
-        if recipe.reward is None:
-            return "each source with its own reward"
-        terms = terms_of(recipe.reward)
-        if len(terms) == 1:
-            return f"reward {terms[0].path}"
-        return "rewards " + " + ".join(f"{term.weight:g} {term.name}" for term in terms)
     environment = recipe.environment
-    name = environment.label if environment.command else environment.name
-    return f"environment {name}, up to {environment.max_turns} turns"
+    if environment is None:
+        return _rewards(recipe)
+    name = environment.label if environment.is_agent else environment.name
+    turns = f"environment {name}, up to {environment.max_turns} turns"
+    return turns if environment.gives_rewards else f"{turns}, {_rewards(recipe)}"
+
+
+def _rewards(recipe: Recipe) -> str:
+    if recipe.reward is None:
+        return "each source with its own reward"
+    terms = terms_of(recipe.reward)
+    if len(terms) == 1:
+        return f"reward {terms[0].path}"
+    return "rewards " + " + ".join(f"{term.weight:g} {term.name}" for term in terms)
 
 
 def _engine_name(engine: str) -> str:

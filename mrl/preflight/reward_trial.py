@@ -49,7 +49,8 @@ def try_rewards(
     rows: dict[str, dict[str | None, Prompt]] = {}
     sets = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
     for each, name, set_prompts in sets:
-        if each.environment is not None or recipe.debug.load_rollouts is not None:
+        is_scored = each.environment is not None and each.environment.gives_rewards
+        if is_scored or recipe.debug.load_rollouts is not None:
             continue
         for prompt in set_prompts:
             rewards = each.reward if prompt.reward is None else each.data.rewards[prompt.reward]

@@ -10,6 +10,7 @@ from mrl.config import Recipe
 from mrl.data.reader import source_name
 from mrl.environments.base import environment_names, resolve_environment
 from mrl.environments.command import resolved
+from mrl.environments.hosted.spec import worker_spec
 from mrl.errors import InputError
 from mrl.rewards import resolve_reward, reward_names
 from mrl.rewards.terms import all_terms
@@ -29,16 +30,22 @@ def check_task(
     one of them cannot be loaded.
     """
     reward, environment = recipe.reward, recipe.environment
-    if environment is not None and recipe.data.rewards:
+    is_scored = environment is not None and environment.gives_rewards
+    if is_scored and recipe.data.rewards:
         raise InputError(
             "data.sources: an environment gives the rewards itself; leave `reward` out"
         )
-    if reward is not None and environment is not None:
+    if reward is not None and is_scored:
         raise InputError(
             "reward and environment: both are given, expected exactly one; an environment gives the "
             "rewards itself (reward=null removes the recipe's)"
         )
-    if reward is None and environment is None and not recipe.data.has_all_rewards:
+    if reward is None and not is_scored and not recipe.data.has_all_rewards:
+        if environment is not None:
+            raise InputError(
+                "reward: none is given, but environment.mcp has none of its own; give the reward that "
+                "judges the last answer of an episode, such as reward=math_verify"
+            )
         raise InputError(
             "reward and environment: neither is given, expected exactly one, such as "
             f"reward=math_verify{_who_needs_it(recipe, eval_set)}"
@@ -62,18 +69,23 @@ def check_task(
 def _check_agents(recipe: Recipe, eval_set: str | None) -> None:
     """Check that there is an endpoint if and only if there are agents, and that their program
     exists."""
-    has_agents = recipe.environment is not None and bool(recipe.environment.command)
-    if has_agents and not recipe.rollout.endpoint:
+    environment = recipe.environment
+    has_agents = environment is not None and environment.is_agent
+    if environment is not None and has_agents and not recipe.rollout.endpoint:
+        kind = next(k for k in ("command", "verifiers", "mcp") if getattr(environment, k))
         raise InputError(
-            "environment.command: agents talk to the policy at an endpoint; set rollout.endpoint=true"
+            f"environment.{kind}: its episodes talk to the policy at an endpoint; set "
+            "rollout.endpoint=true"
         )
     if recipe.rollout.endpoint and not has_agents and eval_set is None:
         raise InputError(
             "rollout.endpoint is true, but nothing would use it: give the agent as "
             "environment.command (docs/endpoint.md), or leave the key out"
         )
-    if recipe.environment is not None and has_agents:
-        resolved(recipe.environment.command)
+    if environment is not None and environment.command:
+        resolved(environment.command)
+    if environment is not None and environment.is_hosted:
+        worker_spec(environment)
     if recipe.rollout.endpoint_branches == "tree" and eval_set is None:
         _check_tree(recipe, has_agents=has_agents)
 

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "turns": (
         (*COMMAND, "algorithm.name=gspo_token", "algorithm.turn_rewards=true"),
-        "prints one reward for the whole episode",
+        "has one reward for the whole episode",
     ),
     "more than a step": ((*COMMAND, "rollout.over_sampling=1.5"), "waits for all episodes"),
     "tree": (("rollout.endpoint_branches=tree",), "there are no agents"),

@@ -1,4 +1,4 @@
-"""The agents of a run: programs that talk to the policy at the endpoint, one process per episode."""
+"""The agents of a run, which talk to the policy at the endpoint: programs, or hosted environments."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mrl.collect.endpoint.server import EndpointServer
 from mrl.collect.endpoint.texts import Texts
 from mrl.config import EnvironmentConfig
 from mrl.environments.command import AgentCommand, Outcome
+from mrl.environments.hosted.pool import EpisodeWorkers
 from mrl.rewards.runner import check_failures
 from mrl.system.processes import Closing
 
@@ -23,7 +24,7 @@ from mrl.system.processes import Closing
 class Agents(Closing):
     """Runs agents, at most `environment.num_agents` at a time, and serves the policy to them.
 
-    Raises InputError if their program cannot be found.
+    Raises InputError if their program cannot be found, or if a hosted environment cannot be loaded.
     """
 
     num_replayed = 0
@@ -41,7 +42,8 @@ class Agents(Closing):
         self._num_branched, self._has_told = 0, False
         self._counting = threading.Lock()
         with ExitStack() as undo:
-            self._command = undo.enter_context(AgentCommand(config))
+            runs = EpisodeWorkers(config) if config.is_hosted else AgentCommand(config)
+            self._command = undo.enter_context(runs)
             self._server = undo.enter_context(EndpointServer())
             self._threads = ThreadPoolExecutor(config.num_agents, thread_name_prefix="mrl-agent")
             self._undo = undo.pop_all()

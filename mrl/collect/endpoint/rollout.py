@@ -5,6 +5,7 @@ Dimensions: G samples per prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mrl.collect.endpoint.generation import Generation
 from mrl.collect.endpoint.record import EpisodeRecord
@@ -24,6 +27,7 @@ from mrl.types import Prompt, Sample, SampleGroup
 if TYPE_CHECKING:  # it imports a web server, which few runs need
     from mrl.collect.endpoint.agents import Agents
 
+PLAYING = Outcome(None, "it has not ended")
 NO_REQUEST = "it printed a reward, but asked the policy for nothing that could be trained"
 
 
@@ -65,6 +69,7 @@ class _Episode:
     record: EpisodeRecord
     is_tree: bool
     is_masked: bool = False
+    outcome: Outcome = PLAYING
 
     @property
     def given(self) -> dict[str, Any]:
@@ -123,7 +128,9 @@ class AgentRollout:
             ]
             for group, seed in zip(groups, seeds, strict=True)
         ]
-        self._loop = EpisodeLoop(self._groups, self, generation, is_tree=is_tree)
+        self._loop = EpisodeLoop(
+            self._groups, self, generation, is_tree=is_tree, complete=self._with_outcomes
+        )
 
     @property
     def partial(self) -> list[SampleGroup]:
@@ -158,6 +165,7 @@ class AgentRollout:
         if isinstance(outcome, Exception):
             raise outcome
         reward = self._scored(episode, outcome)
+        episode.outcome = outcome
         episode.is_masked = math.isnan(reward)
         self._loop.end(episode, reward)
 
@@ -186,3 +194,27 @@ class AgentRollout:
 
     def stop(self) -> None:
         self._stop.set()
+
+    def _with_outcomes(self, group: SampleGroup, members: Sequence[_Episode]) -> SampleGroup:
+        """Add what the agents printed beside their rewards."""
+        places = group.episodes or range(len(members))
+        outcomes = [members[place].outcome for place in places]
+        return dataclasses.replace(
+            group, reward_parts=_parts(outcomes) or None, answers=_answers(outcomes)
+        )
+
+
+def _answers(outcomes: Sequence[Outcome]) -> list[str] | None:
+    """Return the answers that the recipe's reward judges; None if the episodes have their rewards. An
+    episode that failed has none."""
+    answers = [outcome.answer for outcome in outcomes]
+    return None if all(each is None for each in answers) else [each or "" for each in answers]
+
+
+def _parts(outcomes: Sequence[Outcome]) -> dict[str, torch.Tensor]:
+    """Return the numbers beside the rewards, f32[G] by name; NaN if an episode has none."""
+    names = sorted({name for outcome in outcomes for name in outcome.parts})
+    return {
+        name: torch.tensor([outcome.parts.get(name, math.nan) for outcome in outcomes])
+        for name in names
+    }

@@ -1,0 +1,1 @@
+"""Programs that run in workers, each as a script. They import nothing of mrl, but one another."""
