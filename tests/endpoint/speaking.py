@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mrl.collect.endpoint.generation import Generation
 from mrl.collect.endpoint.record import EpisodeRecord
@@ -32,6 +34,7 @@ class Speaking:
     def __init__(self, tokenizer: Any, say: Callable[[Request], str] = lambda request: "hello"):
         self.tokenizer, self.say = tokenizer, say
         self.asked: list[Request] = []
+        self.num_calls = 0
         self.aborted: list[str] = []
         self._lock = threading.Lock()
 
@@ -39,6 +42,7 @@ class Speaking:
         assert options["concurrent"]
         with self._lock:
             self.asked += requests
+            self.num_calls += 1
         for request in requests:
             yield self.complete(request, self.say(request))
 
@@ -97,3 +101,22 @@ def make_record(engine: Speaking, **settings: Any) -> EpisodeRecord:
 
 def tokenizer() -> Any:
     return build_tokenizer()
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer with one token per byte, so that most characters beyond ASCII have several tokens."""
+    toy = build_tokenizer()
+    special = ["<|im_start|>", toy.eos_token]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate([*letters, *special])}, merges=[])
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=toy.eos_token,
+        additional_special_tokens=special[:1],
+        chat_template=toy.chat_template,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,284 @@
+"""Odd answers of the policy and odd requests of agents: none becomes a fault of mrl, and none changes
+what the policy reads or what is trained."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mrl.collect.endpoint.answers import chat_response, text_response
+from mrl.collect.endpoint.bodies import Wanted
+from mrl.collect.endpoint.generation import Generation
+from mrl.collect.endpoint.messages import read_messages
+from mrl.collect.endpoint.refused import Refused
+from mrl.collect.endpoint.texts import as_text
+from mrl.collect.endpoint.turns import Asked, Caller
+from mrl.engines.base import EngineLost, Request
+from mrl.engines.sampling import SamplingParams, check_sampling_params
+from mrl.errors import InputError
+from tests.endpoint.speaking import (
+    QUESTION,
+    SAMPLING,
+    Speaking,
+    byte_tokenizer,
+    make_record,
+    tokenizer,
+)
+from tests.endpoint.test_record import TOOLS, ask, say, user
+from tests.waiting import wait_until
+
+DEEP = "[" * 100_000
+TALK = [*QUESTION, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.fixture
+def engine():
+    return Speaking(tokenizer())
+
+
+def complete(record, *prompts, caller=None, **asked):
+    contexts = [record.text(prompt) for prompt in prompts]
+    return record.answer(contexts, Asked(**asked), caller or Caller())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": 5, "arguments": {}}',
+        '{"name": null, "arguments": {}}',
+        '{"name": ["add"], "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": "add", "arguments": "{}"}',
+        '{"name": "add", "arguments": ' + "9" * 5000 + "}",
+        '{"name": "add", "arguments": ' + DEEP + "}",
+        DEEP,
+    ],
+    ids=range(10),
+)
+def test_a_malformed_tool_call_of_the_policy_is_text(engine, call):
+    """It must not become an error of the agent's request."""
+    engine.say = lambda request: f"<tool_call>{call}</tool_call>"
+    record = make_record(engine, sampling=SamplingParams(200_000), context_len=1_000_000)
+    (answer,) = ask(record, QUESTION, Asked(parses_tools=True), TOOLS)
+    message = answer.parsed.message()
+    assert message == {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
+    assert json.dumps(chat_response([answer], Wanted(), record.texts), ensure_ascii=False).encode()
+    engine.say = lambda request: "hello"
+    (later,) = ask(record, [*QUESTION, message, user("x")], Asked(parses_tools=True), TOOLS)
+    assert later.context.parent is answer
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}'])
+def test_a_tool_call_may_have_no_arguments(engine, arguments):
+    engine.say = lambda request: f'<tool_call>{{"name": "now"{arguments}}}</tool_call>'
+    record = make_record(engine, sampling=SamplingParams(200))
+    (answer,) = ask(record, QUESTION, Asked(parses_tools=True), TOOLS)
+    assert answer.parsed.message()["tool_calls"][0]["function"] == {
+        "name": "now",
+        "arguments": "{}",
+    }
+
+
+@pytest.mark.parametrize("arguments", [DEEP, "{", "", "NaN", "9" * 5000, {"a": [None]}])
+def test_odd_arguments_in_a_history_are_no_fault(engine, arguments):
+    function = {"name": "add", "arguments": arguments}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    (answer,) = ask(make_record(engine), [*QUESTION, called, user("x")])
+    assert answer.text == "hello"
+
+
+@pytest.mark.parametrize(
+    "more", [{"function_call": {"name": "f", "arguments": "{}"}}, {"audio": {"id": "a"}}]
+)
+def test_what_the_policy_would_not_see_is_refused(more):
+    with pytest.raises(Refused, match=rf"messages\[1\].{next(iter(more))} is not supported"):
+        read_messages([*QUESTION, {"role": "assistant", "content": "x"} | more])
+    assert read_messages([*QUESTION, {"role": "assistant", "content": "x"} | dict.fromkeys(more)])
+
+
+def test_tools_are_shown_in_the_order_of_their_keys(engine):
+    engine.tokenizer.chat_template = "{{ tools | tojson }}" + engine.tokenizer.chat_template
+    record = make_record(engine, context_len=1000)
+    tools = [{"type": "function", "function": {"name": "add", "description": "adds", "a": 1}}]
+    record.answer([record.chat(QUESTION, as_text(tools))], Asked(), Caller())
+    shown = engine.tokenizer.decode(engine.asked[0].token_ids.tolist())
+    assert shown.startswith(json.dumps(tools))
+
+
+def test_a_prompt_of_text_that_is_repeated_is_the_same_prompt(engine):
+    """Also after an empty answer, which it could be taken to continue."""
+    engine.say = lambda request: ""
+    record = make_record(engine)
+    complete(record, "count: ")
+    complete(record, "count: ")
+    complete(record, "count: 1")
+    first, second, third = engine.asked
+    assert torch.equal(first.token_ids, second.token_ids)
+    assert first.seed != second.seed
+    assert len(third.token_ids) == len(first.token_ids) + 2  # the end of the answer, and the 1
+
+
+@pytest.mark.parametrize("more", ["! two", " two"])
+def test_a_stop_text_that_ends_within_a_token_is_not_repeated(engine, more):
+    """The token that has the stop text has more, which the agent never saw."""
+    engine.say = lambda request: "one!?"
+    record = make_record(engine, sampling=SamplingParams(40, stop=("!",)))
+    (first,) = complete(record, "count: ")
+    assert (first.text, first.stop, first.cut) == ("one", "!", "!?")
+    complete(record, f"count: one{more}")
+    said = engine.tokenizer.decode(engine.asked[-1].token_ids.tolist())
+    assert said == "count: one!?<|im_end|> two"
+
+
+def test_characters_that_are_cut_in_the_middle():
+    """An answer that ends within a character is continued from its tokens, in chats and in texts."""
+    engine = Speaking(byte_tokenizer(), lambda request: "a\U0001f600b")
+    record = make_record(engine)
+    (answer,) = ask(record, QUESTION, Asked(max_tokens=3))
+    assert answer.text == "a\ufffd"
+    talk = [*QUESTION, answer.parsed.message(), user("go on")]
+    (later,) = ask(record, talk)
+    assert later.context.parent is answer
+    (first,) = complete(record, "x: ", max_tokens=3)
+    (second,) = complete(record, f"x: {first.text}")
+    assert second.context.parent is first
+    assert torch.equal(second.context.conversation.token_ids, first.conversation.token_ids)
+    (content,) = chat_response([later], Wanted(logprobs=True), record.texts)["choices"]
+    said = [(each["token"], each["bytes"]) for each in content["logprobs"]["content"]]
+    assert said == [
+        ("a", [97]), *[("\ufffd", None)] * 4, ("b", [98]), ("<|im_end|>", list(b"<|im_end|>")),
+    ]  # fmt: skip
+    (choice,) = text_response([second], Wanted(logprobs=True), record.texts)["choices"]
+    assert choice["text"] == "a\U0001f600b"
+
+
+def test_prompts_of_one_request_are_asked_at_once_or_not_at_all(engine):
+    record = make_record(engine, max_turns=5)
+    found = complete(record, "a", "b", num_answers=2)
+    assert engine.num_calls == 1
+    assert [answer.context.text for answer in found] == ["a", "a", "b", "b"]
+    for prompts in (("c", "d" * 600), ("c", "d")):  # too long, too many turns
+        with pytest.raises(Refused):
+            complete(record, *prompts)
+    assert len(engine.asked) == len(record.leaves) == 4
+
+
+class Strict(Speaking):
+    """Refuses stop tokens, before anything is sent."""
+
+    def generate(self, requests, **options):
+        if any(request.sampling.stop_token_ids for request in requests):
+            raise InputError("stop_token_ids has 999")
+        yield from super().generate(requests, **options)
+
+
+def test_a_request_that_the_engine_refuses_is_no_turn():
+    engine = Strict(tokenizer())
+    record = make_record(engine, max_turns=2)
+    for _ in range(5):
+        with pytest.raises(Refused, match="stop_token_ids has 999") as caught:
+            ask(record, QUESTION, Asked(stop_token_ids=(999,)))
+        assert caught.value.status == 400
+    talk = say(record, [*say(record, QUESTION), user("x")])
+    assert not record.cut_off
+    with pytest.raises(Refused, match="2 turns"):
+        ask(record, [*talk, user("y")])
+    assert len({request.request_id for request in engine.asked}) == 2
+
+
+def test_turns_are_counted_among_concurrent_requests(engine):
+    met = threading.Barrier(5)
+    engine.say = lambda request: str(met.wait(60))
+    record = make_record(engine, max_turns=5)
+
+    def one(number):
+        try:
+            return ask(record, QUESTION)
+        except Refused as refused:
+            return refused.code
+
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(one, range(12)))
+    assert found.count("max_turns") == 7
+    assert len(record.leaves) == 5
+    assert len({request.seed for request in engine.asked}) == 5
+
+
+@pytest.mark.parametrize("stops", [{}, {"stop_token_ids": (9,)}])
+def test_the_least_length_near_the_end_of_the_context(engine, stops):
+    """A recipe's least length must not make requests that the engine refuses."""
+    sampling = SamplingParams(40, min_new_tokens=5, **stops)
+    prompt = len(make_record(engine).prompt.token_ids)
+    for room in range(1, 9):
+        record = make_record(engine, sampling=sampling, context_len=prompt + room)
+        ask(record, QUESTION)
+        given = engine.asked[-1].sampling
+        check_sampling_params(given, 128)
+        assert given.max_new_tokens == room
+        assert given.min_new_tokens == min(5, room if not stops else room - 1)
+    ask(make_record(engine, sampling=sampling), QUESTION, Asked(max_tokens=3))
+    check_sampling_params(engine.asked[-1].sampling, 128)
+
+
+def test_who_has_gone_before_is_not_answered(engine):
+    record = make_record(engine)
+    with pytest.raises(Refused):
+        complete(record, "x", caller=Caller(is_gone=True))
+    assert not engine.asked
+    assert not record.leaves
+
+
+def test_what_a_caller_did_not_receive_is_forgotten(engine):
+    record = make_record(engine)
+    gone, other = Caller(), Caller()
+    complete(record, "a", caller=gone)
+    (kept,) = complete(record, "b", caller=gone)
+    (last,) = complete(record, "bhello more", caller=other)
+    assert last.context.parent is kept
+    record.drop(gone)
+    assert record.leaves == [last]
+    assert record.leaves[0].context.parent is kept  # which an agent has evidently received
+
+
+class Restarted(Speaking):
+    """Is lost with two requests, of which one notices only after the engine has started again."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.has_started_again = threading.Event()
+        self.is_lost = True
+
+    def generate(self, requests, **options):
+        with self._lock:
+            self.asked += requests
+        if self.is_lost:
+            if len(self.asked) == 2:
+                assert self.has_started_again.wait(60)
+            raise EngineLost("on purpose")
+        yield from super().generate(requests, **options)
+
+
+def test_a_late_notice_of_a_loss_does_not_lose_the_new_engine():
+    """The engine is the same object after its restart."""
+    engine = Restarted(tokenizer())
+    generation = Generation({})
+    generation.open(engine)
+    requests = [Request(name, torch.tensor([5]), 1, SAMPLING) for name in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(generation.generate, requests[:1], lambda: True)
+        wait_until(lambda: len(engine.asked) == 1 and generation.lost)
+        generation.open(engine)
+        late = pool.submit(generation.generate, requests[1:], lambda: True)
+        wait_until(lambda: len(engine.asked) >= 2)
+        wait_until(lambda: generation.lost)
+        engine.is_lost = False
+        generation.open(engine)
+        engine.has_started_again.set()
+        assert [len(found.result(60)) for found in (first, late)] == [1, 1]
+    assert generation.lost is None
