@@ -290,6 +290,8 @@ class WorkerConnections:
             peer.can_receive = peer.has_started = True
             self._missing.discard(peer.engine)
             self._on_message(peer, message, body)
+        elif message["type"] == "dies":
+            raise WireClosed(str(message["text"]))
         elif message["type"] == "failed":
             error = reported_error(message, peer.engine)
             if not self._on_failure(peer, error):

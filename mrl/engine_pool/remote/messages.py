@@ -190,6 +190,12 @@ def failed_message(error: Exception) -> dict[str, str]:
     return {"type": "failed", "error": "RunFailed", "text": " ".join(text.split())}
 
 
+def dying_message(error: Exception) -> dict[str, str]:
+    """Return the last message of a worker that ends because of an error. Another worker takes its
+    place."""
+    return {"type": "dies", "text": " ".join(f"{type(error).__name__}: {error}".split())}
+
+
 def reported_error(message: Mapping[str, Any], engine: int) -> Exception:
     """Return the error that the worker of engine `engine` has reported with a `failed_message`."""
     kinds = {kind.__name__: kind for kind in (EngineGone, InputError)}

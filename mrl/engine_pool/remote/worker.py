@@ -27,7 +27,7 @@ from mrl.engine_pool.remote.driver import (
 )
 from mrl.engine_pool.remote.engine_owner import WorkerEngine
 from mrl.engine_pool.remote.jobs import Jobs, RecipeJobs
-from mrl.engine_pool.remote.messages import Work, failed_message
+from mrl.engine_pool.remote.messages import Work, dying_message, failed_message
 from mrl.engine_pool.remote.process import PULSE_S, connect
 from mrl.engine_pool.remote.wire import Wire, WireClosed
 from mrl.engine_pool.remote.worker_leases import Leases
@@ -104,6 +104,10 @@ class Worker:
                 raise
             except self._engine.reported_errors as error:
                 self._wire.send(failed_message(error))
+                raise
+            except Exception as error:
+                with suppress(WireClosed):
+                    self._wire.send(dying_message(error))
                 raise
 
     def leave(self) -> None:
