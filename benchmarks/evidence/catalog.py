@@ -189,7 +189,7 @@ TARGETS = (
            (*STEP, "mrl/engine_pool", RECIPE, "benchmarks/peers.py", "benchmarks/peer_runs"), 25,
            short="tests/benchmarks/test_peers.py"),
     Target("peer_rewards", "the rewards that mrl and TRL reach on the pretrained 135M model",
-           ("benchmarks.peer_rewards",), (),
+           ("benchmarks.peer_rewards",), ("peer_rewards",),
            (*STEP, "launch/recipes/smollm.yaml", "launch/recipes/last_number.py",
             "benchmarks/peer_rewards.py", "benchmarks/peers.py", "benchmarks/peer_runs"), 120,
            short="tests/benchmarks/test_peers.py"),
