@@ -7,6 +7,7 @@ of its model; this is checked at each use.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
 import time
@@ -24,6 +25,9 @@ EPHEMERAL = "ephemeral."
 """Prefix of the names of samplers that a client made without a name. They are not listed, and only the
 newest `KEPT_EPHEMERAL` of a model are kept."""
 KEPT_EPHEMERAL = 16
+COPIED = "copy."
+"""Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied
+before they are sampled."""
 EXPORTS = "exports"
 """The folder of a run with the PEFT folders of its checkpoints."""
 PENDING = "this checkpoint is being written; wait for the result of the call that saves it"
@@ -180,6 +184,9 @@ class Checkpoints:
         if model is not None:
             name = saved_name(row["kind"], row["name"])
             remove_saved(self._backend.run_folder(model["tenant"]), FOLDERS[row["kind"]], name)
+        name = copy_name(row)
+        for copy in (self._backend.registry.root / "runs").glob(f"*/samplers/{name}"):
+            remove_saved(copy.parents[1], "samplers", name)
 
     def _remove_export(self, row: Row) -> None:
         if (exported := self._exported(row)) is not None:
@@ -198,6 +205,12 @@ class Checkpoints:
         for row in rows[:-KEPT_EPHEMERAL]:
             if (settled := self._settled(row)) is not None and settled["folder"]:
                 self._remove(settled)
+
+
+def copy_name(row: Row) -> str:
+    """Return the name of the copies of a checkpoint. One that replaces it has another."""
+    content = f"{row['path']} {row['created']}"
+    return COPIED + hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def is_ephemeral(row: Row) -> bool:

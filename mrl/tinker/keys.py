@@ -3,11 +3,14 @@ so a key cannot be read back; only its owner has it."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from mrl.errors import InputError
 from mrl.system.files import replaced
 from mrl.system.json_text import parse_json
 
-FOLDER, FILE = "tinker", "keys.json"
+FOLDER, FILE, LOCK = "tinker", "keys.json", ".keys.lock"
 PREFIX = "tml-"
 """The SDK accepts only keys with this prefix."""
 USER = re.compile("[a-z0-9][a-z0-9_-]{0,62}")
@@ -41,21 +44,21 @@ class Keys:
                 f"the name of a user is {user[:80]!r}; expected 1 to 63 small letters, digits, _ and -"
             )
         key = PREFIX + secrets.token_urlsafe(32)
-        rows = self._rows()
-        rows.append({"user": user, "sha256": digest(key), "made": int(time.time())})
-        self._write(rows)
+        with self._changing() as rows:
+            rows.append({"user": user, "sha256": digest(key), "made": int(time.time())})
         return key
 
     def remove(self, user: str) -> int:
         """Remove all keys of a user; return how many there were. Raises InputError if there are
         none."""
-        rows = self._rows()
-        kept = [row for row in rows if row["user"] != user]
-        if len(kept) == len(rows):
-            known = ", ".join(sorted({row["user"] for row in rows})) or "none"
-            raise InputError(f"the user {user[:80]!r} has no key; users with keys: {known}")
-        self._write(kept)
-        return len(rows) - len(kept)
+        with self._changing() as rows:
+            own = [row for row in rows if row["user"] == user]
+            if not own:
+                known = ", ".join(sorted({row["user"] for row in rows})) or "none"
+                raise InputError(f"the user {user[:80]!r} has no key; users with keys: {known}")
+            for row in own:
+                rows.remove(row)
+        return len(own)
 
     def list(self) -> list[dict[str, Any]]:
         """Return user, time (`made`, in seconds since 1970) and first 8 letters of the digest of each
@@ -94,12 +97,19 @@ class Keys:
             ) from None
         return rows
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows, and write them after the block. Other processes that change them wait: a key
+        would be lost otherwise, or one that was removed would be back."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        with replaced(self._file, durable=True) as partial:
-            partial.unlink(missing_ok=True)
-            partial.touch(0o600)
-            partial.write_text(json.dumps(rows, indent=1) + "\n")
+        with (self._folder / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            rows = self._rows()
+            yield rows
+            with replaced(self._file, durable=True) as partial:
+                partial.unlink(missing_ok=True)
+                partial.touch(0o600)
+                partial.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def digest(key: str) -> str:

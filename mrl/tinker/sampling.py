@@ -15,13 +15,10 @@ from mrl.service.sessions.saved import place
 from mrl.system.disk import refusal
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import SETTLING, Backend, Row
-from mrl.tinker.checkpoints import Checkpoints
+from mrl.tinker.checkpoints import Checkpoints, copy_name
 from mrl.tinker.data import BadDatum
 from mrl.web.limits import NotYet, Refused
 
-COPIED = "copy."
-"""Prefix of the names of copies. Checkpoints of closed models and those of `save_state` are copied
-before they are sampled."""
 OPEN_S = 60.0
 """How long a session of the service may take to open before it gets a copy, in seconds."""
 COPY_S = 60.0
@@ -97,7 +94,7 @@ class Samplers:
         lora = bodies.Lora(
             rank=model["rank"], train_attn=bool(model["attn"]), train_mlp=bool(model["mlp"])
         )
-        name = COPIED + hashlib.sha256(f"{path} {saved['created']}".encode()).hexdigest()[:32]
+        name = copy_name(saved)
         where = model["tenant"] if is_open else self._host(owner, lora)
         self._copy(Path(saved["folder"]), where, name)
         return where, name, model

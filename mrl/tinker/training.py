@@ -10,9 +10,9 @@ import numpy as np
 
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import EXPORTED, Backend, Row, saved_name
-from mrl.tinker.checkpoints import EPHEMERAL, Checkpoints
+from mrl.tinker.checkpoints import COPIED, EPHEMERAL, Checkpoints
 from mrl.tinker.data import Datum, Pass
-from mrl.tinker.sampling import COPIED, Samplers
+from mrl.tinker.sampling import Samplers
 from mrl.web.limits import Refused
 
 INPUTS: Mapping[str, tuple[str, ...]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,23 @@ def test_keys_are_kept_as_digests(tmp_path: Path) -> None:
         keys.add("Ann Smith")
     assert keys.remove("ann") == 2
     assert keys.owner(one) is None
+
+
+def test_keys_that_are_changed_at_the_same_time(tmp_path: Path) -> None:
+    """Neither is a new key lost, nor is one back that was removed."""
+    users = [f"user-{number}" for number in range(8)]
+    for user in users:
+        Keys(tmp_path).add(user)
+
+    def change(user: str) -> None:
+        Keys(tmp_path).remove(user)
+        for _ in range(5):
+            Keys(tmp_path).add(f"{user}-new")
+
+    with ThreadPoolExecutor(len(users)) as pool:
+        list(pool.map(change, users))
+    found = sorted(row["user"] for row in Keys(tmp_path).list())
+    assert found == sorted(f"{user}-new" for user in users for _ in range(5))
 
 
 def test_the_command_makes_and_removes_keys(

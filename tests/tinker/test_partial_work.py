@@ -130,6 +130,9 @@ def test_a_sampler_goes_on_from_its_checkpoint(api: Api, state: Any) -> None:
     saved = api.server.calls.backend.saved(host.name, "sampler", row["name"])
     assert saved is not None
     assert api.ask("asample", sample(sampler, 0)) == first  # a repetition is no other request
+    checkpoint = api.server.calls.checkpoints
+    checkpoint.delete("ann", row["path"])  # and its copy
+    assert api.server.calls.backend.saved(host.name, "sampler", row["name"]) is None
 
 
 def test_rows_are_looked_up_by_an_index(api: Api) -> None:
