@@ -180,9 +180,7 @@ class SampleGroup:
     """The decoded completions; None if this rank has not decoded them (`mrl.data.completions`)."""
     reward_parts: dict[str, Tensor] | None = None
     """The values f32[G] of each part of the reward, by name, or None; NaN if a sample lacks it."""
-    answers: list[str] | None = None
-    """The last answers of conversations whose reward functions judge these, instead of `texts`; else
-    None. `rewards` is then NaN for samples that are masked, until the others are scored."""
+    answers: list[str] | None = None  # what reward functions judge instead of `texts`
 
 
 @dataclass(frozen=True)
@@ -342,8 +340,7 @@ class WeightBucket:
     """One handle for each rank of an engine, in rank order. A handle opens its rank's own copy of
     `flat` (`mrl.weight_sync.engine_group`). On GPUs each rank must open its handle exactly once."""
     digest: dict[str, int] | None = None
-    """Digests by module (`mrl.kernels.digest`) that an engine's weights must have after loading.
-    Other digests mean that weights were corrupted on the way to the engine."""
+    """Digests by module (`mrl.kernels.digest`) that an engine's weights must have after loading."""
     sent_digest: dict[str, int] | None = None  # if `tensors` are not what an engine holds
     digest_s: float = 0.0
     """Seconds that this rank's exporter spent on digests since the previous bucket."""

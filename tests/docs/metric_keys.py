@@ -20,7 +20,7 @@ ROOMS = ("mrl", "moe", "parallel")
 FORM = re.compile(r"[a-z][a-z0-9_]*(/[a-z0-9_@<>]+)+")
 NOT_METRICS = frozenset(
     {
-        "application/json", "s/step", "tokens/s", "repeat/<>", "environment/<>",
+        "application/json", "text/html", "s/step", "tokens/s", "repeat/<>", "environment/<>",
         "endpoint/<>",
         "difference/<>", "size/<>",
         "first/<>", "without/<>", "without/<>/logprob_abs_mean", "mismatch/percentiles",
