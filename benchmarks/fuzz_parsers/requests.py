@@ -32,7 +32,8 @@ from mrl.tinker.calls import Calls
 from mrl.tinker.keys import Keys, digest
 from mrl.tinker.ledger import Ledger
 from mrl.web.limits import Limits
-from mrl.web.server import settings
+from mrl.web.server import plain_error, settings
+from mrl.web.stages import Callers
 from tests.tenants.parts import make_model, service, session
 
 FINE = (503, 507)
@@ -75,7 +76,8 @@ class Server:
     """An application behind uvicorn's parser."""
 
     def __init__(self, app: Callable[..., Any], limits: Limits) -> None:
-        self._settings, self._loop = settings(app, limits), asyncio.new_event_loop()
+        callers = Callers(limits, plain_error)
+        self._settings, self._loop = settings(app, callers), asyncio.new_event_loop()
         self._settings.load()
 
     def ask(self, request: bytes) -> bytes:
@@ -111,7 +113,8 @@ def _tinker(folder: Path) -> Server:
     make_model(folder)
     registry = Registry(service(folder, folder, control={"tinker": 0})).__enter__()
     keys = Keys(registry.root)
-    keys._write([{"user": "ann", "sha256": digest(KEY), "made": 0}])
+    with keys._changing() as rows:
+        rows.append({"user": "ann", "sha256": digest(KEY), "made": 0})
     calls = Calls(registry, Ledger(registry.root / "tinker").__enter__(), keys)
     calls.is_closing = True  # nobody waits for a result
     return Server(App(calls).asgi, TINKER_LIMITS)

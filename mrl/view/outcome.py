@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from mrl.errors import InputError
 from mrl.run import rollout_rows
@@ -43,7 +43,7 @@ class Totals:
 
     def add(self, row: Row) -> None:
         reward, mean, most = (
-            row.get(key)
+            row.get(key, math.nan)
             for key in ("reward/mean", "mismatch/logprob_abs_mean", "mismatch/logprob_abs_max")
         )
         if _is_finite(reward):
@@ -217,7 +217,7 @@ def _middle_out(text: str) -> str:
     return text if len(text) <= MAX_TURN else f"{text[:half]} [...] {text[-half:]}"
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return is_number(value) and math.isfinite(value)
 
 

@@ -153,7 +153,8 @@ class _Group:
                 for places in _extremes(np.array(column[begin:end]), stretches):
                     is_kept[places] = True
             chosen = np.flatnonzero(is_kept) + begin
-            for column in (self.at, *self.columns.values()):
+            columns: list[array[Any]] = [self.at, *self.columns.values()]
+            for column in columns:
                 column[begin:end] = array(column.typecode, np.array(column)[chosen].tobytes())
             self._num_thinned = end = begin + len(chosen)
             if end <= self._max_points or self.stretch > 1 << 40:

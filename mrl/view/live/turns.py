@@ -60,8 +60,9 @@ def _message(message: dict[str, Any]) -> Turn:
     if message.get("reasoning_content"):
         parts.append(("thought", "", str(message["reasoning_content"])))
     for part in given if isinstance(given, list) else [given]:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        text = str(part.get("text")) if is_text else part
+        text: Any = part
+        if isinstance(part, dict) and part.get("type") == "text":
+            text = str(part.get("text"))
         if text is not None:
             text = text if isinstance(text, str) else json.dumps(text)
             parts.append(

@@ -81,7 +81,7 @@ class MrlChat(vf.Harness[MrlChatConfig]):
         where: dict[str, tuple[str, str]],
         servers: dict[str, Any],
     ) -> None:
-        more = {"tools": tools} if tools else {}
+        more: dict[str, Any] = {"tools": tools} if tools else {}
         while True:
             answer = await client.chat.completions.create(model=model, messages=messages, **more)
             said = answer.choices[0].message
