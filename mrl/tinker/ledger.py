@@ -11,7 +11,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,11 @@ class Ledger(Closing):
             self._run("begin immediate")
             try:
                 yield
+                self._run("commit")
             except BaseException:
-                self._run("rollback")
+                with suppress(DiskFailed):  # there is nothing left to undo
+                    self._run("rollback")
                 raise
-            self._run("commit")
 
     def add(self, table: str, **row: Any) -> Row | None:
         """Add a row. If a row has its key already, add nothing and return that row."""

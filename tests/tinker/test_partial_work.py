@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrl.tinker.ledger import INDEXES, TABLES
+from mrl.errors import DiskFailed
+from mrl.tinker.ledger import INDEXES, TABLES, Ledger
 from mrl.tinker.server import TinkerServer
 from parallel.checkpoint.manifest import write_manifest
 from tests.tinker.conftest import Api
@@ -143,3 +145,17 @@ def test_rows_are_looked_up_by_an_index(api: Api) -> None:
         sql = f"explain query plan select * from {table} where {column} = ? order by rowid"
         (plan,) = ledger._run(sql, ["x"])
         assert plan["detail"].startswith(f"SEARCH {table} USING INDEX"), plan
+
+
+def test_writes_take_effect_together_or_not_at_all(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        with pytest.raises(KeyError), ledger.together():
+            ledger.add("refused", tenant="a", what="x")
+            raise KeyError
+        assert ledger.get("refused", "a") is None
+        with pytest.raises(DiskFailed), ledger.together():
+            ledger.add("refused", tenant="a", what="x")
+            ledger._run("rollback")  # as SQLite does by itself where the disk is full
+        with ledger.together():
+            ledger.add("refused", tenant="b", what="y")
+        assert ledger.find("refused") == [{"tenant": "b", "what": "y"}]
