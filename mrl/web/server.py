@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
+from starlette.responses import JSONResponse
 
 from mrl.errors import RunFailed
 from mrl.system.processes import Closing
@@ -76,7 +78,7 @@ def settings(app: Application, callers: Callers) -> uvicorn.Config:
     """Return uvicorn's configuration for an application and the callers of its socket."""
     limits = callers.limits
     return uvicorn.Config(
-        _closing_unread(app),
+        _finished(app, callers),
         http=protocol_of(callers),
         loop="asyncio",
         ws="none",
@@ -93,19 +95,32 @@ def settings(app: Application, callers: Callers) -> uvicorn.Config:
     )
 
 
-def _closing_unread(app: Application) -> Application:
-    """Return an application that closes the connection after an answer to a request that has not been
-    read. Otherwise the rest of that request would be taken for the beginning of the next one."""
+def _finished(app: Application, callers: Callers) -> Application:
+    """Return an application that also answers what `app` leaves open.
+
+    An answer to a request that has not been read closes the connection. Otherwise the rest of that
+    request would be taken for the beginning of the next one. A request that the end of the server
+    cancels is answered with 503.
+    """
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        connection = scope["state"]["connection"]
+        connection, has_started = scope["state"]["connection"], False
 
         async def sending(message: Any) -> None:
-            is_start = message["type"] == "http.response.start"
-            if is_start and not connection.is_read() and CLOSE not in message["headers"]:
-                message = {**message, "headers": [*message["headers"], CLOSE]}
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                if not connection.is_read() and CLOSE not in message["headers"]:
+                    message = {**message, "headers": [*message["headers"], CLOSE]}
             await send(message)
 
-        await app(scope, receive, sending)
+        try:
+            await app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if has_started:
+                raise
+            error = callers.as_error(503, "the server is ending; try again later")
+            response = JSONResponse(error, 503, {"Connection": "close"})
+            await response(scope, receive, send)
 
     return application
