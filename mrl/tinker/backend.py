@@ -47,8 +47,8 @@ WILL_FAIL = (
     "those of this request are missing: then begin the step again"
 )
 MISSING = (
-    "{} was refused, so its gradients are missing; those of the others are dropped: begin the step "
-    "again"
+    "{} was refused or failed, so its gradients are missing; those of the others are dropped: begin "
+    "the step again"
 )
 
 
@@ -284,7 +284,8 @@ class Backend:
     def check_whole(self, model: Row) -> None:
         """Raise Refused if an operation of this model was lost since it was created or loaded. The
         client would otherwise train other weights than it expects. Passes before an optimizer step that
-        failed are not missed: the step has dropped their gradients."""
+        failed are not missed: the step has dropped their gradients. A pass that failed in an earlier
+        life is noted as refused."""
         tenant = self.active(model["tenant"])
         shown = self.registry.operations.show(tenant.incarnation)
         if (tenant.name, shown["life"]) in self._whole:
@@ -294,11 +295,14 @@ class Backend:
         if posted and shown["version"] is None:
             raise Refused(503, f"model {model['id']} is being opened again; try again")
         ended = self.registry.operations.ended(tenant.incarnation)
-        is_dropped = False
+        is_dropped = has_step = False
         for row in reversed(posted):
-            state = ended.get(row["operation"])
-            if is_dropped and row["kind"] == "forward_backward":
+            state, is_pass = ended.get(row["operation"]), row["kind"] == "forward_backward"
+            if is_dropped and is_pass:
                 continue
+            if state == "failed" and is_pass and not has_step:
+                self.ledger.add("refused", tenant=tenant.name, what=f"forward_backward {row['id']}")
+            has_step |= not is_pass
             if row["operation"].startswith(shown["life"]):
                 if row["kind"] == "load_weights" and state is None:
                     if posted[0]["operation"].startswith(shown["life"]):

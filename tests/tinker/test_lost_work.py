@@ -92,6 +92,28 @@ def test_passes_that_a_failed_step_has_dropped_are_not_missed(
         assert (found.status_code, f"optim_step {model}:1 was lost" in found.text) == (410, True)
 
 
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_pass_that_failed_before_a_restart_is_missing_after_it(
+    api: Api, opened: tuple[str, Path], is_stepped: bool
+) -> None:
+    """Unless the step that it was for has failed, too."""
+    model, folder = opened
+    assert api.call("forward_backward", request(model, 1), **PROTO).is_success
+    step_3 = {"model_id": model, "seq_id": 3, "adam_params": {}}
+    if is_stepped:
+        api.ask("optim_step", {**step_3, "seq_id": 2})
+    for each in api.taken(model):
+        api.answer(model, each, error="it is not finite")
+    reopened(api, model, folder, 0)
+    assert api.call("forward_backward", request(model, 4), **PROTO).is_success
+    api.ask("optim_step", step_3)
+    _, last = api.taken(model)
+    body = last.body.model_dump()
+    assert body["kind"] == ("optim_step" if is_stepped else "drop_gradients")
+    if not is_stepped:
+        assert f"forward_backward {model}:1 was refused or failed" in body["reason"]
+
+
 def test_a_save_that_is_refused_changes_no_checkpoint(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

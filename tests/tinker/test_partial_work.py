@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,17 @@ def test_rows_are_looked_up_by_an_index(api: Api) -> None:
 
 def test_writes_take_effect_together_or_not_at_all(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
-        with pytest.raises(KeyError), ledger.together():
-            ledger.add("refused", tenant="a", what="x")
-            raise KeyError
+
+        def write(then: Callable[[], Any]) -> None:
+            with ledger.together():
+                ledger.add("refused", tenant="a", what="x")
+                then()
+
+        with pytest.raises(ZeroDivisionError):
+            write(lambda: 1 // 0)
         assert ledger.get("refused", "a") is None
-        with pytest.raises(DiskFailed), ledger.together():
-            ledger.add("refused", tenant="a", what="x")
-            ledger._run("rollback")  # as SQLite does by itself where the disk is full
-        with ledger.together():
-            ledger.add("refused", tenant="b", what="y")
-        assert ledger.find("refused") == [{"tenant": "b", "what": "y"}]
+        with pytest.raises(DiskFailed):  # SQLite rolls back by itself where the disk is full
+            write(lambda: ledger._run("rollback"))
+        assert ledger.find("refused") == []
+        write(lambda: None)
+        assert ledger.find("refused") == [{"tenant": "a", "what": "x"}]
