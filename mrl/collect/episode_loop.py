@@ -24,6 +24,7 @@ from mrl.system.heartbeat import beat, expect_samples, finish_samples
 from mrl.types import Prompt, Sample, SampleGroup
 
 POLL_S = 0.2
+"""Seconds between two looks at whether the engine was lost."""
 
 
 class Counting(Protocol):
@@ -80,8 +81,9 @@ class Player(Protocol):
         """Take note that the engine was lost, and that episodes wait for the next one."""
         ...
 
-    def advance(self) -> None:
-        """Send what is ready. This is called whenever events were taken from the queue."""
+    def advance(self) -> float:
+        """Send what is ready. This is called whenever events were taken from the queue, and after the
+        returned number of seconds at the latest."""
         ...
 
     def stop(self) -> None:
@@ -158,8 +160,7 @@ class EpisodeLoop:
                 self._has_begun = True
                 self._player.begin()
             while not self.is_over or self._player.is_ending:
-                self._player.advance()
-                self._take_events()
+                self._take_events(self._player.advance())
                 self._note_version(endpoint)
                 while self._complete:
                     yield self._group(self._complete.popleft())
@@ -172,15 +173,15 @@ class EpisodeLoop:
                 self._player.stop()
             self._generation.close(is_over=not waits_for_engine)
 
-    def _take_events(self) -> None:
-        """Take the events that are there, or wait a moment for one. Raises what ends the rollout."""
+    def _take_events(self, wait_s: float) -> None:
+        """Take the events that are there, or wait for one. Raises what ends the rollout."""
         beat()
         if self._generation.error is not None:
             raise self._generation.error
         if (lost := self._generation.lost) is not None:
             raise lost
         try:
-            event = self._events.get(timeout=POLL_S)
+            event = self._events.get(timeout=wait_s)
         except queue.Empty:
             return
         event()
@@ -190,10 +191,9 @@ class EpisodeLoop:
     def _note_version(self, endpoint: PolicyEndpoint) -> None:
         """Note the weight version. It is None while the weights change; before the first version is
         known, wait until they have."""
-        if endpoint.weight_version is None and self._version is None:
+        while (version := endpoint.weight_version) is None and self._version is None:
             list(endpoint.generate([], concurrent=True))
-        if (version := endpoint.weight_version) is not None:
-            self._version = version
+        self._version = self._version if version is None else version
 
     def _group(self, place: int) -> SampleGroup:
         members = self._groups[place]

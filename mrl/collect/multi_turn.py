@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,8 @@ import torch
 from mrl.collect.conversation import Conversation, FinishReason
 from mrl.collect.endpoint.generation import Generation
 from mrl.collect.endpoint.refused import Refused
-from mrl.collect.episode_loop import EpisodeLoop, GroupEpisodes
+from mrl.collect.episode_loop import POLL_S, EpisodeLoop, GroupEpisodes
+from mrl.collect.gathering import Gathering
 from mrl.data.chat import ChatTurns
 from mrl.engines.base import Completion, EngineLost, PolicyEndpoint, Request, sample_seed
 from mrl.engines.sampling import SamplingParams
@@ -113,6 +115,8 @@ class MultiTurnRollout:
         self._loop = EpisodeLoop(by_group, self, self._generation)
         self._ready: list[_Episode] = []
         """The episodes whose next turn has to be generated."""
+        self._num_live = len(self._episodes)
+        self._gathering = Gathering()
         self._num_ending = 0
         """The number of ended episodes whose environments are not closed yet."""
 
@@ -183,17 +187,22 @@ class MultiTurnRollout:
             return
         group_id = episode.conversation.group_id
         episode.conversation = Conversation.start(group_id, torch.tensor(ids, dtype=torch.int64))
-        self._ready.append(episode)
+        self._make_ready(episode)
 
-    def advance(self) -> None:
-        """Send the next turns of all episodes that are ready, as one call of generate()."""
-        if self._ready:
-            batch = sorted(self._ready, key=lambda episode: episode.index)
-            self._ready = []
-            asked = [(self._request(episode), episode) for episode in batch]
-            threading.Thread(
-                target=self._generate, args=(asked,), name="mrl-turns", daemon=True
-            ).start()
+    def advance(self) -> float:
+        """Send the next turns of all episodes that are ready, as one call of generate(), unless others
+        will be ready in a moment."""
+        if not self._ready:
+            return POLL_S
+        if (wait_s := self._gathering.wait_s(self._num_live)) > 0:
+            return min(wait_s, POLL_S)
+        batch = sorted(self._ready, key=lambda episode: episode.index)
+        self._ready = []
+        asked = [(self._request(episode), episode) for episode in batch]
+        threading.Thread(
+            target=self._generate, args=(asked,), name="mrl-turns", daemon=True
+        ).start()
+        return POLL_S
 
     def _request(self, episode: _Episode) -> Request:
         conversation, limit = episode.conversation, self._sampling
@@ -208,9 +217,11 @@ class MultiTurnRollout:
     def _generate(self, asked: Sequence[tuple[Request, _Episode]]) -> None:
         """Generate turns, in a thread that ends with their call of generate()."""
         waiting = {request.request_id: episode for request, episode in asked}
+        sent_at = time.monotonic()
         try:
             for completion in self._generation.stream([request for request, _ in asked]):
                 episode = waiting.pop(completion.request_id)
+                self._gathering.note_turn(time.monotonic() - sent_at, len(completion.output_ids))
                 self._put(self._take_turn, episode, completion)
         except (EngineLost, Refused):
             self._loop.put(partial(self._wait_again, list(waiting.values())))
@@ -218,7 +229,12 @@ class MultiTurnRollout:
             self._loop.put(partial(_raise, error))
 
     def _wait_again(self, episodes: Sequence[_Episode]) -> None:
-        self._ready += episodes
+        for episode in episodes:
+            self._make_ready(episode)
+
+    def _make_ready(self, episode: _Episode) -> None:
+        self._ready.append(episode)
+        self._gathering.note_ready()
 
     def _take_turn(self, episode: _Episode, completion: Completion) -> None:
         """Append the policy's turn to the conversation, and pass it to the environment."""
@@ -254,7 +270,7 @@ class MultiTurnRollout:
             self._end(episode, "length")
         else:
             episode.conversation = conversation.with_tokens(torch.tensor(ids, dtype=torch.int64))
-            self._ready.append(episode)
+            self._make_ready(episode)
 
     def _fail(self, episode: _Episode, reason: str) -> None:
         """End and mask an episode whose environment failed, or said what is no text for the policy."""
@@ -267,6 +283,7 @@ class MultiTurnRollout:
         if reason is not None:
             episode.conversation = episode.conversation.finished(reason)
         assert episode.number is not None
+        self._num_live -= 1
         self._num_ending += 1
         self._environments.runner.end(episode.number, partial(self._loop.put, self._note_closed))
         episode.number = None

@@ -1,7 +1,7 @@
 """The requests that one worker process of environments works on, with their time limits.
 
-Many requests may be unanswered at a time. The process takes them in order. It says when it begins with
-one, and whether it awaits it (`async`) or does nothing else meanwhile. The time limit of a request
+Many requests may be unanswered at a time. The process takes them in order. It is busy with one until it
+answers or says that it awaits it (`async`); then it begins with the next. The time limit of a request
 begins when the process begins with it.
 """
 
@@ -77,9 +77,11 @@ class Calls(Generic[Owner]):
         self._process, self._limit_s, self._budget = process, limit_s, budget
         self._open: dict[int, Call[Owner]] = {}
         """By number, in the order in which they were sent."""
+        self._begun: dict[int, Call[Owner]] = {}
+        """Those of them on which the process works."""
         self._num_sent = 0
-        self._last_sign = self._cancelled_at = 0.0
-        """When the process sent the last line, and when a call was cancelled last."""
+        self._cancelled_at = 0.0
+        """When a call was cancelled last, or the process ceased to be busy after that."""
         self.busy_since: float | None = None
         """When the call began that occupies the process; None if there is none."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -114,6 +116,7 @@ class Calls(Generic[Owner]):
         self._num_sent += 1
         self._open[self._num_sent] = call
         self._process.send({NUMBER: self._num_sent, **request})
+        self._note_next(now)
 
     def receive(self, until: float) -> Iterator[tuple[Call[Owner], Reply]]:
         """Wait for answers at most until the time `until`, or until `wake` is called, and yield them.
@@ -135,7 +138,7 @@ class Calls(Generic[Owner]):
 
     def _take(self, line: bytes) -> tuple[Call[Owner], Reply] | None:
         """Return the answer in a line. None if the line says something else about a call."""
-        self._last_sign = time.monotonic()
+        now = time.monotonic()
         reply = decoded(line)
         reply.pop(FORK_RETURNED, None)
         number = reply.pop(NUMBER, None)
@@ -143,51 +146,59 @@ class Calls(Generic[Owner]):
         if call is None:
             raise unexpected(line)
         if "begun" in reply:
-            call.begun_at, call.state = self._last_sign, "busy"
-            self.busy_since = call.begun_at
+            self._note_begun(number, now)
             return None
         if "awaits" in reply:
-            call.state, self.busy_since = "awaits", None
+            call.state = "awaits"
+            self._note_free(now)
             return None
         self._close(number)
+        if call.state == "busy":
+            self._note_free(now)
+        self._note_next(now)
         if "cancelled" in reply:
             reply = {"error": f"no answer within {call.allowed_s:g} s, cancelled"}
         return call, reply
 
+    def _note_begun(self, number: int, now: float) -> None:
+        call = self._begun[number] = self._open[number]
+        call.state, call.begun_at, self.busy_since = "busy", now, now
+
+    def _note_free(self, now: float) -> None:
+        self.busy_since, self._cancelled_at = None, now
+
+    def _note_next(self, now: float) -> None:
+        """Note with which call the process begins now, if it begins with one without saying so."""
+        if self._open and not self._begun:
+            self._note_begun(next(iter(self._open)), now)
+
     def _close(self, number: int) -> None:
         call = self._open.pop(number)
-        if call.state == "busy":
-            self.busy_since = None
+        self._begun.pop(number, None)
         if call.is_counted:
             self._budget.leave()
 
     @property
     def _ends_at(self) -> float:
         """When the first time limit ends."""
-        ends = (c.ends_at for c in self._open.values() if c.state != "cancelling")
-        return min(min(ends, default=math.inf), self._silence_ends_at)
+        ends = [call.ends_at for call in self._begun.values() if call.state != "cancelling"]
+        first = next(iter(self._open.values()), None)
+        return min([*ends, math.inf if first is None else first.latest, self._silence_ends_at])
 
     @property
     def _silence_ends_at(self) -> float:
-        """When the process is lost if it sends nothing. It must begin to work on what was sent to it,
-        and take note that calls are cancelled."""
-        calls = self._open.values()
-        if not calls or any(call.state == "busy" for call in calls):
+        """When the process is lost if it does not take note that calls are cancelled."""
+        if self.busy_since is not None:
             return math.inf
-        if any(call.state == "cancelling" for call in calls):
-            grace_s = min(CANCEL_S, *(call.limit_s for call in calls))
-            return max(self._last_sign, self._cancelled_at) + grace_s
-        if any(call.state == "awaits" for call in calls):
-            return math.inf
-        first = next(iter(calls))
-        return max(self._last_sign, first.sent_at) + first.limit_s
+        grace_s = [c.limit_s for c in self._begun.values() if c.state == "cancelling"]
+        return self._cancelled_at + min([CANCEL_S, *grace_s]) if grace_s else math.inf
 
     def _check_limits(self) -> None:
         """Cancel calls whose time is up. Raises BadReply if only the end of the process ends them."""
         now = time.monotonic()
         if now >= self._silence_ends_at:
-            late = [call for call in self._open.values() if call.state == "cancelling"]
-            raise BadReply(f"no answer within {(late or [*self._open.values()])[0].allowed_s:g} s")
+            late = next(call for call in self._begun.values() if call.state == "cancelling")
+            raise BadReply(f"no answer within {late.allowed_s:g} s")
         for number, call in self._open.items():
             if call.state == "cancelling" or now < call.ends_at:
                 continue
@@ -199,7 +210,7 @@ class Calls(Generic[Owner]):
     def lose(self, error: Exception) -> Loss[Owner]:
         """Remove what is left of the process after `receive` has raised `error`. Forget all calls."""
         reason = str(self._process.lost(error))
-        calls = list(self._open.values())
+        calls, self.busy_since = list(self._open.values()), None
         for number in list(self._open):
             self._close(number)
         for states in (("busy",), ("awaits", "cancelling"), ("sent",)):

@@ -9,8 +9,8 @@ Request                                               Reply
 A reply may also be `{"error": text}`, after which the episode must be ended. Requests are taken in the
 order in which they come, but many of them may be unanswered at a time. A method of an environment that
 is not `async` occupies the process until it returns; `async` ones of several episodes run concurrently
-in one event loop. Before the process calls a method, it sends `{"begun": true}` with the number of the
-request, and `{"awaits": true}` as soon as the call has turned out to be `async`.
+in one event loop. As soon as a call has turned out to be `async`, the process sends `{"awaits": true}`
+with the number of the request; while there are such calls, it sends `{"begun": true}` before others.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class Episodes:
         check: Callable[[Any], dict[str, Any]],
     ) -> None:
         """Call user code. Answer with `check(result)`, at once or when the result can be awaited."""
-        self._send({"begun": True}, number)
+        if self._running or self._cancelled:
+            self._send({"begun": True}, number)
         try:
             result = call()
             if inspect.isawaitable(result):

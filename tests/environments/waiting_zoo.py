@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import time
 
 from mrl.environments import StepResult
@@ -86,3 +87,51 @@ class Which(Echo):
 
     def step(self, action):
         return StepResult(str(os.getpid()), 1.0)
+
+
+class Waits(Echo):
+    """Waits in its step, or in its reset, for a file that the row names. Its rewards are 1, 2, 3."""
+
+    def __init__(self, turns=3):
+        super().__init__()
+        self.turns, self.file, self.at = turns, None, None
+
+    async def reset(self, prompt, seed, file=None, at="step", **columns):
+        super().reset(prompt, seed)
+        self.file, self.at = file, at
+        await self.wait("reset")
+
+    async def step(self, action):
+        self.steps += 1
+        await self.wait("step")
+        return StepResult(f"{self.seed % 100}:{action}", self.steps, done=self.steps == self.turns)
+
+    async def wait(self, at):
+        while self.file is not None and at == self.at and not os.path.exists(self.file):
+            await asyncio.sleep(0.01)
+
+
+class Delays(Waits):
+    """Takes random times, which its answers do not depend on."""
+
+    async def wait(self, at):
+        await asyncio.sleep(random.random() * 0.05)
+        if random.random() < 0.3:
+            time.sleep(random.random() * 0.01)
+
+
+class Fails(Waits):
+    """Fails in its second step if its row says so."""
+
+    async def step(self, action):
+        if self.steps and self.at == "fails":
+            raise ValueError("on purpose")
+        return await super().step(action)
+
+
+class Dies(Echo):
+    async def step(self, action):
+        await asyncio.sleep(0.05)
+        if action == "dies":
+            os._exit(7)
+        return super().step(action)

@@ -17,7 +17,7 @@ from rollout_helpers import make_buckets
 
 from mrl.collect.endpoint.agents import Agents
 from mrl.collect.endpoint.rollout import AgentRollout, GroupAgents
-from mrl.collect.multi_turn import MultiTurnRollout
+from mrl.collect.multi_turn import GroupEnvironments, MultiTurnRollout
 from mrl.collect.single_turn import start_groups
 from mrl.config import EnvironmentConfig
 from mrl.data.chat import ChatTurns
@@ -45,7 +45,7 @@ def by_environment(endpoint, prompts, *, samples=2, **settings) -> list[SampleGr
     with EnvironmentRunner(config) as environments:
         rollout = MultiTurnRollout(
             start_groups(prompts, samples),
-            environments,
+            GroupEnvironments(environments),
             build_tokenizer(),
             **of_both(settings, prompts),
         )

@@ -26,6 +26,7 @@ from mrl.service.reward_user import prepare_reward_user
 from mrl.system.worker_user import worker_user
 from mrl.toy_model import write_toy_model
 from mrl.types import Prompt
+from tests.environments.playing import Playing
 from tests.tenants import hostile
 from tests.tenants.serving import ROOT, Service, wait_for
 from tests.waiting import LIMIT_S, wait_until
@@ -177,8 +178,9 @@ def test_environments_run_as_the_user(python: str, public: Path) -> None:
     config = EnvironmentConfig(name=f"{public}/who.py:Who")
     with EnvironmentRunner(config, None, worker_user(USER)) as runner:
         start = Start(Prompt("0", torch.tensor([1]), "p", {}, "rows:1"), 0)
-        runner.reset({0: start}, step_samples=1)
-        result = runner.step({0: "a"})[0]
+        episodes = Playing(runner)
+        episodes.begin({0: start})
+        result = episodes.step({0: "a"})[0]
     assert not isinstance(result, EpisodeFailed)
     assert result.reward == UID
 

@@ -18,7 +18,7 @@ import torch
 
 from mrl.collect.endpoint.generation import Generation
 from mrl.collect.endpoint.record import EpisodeRecord
-from mrl.collect.episode_loop import EpisodeLoop, GroupEpisodes
+from mrl.collect.episode_loop import POLL_S, EpisodeLoop, GroupEpisodes
 from mrl.engines.base import PolicyEndpoint, sample_seed
 from mrl.engines.sampling import SamplingParams
 from mrl.environments.command import Outcome
@@ -183,8 +183,9 @@ class AgentRollout:
             self._agents.count_failure(f"{episode.prompt.source}: {why}", self._step_samples)
         return math.nan
 
-    def advance(self) -> None:
+    def advance(self) -> float:
         """Do nothing: agents send their requests themselves."""
+        return POLL_S
 
     def pause(self) -> None:
         self._time.pause()
