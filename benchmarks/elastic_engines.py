@@ -27,6 +27,7 @@ from benchmarks.elastic_runs import (
     differences,
     engines_by_step,
     finish,
+    kill_launcher,
     num_compared,
     start,
 )
@@ -69,9 +70,7 @@ def train(case: str, steps: int, pace_s: float, seed: int, work: Path) -> dict[s
         job = start(command(model, run, 1, keys), run, pace_s)
         try:
             job.wait_for_rows(steps // 2 + 1)
-            job.process.kill()
-            if left := job.left():
-                raise Unexpected(f"after SIGKILL of the launcher: {'; '.join(left)}")
+            kill_launcher(job)
         finally:
             job.kill()
         killed_after = num_rows(run)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.elastic_reward import VARIABLE
 from benchmarks.evidence.digest import ROOT
 from mrl.drill.job import Job, Unexpected, num_rows
@@ -26,6 +28,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.files import write_whole
 
 LIMIT_S = 3000.0
+GONE_S = 120.0
 KEYS = (
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_response_len=12"),
     *(
@@ -155,6 +158,17 @@ def finish(job: Job) -> None:
             raise Unexpected("; ".join(left))
     finally:
         job.kill()
+
+
+def kill_launcher(job: Job) -> None:
+    """Kill the launcher of a run (SIGKILL). Raises Unexpected if a process of the run stays, which is
+    looked for as long as a worker may take to import its modules."""
+    job.look()
+    job.process.kill()
+    psutil.wait_procs(job.known(), timeout=GONE_S)
+    if left := job.known():
+        names = ", ".join(" ".join(each.cmdline()[:4]) for each in left)
+        raise Unexpected(f"{names}: still there {GONE_S:g} s after its launcher was killed")
 
 
 def wait_for(condition: Callable[[], Any], job: Job, what: str) -> None:

@@ -82,6 +82,9 @@ class TenantCoordinator:
 
     def close(self) -> None:
         """Shut down the workers and wait until their engines have stopped. Harmless when repeated."""
+        with self._lock:
+            for number in self.membership.give_up_starting():
+                self._connections.dismiss(number, at_once=True)
         self._connections.close()
         self.membership.close()
 

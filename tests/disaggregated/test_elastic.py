@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mrl.config import load_recipe
-from mrl.engine_pool.elastic.membership import Membership, NoEngine
+from mrl.engine_pool.elastic.membership import NoEngine
 from mrl.engine_pool.remote.coordinator import Coordinator
 from mrl.engine_pool.remote.driver import EngineDriver
-from mrl.engine_pool.remote.lease_schedule import LeaseSchedule
 from mrl.engine_pool.remote.messages import Work
 from mrl.engine_pool.remote.wire import WireClosed
 from mrl.errors import InputError
 from tests.disaggregated.elastic_job import (
-    HERE,
     Worker,
     begin,
     fixed,
@@ -27,10 +23,7 @@ from tests.disaggregated.elastic_job import (
     states,
     with_rank,
 )
-from tests.sample_groups import prompt
 from tests.waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -316,57 +309,23 @@ def test_a_lost_engine_that_is_removed_is_not_waited_for(two: Coordinator[Any]) 
         Worker(two, 1)  # its next worker came too late
 
 
-def leased(num_engines: int) -> Coordinator[LeaseSchedule]:
-    keys = [
-        *("rollout.placement=disaggregated", f"rollout.num_ranks={num_engines}"),
-        *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "async.max_staleness=1"),
-    ]
-    recipe = load_recipe(ROOT / "launch/recipes/toy_moe.yaml", keys)
-    schedule = LeaseSchedule(recipe, lambda num: [prompt(i) for i in range(num)])
-    return Coordinator(Membership(num_engines), recipe.asynchronous, HERE, schedule)
-
-
-def test_a_free_engine_finishes_its_lease_and_an_added_one_serves_at_once() -> None:
-    two = leased(2)
-    try:
-        first, second = begin(two, 2)
-        rank = with_rank(two, 1)
-        for worker in (first, second):
-            worker.wire.send({"type": "ask", "version": 0, "most": 1})
-        first.heard("lease")
-        lease, body = second.heard("lease")
-        assert two.membership.describe()["engines"][1]["groups"] == 1
-        two.membership.remove(1)
-        second.wire.send({"type": "ask", "version": 0, "most": 2})  # gets no further one
-        assert send_weights(two, 1) == [0]
-        second.wire.send({"type": "group", "lease_id": lease["lease_id"], "num_failed": 0}, body)
-        second.heard("stop")
-        assert rank.heard() == ("leave", 1)
-        assert two.membership.add() == [2]
-        third = Worker(two, 2)
-        wait_until(lambda: two._workers[2].can_receive)
-        assert send_weights(two, 1) == [2]
-        third.heard("receive")
-        third.say_loaded(1)
-        wait_until(lambda: states(two.membership)[2] == "serving")
-    finally:
-        two.close()
-
-
-def test_the_leases_of_an_engine_that_is_removed_at_once_go_to_another_one() -> None:
-    two = leased(2)
-    try:
-        first, second = begin(two, 2)
-        with_rank(two, 0)
-        first.wire.send({"type": "ask", "version": 0, "most": 8})
-        for _ in range(4):  # as many as the bound allows
-            first.heard("lease")
-        second.wire.send({"type": "ask", "version": 0, "most": 8})
-        two.membership.remove(0, now=True)
-        for _ in range(4):
-            second.heard("lease")
-        leases = two._schedule.ledger.leases.values()
-        assert {lease.worker for lease in leases} == {1}
-        assert sorted(lease.item_id for lease in leases) == [0, 1, 2, 3]
-    finally:
-        two.close()
+def test_the_end_of_a_run_does_not_wait_for_an_engine_that_starts(
+    one: Coordinator[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mrl.engine_pool.remote.connections.GOODBYE_S", 100.0)
+    (first,) = begin(one, 1)
+    rank = with_rank(one)
+    one.membership.add()
+    second = Worker(one, 1)
+    wait_until(lambda: 1 in one._workers)
+    ends = threading.Thread(target=one.close)
+    ends.start()
+    first.heard("stop")
+    first.wire.close()
+    ends.join(60)
+    assert not ends.is_alive()
+    with pytest.raises(WireClosed):
+        second.wire.receive()
+    assert [rank.heard()[0] for _ in range(3)] == ["start", "leave", "kill"]
+    assert states(one.membership)[1] == "failed"
+    assert rank.wire.receive()[0] == {"type": "over"}

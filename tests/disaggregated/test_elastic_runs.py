@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from benchmarks.elastic_runs import (
     differences,
     engines_by_step,
     finish,
+    kill_launcher,
     set_pace,
     start,
     states,
@@ -113,10 +113,7 @@ def test_a_run_is_killed_while_engines_start_and_continues_with_another_number(
         wait_for(lambda: num_rows(run) >= 5, job, "a checkpoint")
         ask_engines(run, "POST", "/engines", {"count": 2})
         wait_for(lambda: len(workers_of(job)) == 3, job, "the workers of the added engines")
-        job.process.send_signal(signal.SIGKILL)
-        job.process.wait()
-        psutil.wait_procs(job.known(), timeout=120)
-        assert job.left() == []
+        kill_launcher(job)
     finally:
         job.kill()
     resumed = [*command(model, run, 2, keys_of(schedule)), "--allow", "rollout.num_ranks"]

@@ -54,6 +54,13 @@ class EngineSet:
             for number in numbers:
                 self.serve(number)
 
+    def give_up_starting(self) -> None:
+        """Give up engines that have not started yet, because the job is about to end: their workers
+        would not stop before they have."""
+        if not self._is_shared:
+            for number in self._membership.give_up_starting():
+                self._part_with(number, at_once=True)
+
     def detach(self) -> None:
         """End the use of all engines, after their workers were shut down. Takes no lock."""
         self._membership.detach(self)

@@ -187,7 +187,7 @@ class Membership:
                     self._worker_ended(int(message["engine"]), str(message["why"]))
         except WireClosed:
             with self._lock:
-                del self._ranks[own.rank]
+                self._ranks.pop(own.rank, None)
                 lost = [
                     e.number for e in self._in("starting") if e.place and e.place.rank == own.rank
                 ]
@@ -202,6 +202,13 @@ class Membership:
             engine = self._engines.get(number)
             if engine is not None and engine.state == "leaving":
                 self._end(engine, "left", "")
+
+    def give_up_starting(self) -> list[int]:
+        """End the processes of engines that are still starting, because the job is about to end.
+        Return their numbers."""
+        with self._lock:
+            numbers = [each.number for each in self._in("starting")]
+        return [number for number in numbers if self.fail(number, "the job is over")]
 
     def close(self) -> None:
         """Tell the rollout ranks that the job is over."""

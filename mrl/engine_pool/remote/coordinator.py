@@ -260,6 +260,8 @@ class Coordinator(Generic[S]):
 
     def close(self) -> None:
         """Shut down the workers and wait until their engines stop. A second call does nothing."""
+        with self._lock:
+            self._engines.give_up_starting()
         self._connections.close()
         self._engines.detach()
         self._store = None
