@@ -141,7 +141,7 @@ def test_nothing_jumps_while_somebody_reads(page: Page, tmp_path: Path) -> None:
         page.click(".sample-list tbody button")
         page.click(".dialogue button")
         says(page, ".dialogue", "<|im_end|>")
-        assert page.count("#curves .chart") > 5
+        assert page.count("#curves .chart") >= 4
         assert page.count("img") == 0
         assert page.evaluate("document.title").endswith("mrl view")
         page.evaluate(
