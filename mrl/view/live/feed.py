@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-KEPT = 512
-"""The number of events that are kept for browsers that come back."""
+KEPT, KEPT_BYTES = 512, 16 << 20
+"""The number of events that are kept for browsers that come back, and of their characters."""
 
 
 class Event(NamedTuple):
@@ -34,7 +34,8 @@ class Feed:
         """The number of the newest event."""
         self.is_closed = False
         self.num_listeners = 0
-        self._events: deque[Event] = deque(maxlen=KEPT)
+        self._events: deque[Event] = deque()
+        self._size = 0
         self._listeners: dict[int, Callable[[], object]] = {}
         self._next = 0
         self._lock = threading.Lock()
@@ -45,6 +46,9 @@ class Feed:
         with self._lock:
             self.number += 1
             self._events.append(Event(self.number, kind, text))
+            self._size += len(text)
+            while len(self._events) > KEPT or (self._size > KEPT_BYTES and len(self._events) > 1):
+                self._size -= len(self._events.popleft().data)
         self._wake()
 
     def after(self, number: int) -> list[Event] | None:

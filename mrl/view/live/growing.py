@@ -75,7 +75,7 @@ class GrowingCurves:
             for key, column in group.columns.items():
                 there = [i for i, value in enumerate(column) if value != MISSING]
                 at = [places[group.at[i]] for i in there]
-                values = [short(column[i], 7) for i in there]
+                values = [_unpacked(column[i]) for i in there]
                 series[key] = {"v": values} | ({} if len(at) == len(kept) else {"at": at})
         return {
             "steps": [self._steps[at] for at in kept],
@@ -211,6 +211,11 @@ def _column(
             if math.isfinite(sum(column)) and max(column) <= LARGEST and min(column) >= -LARGEST:
                 return column
     return array("d", [_packed(row.get(key, ...), key, clipped) for row in rows])
+
+
+def _unpacked(value: float) -> float | int | None:
+    """Return a value of a column as the page shows it. Whole numbers are not rounded."""
+    return int(value) if value.is_integer() and abs(value) < 1e15 else short(value, 7)
 
 
 def _packed(value: Any, key: str, clipped: set[str]) -> float:

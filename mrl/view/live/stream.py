@@ -21,6 +21,8 @@ from mrl.view.live.feed import Event, Feed
 
 ALIVE_S = 5.0
 STALLED_S = 20.0
+MAX_TEXT = 1 << 16
+"""Events are sent together until they have so many characters."""
 RETRY_MS = 1000
 """Milliseconds after which a browser connects again."""
 LOOK_S = 0.2
@@ -78,17 +80,19 @@ class EventStream(Response):
             self._ended()
 
     def _news(self) -> str:
-        """Return the events that the browser lacks as text, and count them as sent."""
+        """Return the next events that the browser lacks as text, and count them as sent."""
         events = self._feed.after(self._number)
         if events is None:
             self._number = self._feed.number
             events = [Event(self._number, "reset", "{}")]
-        if events:
-            self._number = events[-1].number
-        return "".join(
-            f"id: {self._feed.epoch}.{event.number}\nevent: {event.kind}\ndata: {event.data}\n\n"
-            for event in events
-        )
+        texts, size = [], 0
+        for event in events:
+            place = f"{self._feed.epoch}.{event.number}"
+            texts.append(f"id: {place}\nevent: {event.kind}\ndata: {event.data}\n\n")
+            self._number, size = event.number, size + len(texts[-1])
+            if size > MAX_TEXT:
+                break
+        return "".join(texts)
 
     async def _write(self, send: Any, text: str) -> None:
         body = {"type": "http.response.body", "body": text.encode(), "more_body": True}
