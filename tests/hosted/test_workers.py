@@ -22,7 +22,11 @@ from mrl.system.process_search import find_by_variable
 from tests.waiting import wait_until
 
 PROGRAM = Path(__file__).parent / "plain_program.py"
-KEYS = {"OPENAI_BASE_URL": "http://127.0.0.1:1/v1", "OPENAI_API_KEY": "key", "OPENAI_MODEL": "policy"}
+KEYS = {
+    "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+    "OPENAI_API_KEY": "key",
+    "OPENAI_MODEL": "policy",
+}
 
 
 def make_config(**settings) -> EnvironmentConfig:
@@ -143,7 +147,11 @@ def test_episodes_go_to_the_idle_worker(plain):
 @pytest.mark.parametrize(
     ("arguments", "kind", "match"),
     [
-        ({"refuses": "it\nis not there"}, InputError, "^environment verifiers 'plain': it is not there$"),
+        (
+            {"refuses": "it\nis not there"},
+            InputError,
+            "^environment verifiers 'plain': it is not there$",
+        ),
         ({"raises": "x"}, InputError, "KeyError: 'x'"),
         ({"exits": 5}, RunFailed, "its worker exited with code 5: last words"),
     ],

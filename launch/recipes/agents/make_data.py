@@ -66,7 +66,23 @@ def word_sums() -> Iterator[dict[str, Any]]:
 
 def shell() -> Iterator[dict[str, Any]]:
     """Texts of which a command of a shell has to count the words."""
-    words = "apple bird cloud door east fish gate hill iron juice kite lamp moon nest oak".split()
+    words = [
+        "apple",
+        "bird",
+        "cloud",
+        "door",
+        "east",
+        "fish",
+        "gate",
+        "hill",
+        "iron",
+        "juice",
+        "kite",
+        "lamp",
+        "moon",
+        "nest",
+        "oak",
+    ]
     example = [
         message("user", "How many words has the file? It is named moon.txt."),
         message("assistant", "wc -w moon.txt"),
