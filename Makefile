@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async elastic placement lora tenants slurm stability quantization rollout-bench peers smollm tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async elastic placement lora tenants slurm stability quantization rollout-bench peers smollm agents tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -56,7 +56,7 @@ check-py312:
 test-py312: check-py312  ## The same tests on Python 3.12 with megatron-core 0.19.2, in .venv-py312 (7 GB); 15 to 25 minutes
 	$(MAKE) test PYTHON=$(PYTHON312) VENV=.venv-py312 LOCK=requirements/cpu-py312.txt
 
-test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.tinker $(VENV)/.schemathesis $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.site  ## All tests, each engine started anew: before a release
+test-all: check-py312 setup $(VENV)/browser/chromium $(VENV)/.trl $(VENV)/.tinker $(VENV)/.schemathesis $(VENV)/.peft $(VENV)/.te $(VENV)/.trackers $(VENV)/.mcp $(VENV)/.verifiers $(VENV)/.site  ## All tests, each engine started anew: before a release
 	bash requirements/slurm.sh
 	MRL_TEST_REAL_STARTS=1 $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-py312
@@ -157,6 +157,21 @@ $(VENV)/.schemathesis: $(VENV)/.installed requirements/schemathesis.txt
 
 smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped
 	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)
+
+agents: setup $(VENV)/.mcp $(VENV)/.verifiers $(VENV)/.smollm  ## Environments of verifiers and tools of MCP servers: their tests, then ten steps each of the 135M model, and of a shell agent; 90 minutes, continues
+	$(BIN)/python -m pytest -q -n 0 tests/hosted $(PYTEST_ARGS)
+	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.agents $(BENCH_ARGS)
+
+# In a folder of its own: requirements/mcp.txt says why.
+$(VENV)/.mcp: $(VENV)/.installed requirements/mcp.txt
+	$(STAGE) "setup: the MCP SDK" $(PIP) --upgrade --target $(VENV)/mcp -r requirements/mcp.txt
+	@touch $@
+
+# In an environment of its own (570 MB): requirements/verifiers.txt says why.
+$(VENV)/.verifiers: requirements/verifiers.txt | $(VENV)/.packages
+	@$(BIN)/python -m venv $(VENV)/verifiers
+	$(STAGE) "setup: verifiers" $(subst $(BIN),$(VENV)/verifiers/bin,$(PIP)) -r requirements/verifiers.txt
+	@touch $@
 
 tinker-smollm: setup $(VENV)/.smollm $(VENV)/.tinker  ## An RL loop by the Tinker SDK beside mrl train, on the pretrained 135M model; an hour, continues
 	$(BIN)/python -m benchmarks.tinker_smollm $(BENCH_ARGS)

@@ -129,6 +129,8 @@ def test_the_forms_of_train_clients(client, engine, record, server):
     assert leaf.conversation.token_ids.tolist() == [*ids, 6, *done["token_ids"]]
     logprobs = [each["logprob"] for each in done["logprobs"]["content"]]
     assert logprobs == leaf.completion.logprobs.tolist()
+    names = [each["token"] for each in done["logprobs"]["content"]]
+    assert names == [f"token_id:{each}" for each in done["token_ids"]]  # as in vLLM
     models = client.models.list().data
     assert [(model.id, model.max_model_len) for model in models] == [("policy", 500)]
     assert client.models.retrieve("a/b").id == "a/b"

@@ -58,12 +58,13 @@ def text_response(answers: Sequence[Answer], wanted: Wanted, texts: Texts) -> di
 
 
 def generate_response(answers: Sequence[Answer], texts: Texts) -> dict[str, Any]:
-    """Return the response to a request of `/inference/v1/generate`."""
+    """Return the response to a request of `/inference/v1/generate`. As in vLLM, each token is called
+    `token_id:N` there; the renderers refuse other names."""
     choices = [
         {
             "index": index,
             "token_ids": answer.completion.output_ids.tolist(),
-            "logprobs": {"content": _logprobs(answer, texts)},
+            "logprobs": {"content": _named_by_id(answer, texts)},
             "finish_reason": answer.completion.finish_reason,
         }
         for index, answer in enumerate(answers)
@@ -163,6 +164,12 @@ def _bytes(text: str) -> list[int] | None:
     """Return the bytes of a token's text; None if the token has only a part of a character, which
     decodes to U+FFFD."""
     return None if "\ufffd" in text else list(text.encode())
+
+
+def _named_by_id(answer: Answer, texts: Texts) -> list[dict[str, Any]]:
+    ids = answer.completion.output_ids.tolist()
+    entries = zip(ids, _logprobs(answer, texts), strict=True)
+    return [{**entry, "token": f"token_id:{token}"} for token, entry in entries]
 
 
 def _old_logprobs(answer: Answer, texts: Texts) -> dict[str, Any]:

@@ -131,17 +131,19 @@ async def connected(spec: dict[str, Any]) -> AsyncIterator[Servers]:
 
 
 async def _connect(servers: Servers, stack: AsyncExitStack) -> None:
-    from mcp import Client, StdioServerParameters
+    from mcp import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
 
     spec, chosen = servers.spec, servers.spec["tools"]
-    kinds: list[Any] = []
+    transports: list[Any] = []
     if spec["command"]:
         program, *words = spec["command"]
-        kinds.append(StdioServerParameters(command=program, args=words, env=spec["env"] or None))
+        server = StdioServerParameters(command=program, args=words, env=spec["env"] or None)
+        transports.append(stdio_client(server))
     for url in spec["url"]:
-        kinds.append(await _http(url, spec["headers"], stack))
-    for kind in kinds:
-        client = await stack.enter_async_context(Client(kind, read_timeout_seconds=None))
+        transports.append(await _http(url, spec["headers"], stack))
+    for transport in transports:
+        client = await stack.enter_async_context(Client(transport))
         tools = [each for each in await _listed(client) if chosen is None or each.name in chosen]
         servers.add(client, tools)
     found = [tool["function"]["name"] for tool in servers.tools]

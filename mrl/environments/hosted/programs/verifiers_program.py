@@ -41,11 +41,15 @@ def _verifiers() -> Any:
 
 def _taskset_id(name: str) -> str:
     """Return the id by which verifiers imports an environment. If `name` is a folder, the folder is put
-    on the path."""
+    on the path, also on that of the servers of its tools."""
     folder = Path(name)
     if not folder.is_dir():
         return name
-    sys.path.insert(0, str(folder.resolve()))
+    place = str(folder.resolve())
+    if place not in sys.path:
+        sys.path.insert(0, place)
+        paths = (place, os.environ.get("PYTHONPATH"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     project = folder / "pyproject.toml"
     if project.is_file():
         named = tomllib.loads(project.read_text()).get("project", {}).get("name")
@@ -112,9 +116,8 @@ async def open_environment(spec: dict[str, Any]) -> AsyncIterator[Play]:
                 "take the environment's own tasks"
             )
         task = task_class(task_class.data_type().model_validate(given), config.taskset.task)
-        variable = (
-            f"MRL_EPISODE_API_KEY_{episode.number}"  # verifiers reads keys from variables only
-        )
+        # verifiers reads keys from variables only, and passes none with this name on.
+        variable = f"MRL_EPISODE_API_KEY_{episode.number}"
         os.environ[variable] = episode.key
         try:
             client = vf.EvalClientConfig(base_url=episode.base_url, api_key_var=variable)
