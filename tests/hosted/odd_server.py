@@ -21,7 +21,7 @@ def add(a: int, b: int) -> str:
 @server.tool()
 def counts() -> str:
     """Say how often this was called."""
-    global count
+    global count  # noqa: PLW0603
     count += 1
     return str(count)
 

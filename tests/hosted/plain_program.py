@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from contextlib import suppress
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -44,10 +45,8 @@ async def open_plain(spec):
             time.sleep(episode.given.get("s", 600))
         if kind == "stays":
             while True:
-                try:
+                with suppress(asyncio.CancelledError):
                     await asyncio.sleep(600)
-                except asyncio.CancelledError:
-                    pass
         if kind == "forks" and os.fork() == 0:
             return Played(100.0)
         if kind == "answers":

@@ -1,8 +1,8 @@
 """An agent with a shell: the policy writes commands, reads what they print, and says `Answer: ...`.
 
-The reward is 1 for the right answer, and 0.2 for a command that prints it. Each episode has a folder of
-its own with one file. Commands are run by the restricted shell, which knows only PROGRAMS; what a policy
-may not do at all belongs into a container. See docs/endpoint.md.
+The reward is 1 for the right answer, and 0.2 for a command that prints it. Each episode has a folder
+of its own with one file. Commands are run by the restricted shell, which knows only PROGRAMS; what a
+policy may not do at all belongs into a container. See docs/endpoint.md.
 """
 
 import json
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 BASH = shutil.which("bash")
 PROGRAMS = ("cat", "head", "ls", "sort", "tail", "uniq", "wc")
@@ -57,17 +58,15 @@ def run(command, folder, programs):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=limits,
+        preexec_fn=limits,  # noqa: PLW1509 - this program has one thread
     )
     try:
         printed, _ = process.communicate(timeout=COMMAND_S)
     except subprocess.TimeoutExpired:
         printed = b"error: it took too long"
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     text = printed.decode(errors="replace").strip()
     return text[:MAX_CHARS] or "(it printed nothing)"
