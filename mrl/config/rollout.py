@@ -245,8 +245,8 @@ class EnvironmentConfig(Branch):
     takes longer is killed with all processes that it started, and its episode is masked. The time in
     which a lost engine is replaced does not count."""
     num_workers: int = Field(default=1, ge=1)
-    """Number of processes that run the environments of one engine's episodes. This is also the
-    number of environments that can answer at the same time. A `command` has `num_agents` instead."""
+    """Number of processes that run the environments of one engine's episodes. A step that is
+    not `async` occupies its process. A `command` has `num_agents` instead."""
     num_agents: int = Field(default=32, ge=1)
     """Maximum number of agents (`command`), or of episodes of `verifiers` or `mcp`, that run at a time
     for one engine."""

@@ -4,8 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from contextlib import suppress
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "mrl/environments/hosted/programs"))
