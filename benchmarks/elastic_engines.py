@@ -21,6 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.elastic_runs import (
     RandomChanges,
     command,
@@ -31,10 +33,13 @@ from benchmarks.elastic_runs import (
     num_compared,
     start,
 )
-from benchmarks.evidence import result
+from benchmarks.evidence.catalog import TARGETS
 from benchmarks.evidence.digest import ROOT
-from benchmarks.evidence.result import summary, write_result
+from benchmarks.evidence.machine import describe
+from benchmarks.evidence.result import finish as finish_command
+from benchmarks.evidence.result import provenance, summary
 from mrl.drill.job import Unexpected, num_rows
+from mrl.system.files import write_whole
 from mrl.toy_model import write_toy_model
 
 AHEAD = ("async.deterministic=true", "algorithm.importance=tis")
@@ -45,6 +50,7 @@ CASES: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 """For each case the keys of the recipe, and whether engines are also removed with `--now`, which keeps
 the bits up to one step ahead."""
+MEASURES = next(target.measures for target in TARGETS if target.name == "elastic")
 MOST = 3
 PACE_S = 1.0
 
@@ -133,12 +139,15 @@ def main() -> None:
         rows.append(row)
         print(told(row), flush=True)
     good = sum(map(is_good, rows))
-    packages = ("torch", "megatron-core", "sglang")
-    write_result(
-        "elastic_engines", {"cases": rows}, passed=good, failed=len(rows) - good,
-        packages=packages, path=args.out,
-    )  # fmt: skip
-    result.finish(good, len(rows) - good)
+    found = {
+        **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),
+        **provenance(MEASURES),
+        "passed": good,
+        "failed": len(rows) - good,
+        "cases": rows,
+    }
+    write_whole(args.out or args.work / "elastic_engines.json", json.dumps(found, indent=1) + "\n")
+    finish_command(good, len(rows) - good)
 
 
 if __name__ == "__main__":

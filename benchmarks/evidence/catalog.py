@@ -243,7 +243,7 @@ TARGETS = (
             "mrl/quantization.py", *RANKS, "benchmarks/delta_*.py"), 45,
            short="tests/weight_sync/test_deltas.py"),
     Target("elastic", "engines added and removed at random over 100 steps: the bits of a calm run",
-           ("benchmarks.elastic_engines",), ("elastic_engines",),
+           ("benchmarks.elastic_engines",), (),
            (*ROLLOUT, "mrl/engine_pool", "mrl/scheduling", "mrl/trainer.py", RECIPE,
             "benchmarks/elastic_*.py"), 40, short="tests/disaggregated/test_elastic.py"),
     Target("optimizer_step", "Adam in three forms: time and memory",

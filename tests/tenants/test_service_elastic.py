@@ -20,7 +20,7 @@ from tests.tenants.test_service_disaggregated import AHEAD, MOMENTARY, ROLLOUT, 
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(2400)]
 
-STEPS = 10
+STEPS = 20
 NAMES = ("ann", "bob")
 
 
