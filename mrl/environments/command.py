@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import select
 import shutil
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +85,7 @@ class AgentCommand(Closing):
         or when `stop` is set.
         """
         end = now() + self._limit_s
-        episode = secrets.token_hex(8)
+        episode, row = secrets.token_hex(8), json.dumps(given).encode()
         environment = {**os.environ, **variables, MARK: self._mark, EPISODE: episode}
         try:
             with children_without_usr1():
@@ -98,14 +99,14 @@ class AgentCommand(Closing):
                 )
         except OSError as error:
             return Outcome(None, f"it cannot be started: {error.strerror}")
-        streams = _Streams(process, json.dumps(given).encode())
-        try:
+        with ExitStack() as undo:
+            undo.callback(_end, process)
+            try:
+                streams = _Streams(process, row)
+            except OSError as error:
+                return Outcome(None, f"it cannot be watched: {error.strerror}")
+            undo.callback(streams.close)
             why = self._watch(process, streams, lambda: end - now(), stop or self._closed)
-        finally:
-            with suppress(ProcessLookupError):  # not reaped yet, so the number is still its own
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            streams.close()
         if why:
             kill_by_variable(EPISODE, episode)  # also those that left the process group
             return Outcome(None, why)
@@ -167,7 +168,7 @@ def resolved(command: Sequence[str], key: str = "environment.command") -> list[s
 def printed_reward(output: str) -> float:
     """Return the reward in the last line of a program's output: a number, or a JSON object with the
     number `reward`. Raises ValueError, which says what was found instead."""
-    line = next((each for each in reversed(output.splitlines()) if each.strip()), "").strip()
+    line = _last_line(output)
     shown = f"the last line of its output is {line[:200]!r}"
     try:
         found = json.loads(line)
@@ -182,9 +183,16 @@ def printed_reward(output: str) -> float:
     return float(found)
 
 
+def _last_line(output: str) -> str:
+    """Return the last line that is not blank. `str.splitlines` would also split at characters such as
+    U+2028, which a line of JSON may contain."""
+    lines = re.split("[\r\n]+", output)
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def _outcome(code: int, streams: _Streams) -> Outcome:
     if code:
-        last = next((each for each in reversed(streams.stderr.splitlines()) if each.strip()), "")
+        last = _last_line(streams.stderr)
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         said = f": {' '.join(last.split())[:500]}" if last else " and wrote nothing to stderr"
         return Outcome(None, f"it {how}{said}")
@@ -264,9 +272,17 @@ class _Streams:
 
     def close(self) -> None:
         os.close(self._end)
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process group, close the pipes and reap the process."""
+    with suppress(ProcessLookupError):  # not reaped yet, so the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        assert pipe
+        with suppress(OSError):
+            pipe.close()
+    process.wait()
 
 
 def _has_exited(process: subprocess.Popen[bytes]) -> bool:

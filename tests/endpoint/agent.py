@@ -6,6 +6,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 
 def ask(messages, **more):
@@ -39,6 +40,10 @@ def main():
         time.sleep(600)
     elif kind == "silent":
         print(1)  # without a word of the policy
+    elif kind == "too long at first":
+        with suppress(urllib.error.HTTPError):
+            ask([{"role": "user", "content": "x" * 1000}])
+        print(0)
     elif kind == "too many turns":
         talk(messages, 100)
     elif kind == "too long":

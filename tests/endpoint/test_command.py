@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def test_it_reads_its_row_and_prints_its_reward():
         ("", None), ("done", None), ("0.5 points", None), ("NaN", None), ("Infinity", None),
         ("1e39", None), ("true", None), ('{"score": 1}', None), ("[1]", None), ('"1"', None),
         ("9" * 400, None), ("[" * 5000, None),
+        ('{"reward": 1, "why": "a\u2028b\x85c"}\n', 1.0), (" 9%\r100%\r0.5\r\n", 0.5), ("1\x0c2", None),
     ],
 )  # fmt: skip
 def test_the_last_line_is_the_reward(output, reward):
@@ -113,6 +115,26 @@ def test_a_stop_ends_it_at_once():
         assert agents.run({}, {}, stop=stop).error == "the rollout is over"
         now = iter([0.0, 0.0, 1000.0, 2000.0])
         assert "no end within" in agents.run({}, {}, now=lambda: next(now)).error
+
+
+def test_one_that_cannot_be_watched_does_not_stay(monkeypatch, tmp_path):
+    """Also if it has been started already when the system has no more file descriptors."""
+    started = []
+
+    def fail(pid):
+        started.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    assert run("import time; time.sleep(600)").error == "it cannot be watched: Too many open files"
+    assert not is_running(started[0])
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run("pass")
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    with pytest.raises(TypeError):
+        run("pass", given={"x": object()})
+    assert len(started) == 4
 
 
 def test_agents_end_when_the_run_is_killed(tmp_path):

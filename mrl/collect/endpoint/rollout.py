@@ -176,7 +176,7 @@ class AgentRollout:
             if len(leaves) > 1 and not episode.is_tree:
                 self._agents.runner.count_branched()
             return outcome.reward
-        if outcome.reward is None and cut_off:
+        if cut_off:
             self._agents.runner.count_cut_off(cut_off)
         else:
             why = outcome.error if outcome.reward is None else NO_REQUEST
