@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "mrl/environments/hosted/programs"))
@@ -44,10 +44,8 @@ async def open_plain(spec):
             time.sleep(episode.given.get("s", 600))
         if kind == "stays":
             while True:
-                try:
+                with suppress(asyncio.CancelledError):
                     await asyncio.sleep(600)
-                except asyncio.CancelledError:
-                    pass
         if kind == "forks" and os.fork() == 0:
             return Played(100.0)
         if kind == "answers":

@@ -1,4 +1,4 @@
-"""Episodes of real packages at a real endpoint, whose engine has no model but says what a test wants."""
+"""Episodes of real packages at a real endpoint, whose engine says what a test wants."""
 
 from __future__ import annotations
 

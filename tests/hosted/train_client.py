@@ -13,7 +13,7 @@ sys.path[:0] = [
     str(ROOT / "launch/recipes/agents/guess_letters"),
 ]
 
-import verifiers.v1 as vf
+import verifiers.v1 as vf  # noqa: E402
 
 
 async def main(folder):

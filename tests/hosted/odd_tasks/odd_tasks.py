@@ -62,7 +62,7 @@ class OddTask(vf.Task[OddData, vf.State, OddConfig]):
 
 class OddTasksConfig(vf.TasksetConfig):
     task: OddConfig = OddConfig()
-    kinds: list[str] = ["good"]
+    kinds: tuple[str, ...] = ("good",)
     endless: bool = False
     split: str = "train"
 
