@@ -1,6 +1,6 @@
 """An agent with tools by the stock openai client, launch/recipes/agents/calculator_agent.py.
 
-The endpoint is the real one; the engine has no model. tests/hosted/test_runs.py trains with a real one.
+The endpoint is the real one; the engine has no model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An agent with a shell: the policy writes commands, reads what they print, and says `Answer: ...`.
 
 The reward is 1 for the right answer, and 0.2 for a command that prints it. Each episode has a folder
-of its own with one file. Commands are run by bash as a restricted shell, which knows only PROGRAMS. They
-can still read the files of the user: put the agent into a container for more than that. See
+of its own with one file. Commands are run by bash as a restricted shell, which knows only PROGRAMS.
+They can still read the files of the user: put the agent into a container for more than that. See
 docs/endpoint.md.
 """
 
