@@ -158,9 +158,8 @@ $(VENV)/.schemathesis: $(VENV)/.installed requirements/schemathesis.txt
 smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped
 	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)
 
-agents: setup $(VENV)/.mcp $(VENV)/.verifiers $(VENV)/.smollm  ## Environments of verifiers and tools of MCP servers: their tests, then ten steps each of the 135M model, and of a shell agent; 90 minutes, continues
+agents: setup $(VENV)/.mcp $(VENV)/.verifiers  ## Environments of verifiers and tools of MCP servers: the tests with the real packages; 25 minutes
 	$(BIN)/python -m pytest -q -n 0 tests/hosted $(PYTEST_ARGS)
-	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.agents $(BENCH_ARGS)
 
 # In a folder of its own: requirements/mcp.txt says why.
 $(VENV)/.mcp: $(VENV)/.installed requirements/mcp.txt

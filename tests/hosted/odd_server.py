@@ -9,7 +9,7 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("odd")
-count = 0
+calls = []
 
 
 @server.tool()
@@ -21,9 +21,8 @@ def add(a: int, b: int) -> str:
 @server.tool()
 def counts() -> str:
     """Say how often this was called."""
-    global count  # noqa: PLW0603
-    count += 1
-    return str(count)
+    calls.append(1)
+    return str(len(calls))
 
 
 @server.tool()

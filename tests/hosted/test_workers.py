@@ -163,7 +163,7 @@ def test_what_cannot_be_loaded_is_said_at_the_start(plain, arguments, kind, matc
 
 def test_a_slow_start(plain, monkeypatch):
     monkeypatch.setattr(worker_process, "START_S", 0.01)
-    with pytest.raises(RunFailed, match=r"was not ready within 0\.01 s"):
+    with pytest.raises(RunFailed, match="was not ready within"):
         EpisodeWorkers(make_config())
 
 

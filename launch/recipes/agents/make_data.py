@@ -1,7 +1,7 @@
 """Writes the rows of the recipes in this folder: `python launch/recipes/agents/make_data.py`.
 
-sums.jsonl: sums and differences of one digit. sums_demonstrations.jsonl shows the toy model how to call
-the calculator for them, and to say what it answers. word_sums.jsonl and shell.jsonl are for a
+sums.jsonl: sums and differences of one digit. sums_demonstrations.jsonl shows the toy model how to
+call the calculator for them, and to say what it answers. word_sums.jsonl and shell.jsonl are for a
 pretrained model, which an example in the prompt shows what to do.
 """
 

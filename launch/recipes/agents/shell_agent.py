@@ -1,14 +1,15 @@
 """An agent with a shell: the policy writes commands, reads what they print, and says `Answer: ...`.
 
 The reward is 1 for the right answer, and 0.2 for a command that prints it. Each episode has a folder
-of its own with one file. Commands are run by the restricted shell, which knows only PROGRAMS; what a
-policy may not do at all belongs into a container. See docs/endpoint.md.
+of its own with one file. Commands are run by bash as a restricted shell, which knows only PROGRAMS.
+They can still read the files of the user: put the agent into a container for more than that. See
+docs/endpoint.md.
 """
 
+import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,14 +17,14 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from contextlib import suppress
 
 BASH = shutil.which("bash")
 PROGRAMS = ("cat", "head", "ls", "sort", "tail", "uniq", "wc")
 COMMAND_S = 10
 MAX_CHARS = 400
 ANSWER = re.compile(r"Answer:\s*(\S+)")
-BUILTINS = "enable -n kill exec eval source . trap suspend ulimit wait; "
+BEFORE = "ulimit -t 10 -f 1024 -v 1000000; enable -n kill exec eval source . trap suspend ulimit; "
+"""What is run before a command: limits of CPU, files and memory, and builtins that it has not."""
 
 
 def ask(messages):
@@ -42,30 +43,23 @@ def ask(messages):
         raise
 
 
-def limits():
-    resource.setrlimit(resource.RLIMIT_CPU, (COMMAND_S, COMMAND_S))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-
-
 def run(command, folder, programs):
     """Return what a command prints, shortened, for the policy to read."""
     process = subprocess.Popen(
-        [BASH, "--norc", "--restricted", "-c", BUILTINS + command],
+        [BASH, "--norc", "--restricted", "-c", BEFORE + command],
         cwd=folder,
         env={"PATH": programs, "HOME": folder, "LC_ALL": "C"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=limits,  # noqa: PLW1509 - this program has one thread
     )
     try:
         printed, _ = process.communicate(timeout=COMMAND_S)
     except subprocess.TimeoutExpired:
         printed = b"error: it took too long"
     finally:
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     text = printed.decode(errors="replace").strip()

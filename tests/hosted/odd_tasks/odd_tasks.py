@@ -62,7 +62,7 @@ class OddTask(vf.Task[OddData, vf.State, OddConfig]):
 
 class OddTasksConfig(vf.TasksetConfig):
     task: OddConfig = OddConfig()
-    kinds: list[str] = ["good"]  # noqa: RUF012 - pydantic copies it
+    kinds: tuple[str, ...] = ("good",)
     endless: bool = False
     split: str = "train"
 

@@ -26,9 +26,10 @@ episode and is no failure: it is scored as it is."""
 
 @functools.cache
 def _http() -> httpx.AsyncClient:
-    """The connections of all episodes to verifiers' server in this process; a client of its own would
-    cost an episode more than its turns."""
-    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+    """The HTTP client of all episodes; one of its own would cost an episode more than its turns. It
+    keeps no connections, because each episode has a server of its own."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=None, limits=limits)
 
 
 class MrlChatConfig(vf.HarnessConfig):
