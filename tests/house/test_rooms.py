@@ -78,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         *("mrl.exchange", "mrl.learn", "mrl.preflight", "mrl.rewards", "mrl.engines", "mrl.run"),
         *("mrl.trainer", "mrl.weight_sync", "mrl.web", "parallel"),
     },
-    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.service", "parallel"},
+    "mrl.view": {"mrl.diagnosis", "mrl.run", "mrl.service", "mrl.web", "parallel"},
     "mrl.client": {"mrl.service"},
     "mrl.tinker": {"mrl.run", "mrl.service", "mrl.web", "parallel"},
     "mrl.launch": {"mrl.run"},
