@@ -84,23 +84,18 @@ def test_the_page_is_at_most_a_second_behind(toy: Toy, tmp_path: Path) -> None:
         assert command.finish(LIMIT_S).returncode == 0
         seen = page.evaluate("seen")
         lags = [seen[str(step)] - came[step] for step in range(6) if str(step) in seen]
-        print(
-            f"seconds behind: p50 {statistics.median(lags):.2f}, max {max(lags):.2f}, {len(lags)} steps"
-        )
+        half, most = statistics.median(lags), max(lags)
+        print(f"seconds behind, {len(lags)} steps: {half:.2f}, at most {most:.2f}")
         assert statistics.median(lags) < 1.0
         assert set(page.evaluate("[...phases]")) >= PHASES
         assert any("of 16 samples" in text for text in page.evaluate("[...counts]"))
         until(page, "document.querySelectorAll('#reward-curve .dot').length === 6")
 
         command = toy.start(run, *more[:1], "train.num_steps=400", env=environment())
-        until(
-            page,
-            "Number(/^(\\d+) of 400/.exec(document.querySelector('#state').textContent)?.[1]) > 6",
-        )
-        for process in [
-            *psutil.Process(command.pid).children(recursive=True),
-            psutil.Process(command.pid),
-        ]:
+        steps = "/^(\\d+) of 400/.exec(document.querySelector('#state').textContent)?.[1]"
+        until(page, f"Number({steps}) > 6")
+        started = psutil.Process(command.pid)
+        for process in [started, *started.children(recursive=True)]:
             process.kill()
         until(page, word("gone"))
         done = page.evaluate("parseInt(document.querySelector('#state').textContent)")
