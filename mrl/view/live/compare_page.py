@@ -124,8 +124,9 @@ class ComparePage(LivePage):
 
 
 def _word_of_all(words: Sequence[str]) -> str:
-    if "running" in words:
-        return "running"
+    for word in ("running", "waiting"):
+        if word in words:
+            return word
     return words[0] if len(set(words)) == 1 else "ended"
 
 

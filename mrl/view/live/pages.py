@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from mrl.errors import InputError
@@ -29,8 +30,7 @@ class LivePage(ABC):
         self.feed = Feed()
         self.rollouts: Rollouts | None = None
         """The samples of the page; None if it has none."""
-        self.problem = ""
-        """Why the files could not be read in the last poll; empty if they could."""
+        self._problems: dict[str, str] = {}
         self._lock = threading.RLock()
         self._shown: dict[str, Any] = {}
         """The newest value of each kind of event that replaces a part of the page."""
@@ -41,20 +41,32 @@ class LivePage(ABC):
     def poll(self) -> None:
         """Read what is new in the files, and publish it. An error is shown on the page."""
         with self._lock:
-            try:
-                self.read()
-                self.problem = ""
-            except InputError as error:
-                self.problem = str(error)
-            except Exception as error:
-                if not self.problem:
-                    traceback.print_exception(error)
-                self.problem = f"the page could not be updated: {type(error).__name__}: {error}"
-            self._publish_rows()
-            for kind, value in self.parts().items():
-                if kind not in self._shown or self._shown[kind] != value:
-                    self._shown[kind] = value
-                    self.feed.publish(kind, value)
+            self._attempt(self.read)
+            self._attempt(self._publish)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+            self._problems.pop(call.__name__, None)
+        except InputError as error:
+            self._problems[call.__name__] = str(error)
+        except Exception as error:
+            if call.__name__ not in self._problems:
+                traceback.print_exception(error)
+            what = f"{type(error).__name__}: {error}"
+            self._problems[call.__name__] = f"the page could not be updated: {what}"
+
+    @property
+    def problem(self) -> str:
+        """Why the page could not be updated in the last poll; empty if it could."""
+        return "; ".join(self._problems.values())
+
+    def _publish(self) -> None:
+        self._publish_rows()
+        for kind, value in self.parts().items():
+            if kind not in self._shown or self._shown[kind] != value:
+                self._shown[kind] = value
+                self.feed.publish(kind, value)
 
     @property
     def is_behind(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,10 +23,12 @@ Happened = Literal["added", "restarted"]
 
 
 def signature(file: Path) -> Signature:
-    """Return what changes whenever a file or a folder changes."""
+    """Return what changes whenever a file or a folder changes; None also for a pipe or a device, which
+    must not be opened."""
     with suppress(OSError, ValueError):
         there = file.stat()
-        return there.st_ino, there.st_size, there.st_mtime_ns
+        if stat.S_ISREG(there.st_mode) or stat.S_ISDIR(there.st_mode):
+            return there.st_ino, there.st_size, there.st_mtime_ns
     return None
 
 
@@ -191,7 +194,7 @@ class RunFiles:
         has_changed = False
         for file in sorted((self.folder / "evals").glob("step_*.json")):
             there = signature(file)
-            if self._read_evals.get(file.name) != there:
+            if there is not None and self._read_evals.get(file.name) != there:
                 with suppress(OSError, ValueError):
                     row = read_evaluation(file)
                     self.evaluations[row["step"]] = row

@@ -191,7 +191,7 @@ function axes(x, y, first, last, { width, height }, show, unit) {
   const names = [svg("text", { class: "mark axis", x: width - EDGE.right, y: height - 2, "text-anchor": "end" }, STEP),
     unit ? svg("text", { class: "mark axis", x: 2, y: 9 }, unit) : null];
   return [marks, names, steps.map((step) =>
-    svg("text", { class: "mark", x: x(step), y: below + 15, "text-anchor": "middle" }, String(step)))].flat(2);
+    svg("text", { class: "mark", x: x(step), y: below + 15, "text-anchor": x(step) + 3.5 * String(step).length > width ? "end" : "middle" }, String(step)))].flat(2);
 }
 
 /** Draw a curve as a path with a gap wherever a value is missing. A point without neighbours gets a dot. */

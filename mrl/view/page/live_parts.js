@@ -101,10 +101,10 @@ function fillTenant(row, tenant) {
 function headLine() {
   const word = h("span", { class: "pill", id: "word" });
   const state = h("span", { id: "state" });
-  const note = h("span", { id: "state-note" });
+  const note = document.getElementById("state-note");
   const link = h("span", { class: "link-state", id: "link-state" });
   const place = document.querySelector("header p");
-  place.replaceChildren(word, " ", state, " ", note, " ", link);
+  place.replaceChildren(word, " ", state, " ", link);
   return {
     show(head) {
       word.className = `pill ${head.word}`;

@@ -50,7 +50,7 @@ function bestAndWorst() {
       const { samples } = await ask("samples", { step });
       const chosen = extremes(samples);
       const whole = await Promise.all(chosen.map(({ number: n }) => ask("sample", { step, number: n })));
-      heading.textContent = `Best and worst samples of step ${step}`;
+      heading.textContent = chosen.length ? `Best and worst samples of step ${step}` : `No sample of step ${step} has a reward`;
       cards.replaceChildren(...whole.map((sample, i) => card(sample, chosen[i].name)));
     } catch (error) {
       shown = before;

@@ -72,7 +72,7 @@ def test_a_run_appears_as_it_is_written(page: Page, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with LiveServer([run]) as server:
         page.go(server.url)
-        says(page, "header", "the run has not begun")
+        says(page, "#state-note", "the run has not begun")
         run.mkdir()
         (run / "config.yaml").write_text("train:\n  num_steps: 6\n")
         write_phase(run, "rollout", 0, finished=5, wanted=8)
@@ -103,7 +103,7 @@ def test_a_run_appears_as_it_is_written(page: Page, tmp_path: Path) -> None:
         write_failure(run, Failure(HOSTILE[0], 1, command="mrl train again", log_tail=["the end"]))
         says(page, "#failure", HOSTILE[0])
         shutil.rmtree(run)
-        says(page, "header", "is gone")
+        says(page, "#state-note", "is gone")
         assert page.count("#reward-curve .dot") == 6
         assert page.errors == []
         server.close()

@@ -63,7 +63,7 @@ def test_tenants_come_train_and_leave(registry: Registry) -> None:
         add_line(ann, metrics(3))
         says(page, "#state", "4 steps")
         registry.move("ann", "paused", "a reason")
-        says(page, "header", "the tenant is paused: a reason")
+        says(page, "#state-note", "the tenant is paused: a reason")
         page.evaluate("document.querySelector('nav a').click()")
         says(page, "#tenant-table", "bob")
         assert page.errors == []
