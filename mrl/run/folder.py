@@ -3,6 +3,7 @@
 OUTPUT_DIR/config.yaml            the resolved recipe
 OUTPUT_DIR/history.jsonl          one object per start: what it changed; earlier recipes are in configs/
 OUTPUT_DIR/metrics.jsonl          one object per step
+OUTPUT_DIR/phase.json             what the run is doing now, from the watchdog (mrl/run/phase_file.py)
 OUTPUT_DIR/timeline.jsonl         one object per step: who did what and when (disaggregated runs)
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
 OUTPUT_DIR/tokens/                step_000000.safetensors: values of engine and trainer per token

@@ -10,6 +10,7 @@ This module does not import torch, because the monitor runs without it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -138,10 +139,10 @@ def is_gone(phase: dict[str, Any]) -> bool:
 
 
 def _host() -> str:
-    """Return the name of this machine with the kernel's boot id and the PID namespace. Within the same
-    value, a process id means the same process."""
+    """Return the name of this machine with a digest of the kernel's boot id and the PID namespace.
+    Within the same value, a process id means the same process."""
     kernel = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         kernel = f" {boot} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname() + kernel
+    return f"{socket.gethostname()} {hashlib.sha256(kernel.encode()).hexdigest()[:12]}"

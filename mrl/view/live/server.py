@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from mrl.errors import InputError, RunFailed
 from mrl.system.processes import Closing
@@ -201,7 +201,7 @@ class LiveServer(Closing):
         state = page.state()
         data = {"folder": page.title, "state": "", "back": back, "kind": page.kind, **state}
         text = render(data, LIVE).encode("utf-8", errors="replace")
-        return Response(text, media_type="text/html")
+        return HTMLResponse(text)
 
     async def _events(self, incoming: Incoming) -> Response:
         page = await self._calls.in_thread(lambda: self._page(incoming))
