@@ -23,7 +23,7 @@ COMMAND = ("reward=null", "rollout.endpoint=true", f"environment.command=[python
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "no endpoint": (COMMAND[:1] + COMMAND[2:], "set rollout.endpoint=true"),
     "nobody at it": (COMMAND[1:2], "rollout.endpoint is true, but nothing would use it"),
-    "both forms": ((*COMMAND, "environment.name=guess_letter"), "both are given, expected exactly one"),
+    "both forms": ((*COMMAND, "environment.name=guess_letter"), "name and command are given"),
     "arguments": ((*COMMAND, "environment.arguments={a: 1}"), "write those of a command after its"),
     "no program": (
         (*COMMAND[:2], "environment.command=no-such-agent"),

@@ -70,6 +70,12 @@ class World:
     def assign(self, work: Work) -> None:
         self.works[work.work_id] = Work.of_frame(*work.frame())
 
+    def assign_parts(self, make: Any) -> list[int]:
+        works = [make(self.new_id() + part, part, part, 2) for part in range(2)]
+        for work in filter(None, works):
+            self.assign(work)
+        return [work.work_id for work in works if work is not None]
+
     def take(self, work_id: int) -> dict[int, Delivered]:
         return self.results.pop(work_id)
 
@@ -98,7 +104,7 @@ def sampling_on(world: World, in_place: Any = None) -> RemoteSampling:
 
     policy: Any = SimpleNamespace(mount=lambda **keys: None)
     link: Any = world
-    return RemoteSampling(link, policy, in_place or present, 2)
+    return RemoteSampling(link, policy, in_place or present)
 
 
 def turn(
