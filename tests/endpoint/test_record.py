@@ -1,4 +1,4 @@
-"""What an episode's record continues, and what it begins anew. The engine here has no model."""
+"""Which requests continue an answer, and which begin a conversation. The engine here has no model."""
 
 from __future__ import annotations
 
