@@ -94,6 +94,43 @@ class Conversation:
         and have log-prob 0."""
         return self._longer(token_ids, None)
 
+    def sharing(self, longer: Conversation) -> Conversation:
+        """Return this conversation in the memory of `longer`, which continues it. Routes and sampling
+        mask are outlines on the device `meta`, which `restored` fills."""
+        size, routing = len(self.token_ids), self.routing
+        if routing is not None:
+            weights = routing.expert_weights
+            routing = dataclasses.replace(
+                routing,
+                expert_ids=routing.expert_ids.to("meta"),
+                expert_weights=None if weights is None else weights.to("meta"),
+            )
+        return dataclasses.replace(
+            self,
+            token_ids=longer.token_ids[:size],
+            loss_mask=longer.loss_mask[:size],
+            rollout_logprobs=longer.rollout_logprobs[:size],
+            routing=routing,
+            sampling_mask=self.sampling_mask and self.sampling_mask.outline(),
+        )
+
+    def restored(self, longer: Conversation) -> Conversation:
+        """Return this conversation with the routes and sampling mask of its tokens in `longer`, which
+        continues it."""
+        routing, mask = self.routing, self.sampling_mask
+        if routing is not None:
+            assert longer.routing is not None
+            weights = longer.routing.expert_weights
+            routing = dataclasses.replace(
+                routing,
+                expert_ids=longer.routing.expert_ids[: routing.num_rows],
+                expert_weights=None if weights is None else weights[: routing.num_rows],
+            )
+        if mask is not None:
+            assert longer.sampling_mask is not None
+            mask = longer.sampling_mask.cut(mask.num_tokens)
+        return dataclasses.replace(self, routing=routing, sampling_mask=mask)
+
     def finished(self, reason: FinishReason) -> Conversation:
         """Return the conversation as ended, with this finish reason."""
         return dataclasses.replace(self, finish_reason=reason)

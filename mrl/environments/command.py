@@ -34,11 +34,11 @@ MARK, EPISODE = "MRL_AGENTS", "MRL_EPISODE"
 MAX_OUTPUT_BYTES = 64 << 20
 """Bytes that an agent may print, stdout and stderr together. One that prints more is killed."""
 KEPT_BYTES = 64 << 10
-"""Bytes that are kept of the end of each of the two outputs."""
+"""Number of bytes that are kept from the end of each of the two outputs."""
 LOOK_S = 0.2
 """Seconds between two checks of the time limit and of the end of the process."""
 DRAIN_S = 1.0
-"""Seconds for reading what an agent that has exited left in its pipes."""
+"""Maximum number of seconds for reading what is left in the pipes of an agent that has exited."""
 MAX_REWARD = 3.4e38
 """The largest reward that float32 holds."""
 

@@ -1,7 +1,7 @@
 """An API of JSON over HTTP: an ASGI application made from a table of addresses.
 
-A request reaches the function of its address only if it comes from no web page, its caller may call,
-and its body keeps the limits. The function runs in a thread. Errors are answered in one form.
+A request reaches the function of its address only if it does not come from a web page, its caller may
+call, and its body is within the limits. The function runs in a thread. All errors have one form.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rules:
     path is open to callers without a name. Raises Refused if the caller may not call. It is called in
     the thread of the server, so it must not wait."""
     security: dict[str, Any] | None = None
-    """The scheme of OpenAPI by which a caller shows that it may call."""
+    """OpenAPI's scheme by which callers identify themselves."""
     error_key: str = "error"
     """The key of an error's text in an answer."""
     statuses: Mapping[type[Exception], int] = field(default_factory=dict[type[Exception], int])
@@ -79,7 +79,7 @@ class Incoming:
     content: bytes
     """The body, decompressed."""
     depth: int
-    """How deep objects and lists of a body may lie in each other."""
+    """Maximum depth to which objects and lists may be nested in a body."""
 
     def json(self) -> dict[str, Any]:
         """Return the object in the body; empty if there is no body. Raises Refused."""
@@ -124,8 +124,8 @@ class Api:
         most: int | None = None,
         is_described: bool = True,
     ) -> None:
-        """Add an address. `bodies`: the forms of its body, for the description alone; `most`: the
-        most bytes of a body, `limits.body_bytes` if None."""
+        """Add an address. `bodies` are the forms of its body, which only the description shows. `most`
+        is the maximum number of bytes of a body; None means `limits.body_bytes`."""
         if is_described:
             self.addresses.append(Address(method, path, bodies, needs_body, query))
         action = _Action(call, self._limits.body_bytes if most is None else most)
@@ -160,7 +160,7 @@ class Api:
         return guarded
 
     async def _guard(self, inner: Any, scope: Any, receive: Any, send: Any) -> None:
-        """Let a request in if its caller may call; else answer why not."""
+        """Pass on a request whose caller may call; answer any other with the reason."""
         request, connection = Request(scope), scope.get("state", {}).get("connection")
         closes = [True]
 

@@ -55,7 +55,7 @@ def check_head(
     seen = set()
     for name, value in headers:
         if name in seen and name in SINGLE:
-            raise Refused(400, f"the header {name.decode()} is there twice")
+            raise Refused(400, f"the header {name.decode()} occurs twice")
         seen.add(name)
         if CONTROL.search(value):
             raise Refused(400, f"the header {name.decode()} has a control character")

@@ -22,8 +22,8 @@ from mrl.web.limits import TOO_MANY
 from mrl.web.stages import Callers, Stage
 
 LINGER_S, MAX_UNWANTED_BYTES = 1.0, 1 << 20
-"""After a request is refused, so many bytes more are read, for so many seconds. If a connection is
-closed while bytes are unread, the system resets it, and the caller may see that before the answer."""
+"""How long, and how much, is still read after a request was refused. If a connection is closed while
+bytes are unread, the system resets it, and the caller may notice the reset before the answer."""
 MAX_ERROR_CHARS = 2000
 LOGGER = logging.getLogger("mrl.web")
 LOGGER.setLevel(logging.ERROR)  # what a caller does wrong is answered, and not logged
@@ -72,7 +72,7 @@ class Connection(H11Protocol):
         self._stage: Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._start = 0.0
-        """When the caller began with its request, on the clock of the loop."""
+        """When the caller began to send its request, on the clock of the loop."""
         self.is_hung_up = self._has_ended = False
         self._num_unwanted = 0
 
@@ -178,7 +178,7 @@ class Connection(H11Protocol):
         self.refuse(status, why)
 
     def turn_away(self) -> None:
-        """End the stage in which this caller is, because there are too many in it."""
+        """End the present stage, because too many callers are in it."""
         if self._stage in ("head", "body"):
             self.refuse(503, TOO_MANY)
         elif self._stage == "answer":
@@ -188,7 +188,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def refuse(self, status: int, why: str) -> None:
-        """Answer a request that the application does not get, or not whole, and hang up."""
+        """Answer a request that does not reach the application, or only in part, and hang up."""
         if self.is_hung_up:
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -207,7 +207,7 @@ class Connection(H11Protocol):
 
     def hang_up(self, *, is_read: bool) -> None:
         """Close the connection once the answer is sent. Unless the request has been read, the caller
-        may still be sending: what comes is dropped for a short time."""
+        may still be sending; what arrives within a short time is dropped."""
         if self.is_hung_up:
             return
         self._leave()

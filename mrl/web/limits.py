@@ -16,9 +16,8 @@ class Refused(Exception):
 
 
 class NotYet(Refused):
-    """What a request needs is not there yet. The server calls the request's function again, without
-    holding a thread meanwhile, until `limit_s` seconds are over; then the request is refused with
-    503."""
+    """A request needs something that does not exist yet. The server calls the request's function again,
+    without holding a thread meanwhile. After `limit_s` seconds the request is refused with 503."""
 
     def __init__(self, why: str, limit_s: float) -> None:
         super().__init__(503, why)
@@ -43,14 +42,15 @@ class Limits:
     request_s: float = 10.0
     """Seconds within which the whole request must arrive."""
     answer_s: float = 5.0
-    """Seconds within which a caller must receive its answer."""
+    """Seconds within which a caller must receive its answer or, if the answer is a stream, each part of
+    it that the system cannot buffer."""
     idle_s: float = 30.0
     """Seconds after which a connection is closed if no further request comes."""
     stop_s: int = 5
     """Seconds for which a server that is stopped waits for requests that are being carried out."""
     unread: int = 64
-    """Maximum number of callers that are in the same stage: that send the head of a request, send
-    its body, or receive the answer. If there are more, the oldest of them are refused."""
+    """Maximum number of callers that are in the same stage: sending the head of a request, sending
+    its body, or receiving the answer. If there are more, the oldest of them are refused."""
     idle: int = 1024
     """Maximum number of connections that are kept for further requests; the oldest are closed."""
     connections: int = 32

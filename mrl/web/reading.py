@@ -92,7 +92,7 @@ def _check(value: Any, depth: int) -> None:
     """Raise ValueError if a value is nested too deeply, or contains a number that is too large, the
     character NUL, or text that cannot be encoded in UTF-8."""
     if depth < 0:
-        raise ValueError("objects and lists lie too deep in each other")
+        raise ValueError("objects and lists are nested too deeply")
     if isinstance(value, str):
         value.encode()  # a lone surrogate raises UnicodeEncodeError
         if "\0" in value:

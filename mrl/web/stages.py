@@ -12,8 +12,8 @@ Stage = Literal["head", "body", "answer", "idle"]
 AsError = Callable[[int, str], Mapping[str, Any]]
 """Returns the JSON object that answers a refused request, given the HTTP status and the reason."""
 GRACE_S = 0.1
-"""Seconds between the moment in which a stage is too full and the refusal of its oldest callers. Those
-whose request is there already get on in that time."""
+"""Seconds from the moment at which a stage is too full to the refusal of its oldest callers. Requests
+that have already arrived reach the next stage in that time."""
 
 
 class Caller(Protocol):
@@ -41,9 +41,15 @@ class Callers:
             "idle": {},
         }
 
+<<<<<<< HEAD
     def enter(self, caller: Caller, stage: Stage) -> None:
         """Record that a caller that was in no stage is in this one. If there are too many, the oldest
         are turned away soon."""
+=======
+    def enter(self, caller: Connection, stage: Stage) -> None:
+        """Record that a caller, so far in no stage, is in this one. If there are too many, the oldest
+        ones are turned away soon."""
+>>>>>>> 9631e52b90fca23b0be58ab4289b580dccf3b928
         there = self._stages[stage]
         there[caller] = None
         if len(there) == self._most(stage) + 1:

@@ -4,6 +4,7 @@ what the policy reads or what is trained."""
 from __future__ import annotations
 
 import json
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +26,9 @@ from tests.endpoint.speaking import (
     SAMPLING,
     Speaking,
     byte_tokenizer,
+    logprobs_of,
     make_record,
+    routes_of,
     tokenizer,
 )
 from tests.endpoint.test_record import TOOLS, ask, say, user
@@ -282,3 +285,64 @@ def test_a_late_notice_of_a_loss_does_not_lose_the_new_engine():
         engine.has_started_again.set()
         assert [len(found.result(60)) for found in (first, late)] == [1, 1]
     assert generation.lost is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_an_agent_does_tokens_are_trained_as_they_were_sampled(seed):
+    """Random requests of several threads: continued, rewritten, repeated, refused and dropped ones."""
+    engine = Speaking(tokenizer())
+    engine.say = lambda request: "ab!?<tool_call>"[: request.seed % 16]
+    record = make_record(
+        engine, sampling=SamplingParams(12, stop=("!",)), context_len=200, max_turns=300
+    )
+
+    def act(number):
+        rng = random.Random(1000 * seed + number)
+        caller, leaves = Caller(), record.leaves
+        old = rng.choice(leaves) if leaves else None
+        asked = Asked(num_answers=rng.choice([1, 1, 2]), max_tokens=rng.choice([None, 1, 3]))
+        try:
+            match rng.randrange(4):
+                case 0:
+                    known = list(old.messages) if old is not None and rng.random() < 0.8 else []
+                    context = record.chat([*known, user(rng.choice("xyz"))], "")
+                case 1:
+                    text = old.context.text if old is not None else None
+                    known = "" if text is None else text + old.text
+                    context = record.text(
+                        known + rng.choice(["", "! so", " so"]) + "x" * (not known)
+                    )
+                case 2:
+                    known = [] if old is None else old.conversation.token_ids.tolist()
+                    context = record.tokens([*known, rng.randrange(90)])
+                case _:
+                    context = record.tokens([5] * rng.randrange(230))
+            record.answer([context], asked, caller)
+        except Refused:
+            return
+        if rng.random() < 0.2:
+            record.drop(caller)
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(act, range(150)):
+            assert found is None
+    record.end()
+    assert len(record.leaves) > 10
+    shared, newest_first = 0, record.leaves[::-1]
+    leaves = sorted(newest_first, key=lambda leaf: -int(leaf.conversation.loss_mask.sum()))
+    samples = record.samples(3, is_tree=True)
+    for leaf, sample in zip(leaves, samples, strict=True):
+        whole = leaf.conversation
+        chosen = whole.loss_mask
+        assert len(whole.token_ids) <= 200
+        assert torch.equal(whole.rollout_logprobs, logprobs_of(whole.token_ids) * chosen)
+        for each in (whole, sample):
+            expected = routes_of(each.token_ids)
+            assert torch.equal(each.routing.expert_ids, expected.expert_ids)
+            assert each.routing.row_versions == expected.row_versions
+        shared += int(chosen.sum() - sample.loss_mask.sum())
+        covered = [t for span in sample.weight_versions for t in range(span.start, span.end)]
+        assert covered in (sample.loss_mask.nonzero().flatten().tolist(), [])
+    sampled = sum(len(answer.completion.output_ids) for answer in record._answers)
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == sampled
+    assert shared > 0

@@ -1,4 +1,4 @@
-"""What an episode's record continues, and what it begins anew. The engine here has no model."""
+"""Which requests continue an answer, and which begin a conversation. The engine here has no model."""
 
 from __future__ import annotations
 
@@ -85,6 +85,54 @@ def test_turns_continue_the_sampled_tokens(engine):
         "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nplain<|im_end|>\n"
         "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n<|unk|><|unk|><|unk|><|im_end|>"
     )
+
+
+def test_memory_grows_with_the_tokens_and_not_with_the_turns(engine):
+    """The turns of a branch share the memory of its newest one, and nothing changes."""
+    record = make_record(engine, context_len=5000, max_turns=100)
+    talk, kept, before = QUESTION, [], []
+    for turn in range(60):
+        talk = say(record, [*talk, user("x")] if turn else talk)
+        (leaf,) = record.leaves
+        kept.append(leaf)
+        before.append((leaf.conversation.token_ids.clone(), leaf.conversation.routing))
+        if turn == 30:
+            middle = talk
+    say(record, [*middle, user("another way")])
+    for answer, (ids, routing) in zip(kept, before, strict=True):
+        assert torch.equal(answer.whole.token_ids, ids)
+        assert torch.equal(answer.whole.routing.expert_ids, routing.expert_ids)
+        assert torch.equal(routing.expert_ids, routes_of(ids).expert_ids)
+    for leaf in record.leaves:
+        expected = routes_of(leaf.conversation.token_ids)
+        assert torch.equal(leaf.conversation.routing.expert_ids, expected.expert_ids)
+        assert leaf.conversation.routing.row_versions == expected.row_versions
+    parts = [
+        part
+        for answer in record._answers
+        for found in (answer.conversation, answer.context.conversation)
+        for part in (found.token_ids, found.rollout_logprobs, found.loss_mask)
+        + (() if found.routing is None else (found.routing.expert_ids,))
+        if not part.is_meta
+    ]
+    assert len(parts) > 300
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 8  # of two branches
+    assert all(answer.completion.routing is None for answer in record._answers)
+
+
+def test_an_answer_whose_continuation_is_forgotten_keeps_its_routes(engine):
+    record = make_record(engine)
+    talk = say(record, QUESTION)
+    (first,) = record.leaves
+    caller = Caller()
+    record.answer([record.chat([*talk, user("x")], "")], Asked(), caller)
+    assert first.conversation.routing.expert_ids.is_meta
+    record.drop(caller)
+    for _ in range(2):
+        sample = sample_of(record)
+        assert torch.equal(sample.routing.expert_ids, routes_of(sample.token_ids).expert_ids)
+        say(record, [*talk, user("y")])
+    assert len(record.leaves) == 2
 
 
 def test_a_rewritten_history_is_a_branch(engine):

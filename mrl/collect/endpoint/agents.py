@@ -28,7 +28,7 @@ class Agents(Closing):
     """
 
     num_replayed = 0
-    """Episodes that were played again: none, because an agent cannot be."""
+    """Number of episodes that were replayed: 0, because agents cannot be replayed."""
 
     def __init__(
         self, config: EnvironmentConfig, tokenizer: Any, template_kwargs: dict[str, Any]
@@ -39,7 +39,7 @@ class Agents(Closing):
         """Episodes since `reset_counts` that failed, and those that ended because the context or the
         number of turns was used up. Both are masked."""
         self.first_error = self.first_cut_off = ""
-        self._num_branched, self._has_told = 0, False
+        self._num_branched, self._has_warned = 0, False
         self._counting = threading.Lock()
         with ExitStack() as undo:
             runs = EpisodeWorkers(config) if config.is_hosted else AgentCommand(config)
@@ -73,11 +73,11 @@ class Agents(Closing):
             self._num_branched += 1
 
     def take_branched(self) -> int:
-        """Return the number of episodes with several branches the first time that there are any, and 0
-        after that: one warning is enough."""
+        """Return the number of episodes with several branches, but 0 once it has returned another
+        number, because one warning is enough."""
         with self._counting:
-            found = 0 if self._has_told else self._num_branched
-            self._has_told |= bool(found)
+            found = 0 if self._has_warned else self._num_branched
+            self._has_warned |= bool(found)
             return found
 
     def submit(

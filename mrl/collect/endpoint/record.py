@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from mrl.collect.conversation import Conversation
 from mrl.collect.endpoint.generation import Generation
@@ -27,7 +28,7 @@ from mrl.collect.endpoint.messages import (
 )
 from mrl.collect.endpoint.refused import NotSent, Refused, too_long
 from mrl.collect.endpoint.texts import Texts
-from mrl.collect.endpoint.turns import Answer, Asked, Caller, Context
+from mrl.collect.endpoint.turns import Answer, Asked, Caller, Context, forget, share_memory
 from mrl.engines.base import Completion, Request, sample_seed
 from mrl.engines.sampling import MAX_STOP_STRINGS, SamplingParams
 from mrl.types import Prompt, Sample, VersionSpan
@@ -81,8 +82,12 @@ class EpisodeRecord:
         last_id = int(parent.conversation.token_ids[-1])
         num_new = len(messages) - len(parent.messages)
         ids = self.texts.after_turn(last_id, messages, num_new, tools)
-        longer = parent.conversation.with_tokens(torch.tensor(ids, dtype=torch.int64))
-        return Context(longer, parent, tuple(messages), tools)
+        return Context(
+            self._longer(parent, torch.tensor(ids, dtype=torch.int64)),
+            parent,
+            tuple(messages),
+            tools,
+        )
 
     def text(self, prompt: str) -> Context:
         """Return the context of a prompt of plain text."""
@@ -98,8 +103,8 @@ class EpisodeRecord:
             return Context(self._begin(self.texts.encode(prompt)), text=prompt)
         new = prompt.removeprefix(texts[parent])
         new = new.removeprefix(parent.cut if new.startswith(parent.cut) else parent.stop)
-        ids = torch.tensor(self.texts.encode(new), dtype=torch.int64)
-        return Context(parent.conversation.with_tokens(ids), parent, text=prompt)
+        longer = self._longer(parent, torch.tensor(self.texts.encode(new), dtype=torch.int64))
+        return Context(longer, parent, text=prompt)
 
     def tokens(
         self, ids: Sequence[int], messages: Sequence[Message] = (), tools: str = ""
@@ -117,12 +122,17 @@ class EpisodeRecord:
         if parent is None:
             return Context(self._begin(ids), None, tuple(messages), tools)
         new = prompt[len(parent.conversation.token_ids) :]
-        return Context(parent.conversation.with_tokens(new), parent, tuple(messages), tools)
+        return Context(self._longer(parent, new), parent, tuple(messages), tools)
 
     def _begin(self, ids: Sequence[int]) -> Conversation:
         if not ids:
             raise Refused(400, "the prompt is empty, expected at least one token")
         return Conversation.start(self._group_id, torch.tensor(ids, dtype=torch.int64))
+
+    def _longer(self, parent: Answer, new: Tensor) -> Conversation:
+        """Return the conversation of an answer, continued by tokens i64[n]."""
+        with self._lock:
+            return parent.whole.with_tokens(new)
 
     @property
     def _known(self) -> list[Answer]:
@@ -156,6 +166,8 @@ class EpisodeRecord:
                 raise Refused(503, "the caller is gone, or the episode of this key is over")
             self._answers += answers
             caller.answers += answers
+            for answer in answers:
+                share_memory(answer)
         return answers
 
     def _requests(self, contexts: Sequence[Context], asked: Asked) -> list[Request]:
@@ -219,7 +231,8 @@ class EpisodeRecord:
         parsed = parse_answer(text, with_tools=asked.parses_tools, taken=call_ids(context.messages))
         said = (*context.messages, *read_messages([parsed.message()])) if context.messages else ()
         longer = context.conversation.with_completion(completion)
-        return Answer(context, completion, longer, text, stop, cut, parsed, said)
+        bare = dataclasses.replace(completion, routing=None, sampling_mask=None)
+        return Answer(context, bare, longer, text, stop, cut, parsed, said)
 
     def end(self) -> None:
         """End the episode: abort its requests, and refuse others."""
@@ -237,6 +250,8 @@ class EpisodeRecord:
             caller.is_gone = True
             continued = {answer.context.parent for answer in self._answers}
             dropped = {answer for answer in caller.answers if answer not in continued}
+            for answer in dropped:
+                forget(answer)
             self._answers = [answer for answer in self._answers if answer not in dropped]
         self._generation.abort(caller.requests)
 

@@ -27,9 +27,9 @@ class Asked:
     """Whether tool calls are looked for in the answers."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Context:
-    """The tokens of a request's prompt, and what they stand for."""
+    """The tokens of a request's prompt, and what they stand for. Only `share_memory` changes it."""
 
     conversation: Conversation
     """All P tokens; those of earlier answers as they were sampled."""
@@ -42,12 +42,16 @@ class Context:
     """The prompt, if it is plain text."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Answer:
+    """An answer of the policy. Only `share_memory` changes it."""
+
     context: Context
     completion: Completion
+    """What the engine returned, without routes and sampling masks, which `conversation` has."""
     conversation: Conversation
-    """The P + C tokens up to the end of the answer."""
+    """The P + C tokens up to the end of the answer. If there is an heir, without the data of routes and
+    sampling mask; `whole` has them."""
     text: str
     """The answer without special tokens, up to a stop text."""
     stop: str
@@ -58,6 +62,20 @@ class Answer:
     parsed: Parsed
     messages: tuple[Message, ...]
     """The request's messages and the answer; empty for a prompt of text or tokens."""
+    heir: Answer | None = None
+    """The answer that continues this one and holds its routes and sampling mask; None if there is
+    none."""
+
+    @property
+    def whole(self) -> Conversation:
+        """The conversation with its routes and sampling mask. Reading it needs the lock of the
+        episode."""
+        if self.heir is None:
+            return self.conversation
+        last = self.heir
+        while last.heir is not None:
+            last = last.heir
+        return self.conversation.restored(last.conversation)
 
     @property
     def finish_reason(self) -> str:
@@ -74,3 +92,29 @@ class Caller:
     """What was recorded for this request."""
     is_gone: bool = False
     """Whether the connection was closed. Answers that come later are not recorded."""
+
+
+def share_memory(answer: Answer) -> None:
+    """Record that an answer continues its branch, whose earlier turns then use its memory. The caller
+    holds the lock of the episode.
+
+    Otherwise each turn would keep the routes of all tokens before it, and the memory of an episode
+    would be quadratic in its turns.
+    """
+    whole, each = answer.conversation, answer
+    while True:
+        context = each.context
+        context.conversation = context.conversation.sharing(whole)
+        parent = context.parent
+        if parent is None:
+            return
+        parent.conversation = parent.conversation.sharing(whole)
+        parent.heir = parent.heir or each
+        each = parent
+
+
+def forget(answer: Answer) -> None:
+    """Undo `share_memory` for an answer that nothing continues."""
+    parent = answer.context.parent
+    if parent is not None and parent.heir is answer:
+        parent.conversation, parent.heir = parent.whole, None
