@@ -41,15 +41,9 @@ class Callers:
             "idle": {},
         }
 
-<<<<<<< HEAD
     def enter(self, caller: Caller, stage: Stage) -> None:
-        """Record that a caller that was in no stage is in this one. If there are too many, the oldest
-        are turned away soon."""
-=======
-    def enter(self, caller: Connection, stage: Stage) -> None:
         """Record that a caller, so far in no stage, is in this one. If there are too many, the oldest
         ones are turned away soon."""
->>>>>>> 9631e52b90fca23b0be58ab4289b580dccf3b928
         there = self._stages[stage]
         there[caller] = None
         if len(there) == self._most(stage) + 1:
