@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from mrl.web.limits import Limits
-
-if TYPE_CHECKING:
-    from mrl.web.connection import Connection
 
 Stage = Literal["head", "body", "answer", "idle"]
 AsError = Callable[[int, str], Mapping[str, Any]]
@@ -17,6 +14,14 @@ AsError = Callable[[int, str], Mapping[str, Any]]
 GRACE_S = 0.1
 """Seconds from the moment at which a stage is too full to the refusal of its oldest callers. Requests
 that have already arrived reach the next stage in that time."""
+
+
+class Caller(Protocol):
+    """A caller that can be in a stage."""
+
+    def turn_away(self) -> None:
+        """End the present stage, because too many callers are in it."""
+        ...
 
 
 class Callers:
@@ -29,14 +34,14 @@ class Callers:
         answer. If false, the application sees at once that such a caller has gone."""
         self.limits, self.as_error = limits, as_error
         self.answers_half_closed = answers_half_closed
-        self._stages: dict[Stage, dict[Connection, None]] = {
+        self._stages: dict[Stage, dict[Caller, None]] = {
             "head": {},
             "body": {},
             "answer": {},
             "idle": {},
         }
 
-    def enter(self, caller: Connection, stage: Stage) -> None:
+    def enter(self, caller: Caller, stage: Stage) -> None:
         """Record that a caller, so far in no stage, is in this one. If there are too many, the oldest
         ones are turned away soon."""
         there = self._stages[stage]
@@ -44,7 +49,7 @@ class Callers:
         if len(there) == self._most(stage) + 1:
             asyncio.get_running_loop().call_later(GRACE_S, self._thin, stage)
 
-    def leave(self, caller: Connection, stage: Stage) -> None:
+    def leave(self, caller: Caller, stage: Stage) -> None:
         self._stages[stage].pop(caller, None)
 
     def _most(self, stage: Stage) -> int:
