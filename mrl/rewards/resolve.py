@@ -7,8 +7,8 @@ from mrl.rewards.base import RewardFunction
 from mrl.rewards.forms import adapt, split_form
 from mrl.system.plugins import Kind, resolve
 
-_PARTS = ("__init__", "answers", "base", "budget", "forms", "remote", "resolve", "reward_model",
-          "runner", "server", "terms", "trial", "trial_cases", "worker", "worker_calls")  # fmt: skip
+_PARTS = ("__init__", "answers", "base", "budget", "forms", "judged", "remote", "resolve",
+          "reward_model", "runner", "server", "terms", "trial", "trial_cases", "worker", "worker_calls")  # fmt: skip
 """Files of this folder that are not rewards."""
 _KIND = Kind(
     noun="reward",

@@ -37,7 +37,8 @@ def page() -> Iterator[str]:
 
 def job(page: str, stacks: str, **more: Any) -> bytes:
     rank = {"rank": 1, "pid": os.getpid(), "page": page, "stacks": stacks}
-    said = {"parent": os.getpid(), "ranks": [rank], "folder": "", "command": "", **more}
+    folder = str(Path(stacks).parent)
+    said = {"parent": os.getpid(), "ranks": [rank], "folder": folder, "command": "", **more}
     return json.dumps(said).encode() + b"\n"
 
 
@@ -161,7 +162,8 @@ def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path:
         stderr=subprocess.PIPE,
         env={**os.environ, LAUNCH_FOLDER: str(tmp_path)},
     )
-    said = {"parent": os.getpid(), "ranks": [own, other], "folder": "", "command": "", "nodes": []}
+    said = {"parent": os.getpid(), "ranks": [own, other], "folder": str(tmp_path)}
+    said |= {"command": "", "nodes": []}
     assert process.stdin
     process.stdin.write(json.dumps(said | {"limits": limits}).encode() + b"\n" + DONE)
     process.stdin.flush()
