@@ -7,8 +7,19 @@ from mrl.rewards.base import RewardFunction
 from mrl.rewards.forms import adapt, split_form
 from mrl.system.plugins import Kind, resolve
 
-_PARTS = ("__init__", "answers", "base", "budget", "forms", "judged", "remote", "resolve",
-          "reward_model", "runner", "server", "terms", "trial", "trial_cases", "worker", "worker_calls")  # fmt: skip
+_PARTS = (
+    *("__init__", "answers", "base", "budget", "forms", "judged", "remote", "resolve"),
+    *(
+        "reward_model",
+        "runner",
+        "server",
+        "terms",
+        "trial",
+        "trial_cases",
+        "worker",
+        "worker_calls",
+    ),
+)
 """Files of this folder that are not rewards."""
 _KIND = Kind(
     noun="reward",
