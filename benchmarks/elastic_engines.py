@@ -109,7 +109,7 @@ def is_good(row: dict[str, Any]) -> bool:
     return not row["differences"] and came_and_went and has_now and row["steps_with_a_change"] >= 4
 
 
-def told(row: dict[str, Any]) -> str:
+def described(row: dict[str, Any]) -> str:
     """Describe the row of a case in one line."""
     commands = ", ".join(f"{number} {name}" for name, number in row["commands"].items())
     numbers = ", ".join(f"{n} engines in {count}" for n, count in row["engines"].items())
@@ -137,7 +137,7 @@ def main() -> None:
             print(f"{case}: {error}")
             sys.exit(1)
         rows.append(row)
-        print(told(row), flush=True)
+        print(described(row), flush=True)
     good = sum(map(is_good, rows))
     found = {
         **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),

@@ -1,4 +1,4 @@
-"""Check that the tools of `environment.mcp` can be had, that the policy is told of them, and that the
+"""Check that the tools of `environment.mcp` can be had, that the prompt shows them to the policy, and that the
 prompts leave room for them."""
 
 from __future__ import annotations

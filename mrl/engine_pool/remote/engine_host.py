@@ -31,7 +31,7 @@ class EngineHost:
     """Starts and ends engines beside the one that a rollout rank leads."""
 
     def __init__(self, own: EngineWorkers) -> None:
-        """`own` are the workers of the rank's own engine. They may be told to leave, like others."""
+        """`own` are the workers of the rank's own engine. They can be removed, like others."""
         self._own, self._wire = own, None
         self._workers = {int(own.settings["engine"]): own}
         self._threads: list[threading.Thread] = []

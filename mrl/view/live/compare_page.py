@@ -65,7 +65,7 @@ class ComparePage(LivePage):
                 self._keys.setdefault(key, set()).add(number)
 
     def forget(self, number: int) -> None:
-        """The curves of a run begin anew."""
+        """Start the curves of a run from the beginning."""
         for key in list(self._keys):
             self._keys[key].discard(number)
             if not self._keys[key]:

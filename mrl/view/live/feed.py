@@ -1,7 +1,7 @@
 """The events of a page. One thread publishes them; the streams of any number of browsers read them.
 
 Nothing is kept for a single browser. One that falls behind the last KEPT events, or that slept through
-them, gets none of them: its page asks for everything anew.
+them, gets none of them: its page requests the whole state again.
 """
 
 from __future__ import annotations

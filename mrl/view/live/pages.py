@@ -15,7 +15,7 @@ from mrl.view.live.feed import Feed
 from mrl.view.live.samples import Rollouts
 
 MAX_EVENTS = 128
-"""If a poll finds more rows than this, browsers are told to get the whole state instead."""
+"""If a poll finds more rows than this, browsers get a message to fetch the whole state instead."""
 
 
 class LivePage(ABC):

@@ -5,7 +5,7 @@ const EDGE = { left: 52, right: 10, top: 19, bottom: 30 };
 const MAX_DOTS = 40;
 let chartNumber = 0;
 
-/** The charts of the page: `draw` draws a chart anew from the curves, `forget` is for one that was removed. */
+/** The charts of the page: `draw` redraws a chart from the curves, `forget` is for one that was removed. */
 const CHARTS = new Map();
 /** Called with each new chart. */
 let onChart = () => {};

@@ -95,7 +95,7 @@ const PARTS = {
   },
 };
 
-/** Draw the lanes anew, unless somebody is pointing at them; then they are drawn with a later step. */
+/** Redraw the lanes, unless somebody is pointing at them; then they are drawn with a later step. */
 function showTimeline(value) {
   const place = document.getElementById("lanes");
   const text = JSON.stringify([value.steps, value.why]);

@@ -26,7 +26,7 @@ function forgetChart(figure) {
   figure.remove();
 }
 
-/** Let all charts be drawn anew: those in view with the next frame, and others when they come into view. */
+/** Redraw all charts: those in view with the next frame, and others when they come into view. */
 function curvesHaveChanged() {
   for (const figure of CHARTS.keys()) stale.add(figure);
   drawStale();
@@ -135,7 +135,7 @@ function liveGrid(find, none = "") {
   return { element: h("div", {}, grid, note), arrange };
 }
 
-/** All metrics, made anew when there are new keys, with what was open and searched for. */
+/** All metrics, rebuilt when there are new keys, with what was open and searched for. */
 function liveMetrics() {
   const element = h("div", {}, allMetrics());
   let known = Object.keys(SERIES).length;
