@@ -35,9 +35,9 @@ def signature(file: Path) -> Signature:
 class Metrics:
     """The rows of metrics.jsonl, one after the other.
 
-    A row whose step is not larger than that of the row before it shows that the run went back. If its
-    file is a new one, it holds all rows that count, and otherwise the file is read again from its beginning: of the rows of
-    a step the last one counts, as on the page that is a file.
+    A row whose step is not larger than that of the row before it shows that the run went back. A new
+    file then holds all rows that count; the same file is read again from its beginning. Of several rows
+    of a step the last one counts, as on the page that is a file.
     """
 
     def __init__(
