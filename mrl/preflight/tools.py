@@ -1,5 +1,5 @@
-"""Check that the servers of `environment.mcp` list their tools, that prompts show these to the policy, and
-that the prompts leave room for them."""
+"""Check that the servers of `environment.mcp` list their tools, that prompts show these to the policy,
+and that the prompts leave room for them."""
 
 from __future__ import annotations
 
