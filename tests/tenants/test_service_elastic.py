@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -52,7 +50,8 @@ def test_tenants_keep_their_bits_while_engines_come_and_go(
         reward = "benchmarks.elastic_reward:reward"
         service.add(name, num_steps=STEPS, reward=reward, **AHEAD[name])
     write_whole(pace, "2")
-    with patch.dict(os.environ, {VARIABLE: str(pace)}):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(pace))
         process = service.start("--until-done")
     folder = str(service.folder)
     try:
