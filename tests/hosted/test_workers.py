@@ -15,7 +15,7 @@ import pytest
 
 from mrl.config import EnvironmentConfig
 from mrl.environments.command import MARK
-from mrl.environments.hosted import pool, worker_process
+from mrl.environments.hosted import pool
 from mrl.environments.hosted.pool import EpisodeWorkers
 from mrl.errors import InputError, RunFailed
 from mrl.system.process_search import find_by_variable
@@ -162,7 +162,7 @@ def test_what_cannot_be_loaded_is_said_at_the_start(plain, arguments, kind, matc
 
 
 def test_a_slow_start(plain, monkeypatch):
-    monkeypatch.setattr(worker_process, "START_S", 0.01)
+    monkeypatch.setattr(worker, "START_S", 0.01)
     with pytest.raises(RunFailed, match="was not ready within"):
         EpisodeWorkers(make_config())
 

@@ -12,7 +12,7 @@ from typing import Any
 from mrl.config import EnvironmentConfig
 from mrl.environments.command import LOOK_S, Guard, Outcome
 from mrl.environments.hosted.spec import worker_command, worker_spec
-from mrl.environments.hosted.worker_process import WorkerProcess
+from mrl.environments.hosted.worker import HostedWorker
 from mrl.errors import InputError, RunFailed
 from mrl.system.processes import Closing
 
@@ -30,7 +30,7 @@ class EpisodeWorkers(Closing):
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._closed = threading.Event()
         self._choosing = threading.Lock()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[HostedWorker] = []
         self._guard = Guard(self._mark)
         try:
             self._workers = self._start(config.num_workers)
@@ -94,7 +94,7 @@ class EpisodeWorkers(Closing):
             worker.kill("the run is ending")
         self._guard.close()
 
-    def _choose(self) -> WorkerProcess:
+    def _choose(self) -> HostedWorker:
         """Return the worker with the fewest episodes, after replacing those that were lost."""
         with self._choosing:
             for place, worker in enumerate(self._workers):
@@ -102,9 +102,9 @@ class EpisodeWorkers(Closing):
                     self._workers[place] = self._start_one()
             return min(self._workers, key=lambda worker: worker.num_playing)
 
-    def _start(self, count: int) -> list[WorkerProcess]:
+    def _start(self, count: int) -> list[HostedWorker]:
         """Start workers, all at a time."""
-        found: list[WorkerProcess] = []
+        found: list[HostedWorker] = []
         errors: list[BaseException] = []
 
         def start() -> None:
@@ -124,9 +124,9 @@ class EpisodeWorkers(Closing):
             raise errors[0]
         return found
 
-    def _start_one(self) -> WorkerProcess:
+    def _start_one(self) -> HostedWorker:
         direct = {name: direct_hosts(name) for name in ("NO_PROXY", "no_proxy")}
-        return WorkerProcess(
+        return HostedWorker(
             f"environment {self._config.label}",
             worker_command(self._config),
             worker_spec(self._config),

@@ -44,7 +44,7 @@ class Pending:
         self.ended.set()
 
 
-class WorkerProcess:
+class HostedWorker:
     """A worker from its start to its end; it is not started again. Thread-safe.
 
     Raises InputError if the environment cannot be loaded, and RunFailed if the worker is killed or
