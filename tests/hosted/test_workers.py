@@ -15,7 +15,7 @@ import pytest
 
 from mrl.config import EnvironmentConfig
 from mrl.environments.command import MARK
-from mrl.environments.hosted import pool
+from mrl.environments.hosted import pool, worker
 from mrl.environments.hosted.pool import EpisodeWorkers
 from mrl.errors import InputError, RunFailed
 from mrl.system.process_search import find_by_variable
@@ -178,7 +178,7 @@ def test_workers_die_with_the_run(tmp_path):
     """Also if the run is killed."""
     script = f"""
 import sys, time
-from mrl.environments.hosted import pool
+from mrl.environments.hosted import pool, worker
 pool.worker_command = lambda config: [sys.executable, {str(PROGRAM)!r}]
 pool.worker_spec = lambda config: {{}}
 from mrl.config import EnvironmentConfig
