@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import secrets
 import time
 from contextlib import suppress
@@ -13,7 +11,7 @@ from typing import Any
 from mrl.errors import InputError, RunFailed
 from mrl.service.record import check_name
 from mrl.service.start import is_alive, start_command
-from mrl.web.unix_socket import connect_unix
+from mrl.web.unix_socket import NoAnswer, ask_unix, connect_unix
 
 TIMEOUT_S = 120.0
 """Seconds to wait for an answer. The time is long because the service checks the recipe and data of
@@ -153,27 +151,17 @@ class ControlClient:
             pause_s = min(2 * pause_s, LAST_WAIT_S)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
         try:
-            connection.sock = connect_unix(self._service, TIMEOUT_S)
+            status, answer = ask_unix(self._service, method, path, body, TIMEOUT_S)
         except OSError:
             raise self._nobody() from None
-        try:
-            with suppress(BrokenPipeError):  # the body was refused; the answer can be read
-                connection.request(method, path, None if body is None else json.dumps(body))
-            response = connection.getresponse()
-            answer = json.loads(response.read())
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise AnswerLost(
-                f"the service in {self._service} did not answer: {error or type(error).__name__}"
-            ) from None
-        finally:
-            connection.close()
-        if response.status == 503:
+        except NoAnswer as error:
+            raise AnswerLost(f"the service in {self._service} did not answer: {error}") from None
+        if status == 503:
             raise Busy(answer["error"])
-        if response.status >= 500:
+        if status >= 500:
             raise RunFailed(answer["error"])
-        if response.status >= 400:
+        if status >= 400:
             raise InputError(answer["error"])
         return answer
 

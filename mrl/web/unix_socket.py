@@ -1,16 +1,20 @@
-"""Opens the control socket of a job: a UNIX socket in the folder of a service or of a run.
+"""Opens the control socket of a job, and sends requests to it.
 
-The path of a UNIX socket may have at most 107 bytes, but paths of folders can be longer. So the
-socket is addressed through a file descriptor of the folder: /proc/self/fd/7/control.sock.
+It is a UNIX socket in the folder of a service or of a run. The path of a UNIX socket may have at most
+107 bytes, but paths of folders can be longer. So the socket is addressed through a file descriptor of
+the folder: /proc/self/fd/7/control.sock.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 SOCKET = "control.sock"
 
@@ -49,3 +53,28 @@ def _short(folder: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
     finally:
         os.close(descriptor)
+
+
+class NoAnswer(Exception):
+    """A server took the connection, but its answer was lost."""
+
+
+def ask_unix(
+    folder: Path, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+) -> tuple[int, dict[str, Any]]:
+    """Send a request to the server of a folder's socket, and return the HTTP status and the JSON object
+    of its answer.
+
+    Raises OSError if nobody listens there, and NoAnswer if no whole answer comes.
+    """
+    connection = http.client.HTTPConnection("localhost", timeout=timeout_s)
+    connection.sock = connect_unix(folder, timeout_s)
+    try:
+        with suppress(BrokenPipeError):  # the body was refused; the answer can be read
+            connection.request(method, path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise NoAnswer(str(error) or type(error).__name__) from None
+    finally:
+        connection.close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from pathlib import Path
 from typing import Any
 
 from mrl.config.load import read_tree
 from mrl.errors import InputError, RunFailed
-from mrl.web.unix_socket import connect_unix
+from mrl.web.unix_socket import NoAnswer, ask_unix
 
 TIMEOUT_S = 120.0
 """Seconds to wait for an answer. The job answers at once, unless it is busy sending weights."""
@@ -28,24 +26,15 @@ def ask_engines(
     Raises NobodyAnswers if no job answers, InputError if the job refuses the request, and RunFailed if
     the answer is lost.
     """
-    connection = http.client.HTTPConnection("localhost", timeout=TIMEOUT_S)
     try:
-        connection.sock = connect_unix(folder, TIMEOUT_S)
+        status, answer = ask_unix(folder, method, path, body, TIMEOUT_S)
     except OSError:
         raise NobodyAnswers(_why_nobody(folder)) from None
-    try:
-        connection.request(method, path, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise RunFailed(
-            f"the job in {folder} did not answer: {error or type(error).__name__}; it may have ended"
-        ) from None
-    finally:
-        connection.close()
-    if response.status >= 500:
+    except NoAnswer as error:
+        raise RunFailed(f"the job in {folder} did not answer: {error}; it may have ended") from None
+    if status >= 500:
         raise RunFailed(answer["error"])
-    if response.status >= 400:
+    if status >= 400:
         raise InputError(answer["error"])
     return answer
 
