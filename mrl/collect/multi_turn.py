@@ -8,7 +8,6 @@ Dimensions: T tokens of an episode so far, G samples per prompt.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import time
@@ -205,11 +204,8 @@ class MultiTurnRollout:
         return POLL_S
 
     def _request(self, episode: _Episode) -> Request:
-        conversation, limit = episode.conversation, self._sampling
-        room = self._context_len - len(conversation.token_ids)
-        if room < limit.max_new_tokens:
-            at_least = min(limit.min_new_tokens, room)
-            limit = dataclasses.replace(limit, max_new_tokens=room, min_new_tokens=at_least)
+        conversation = episode.conversation
+        limit = self._sampling.at_most(self._context_len - len(conversation.token_ids))
         # The call with the last turn may still be open, so the id of this turn is another one.
         name = f"{episode.name} turn {conversation.num_turns}"
         return Request(name, conversation.token_ids, episode.seed, limit)

@@ -170,8 +170,12 @@ def _remaining(sampling: SamplingParams, num_done: int, room: int) -> SamplingPa
     that already has `num_done` generated tokens."""
     if not num_done:
         return sampling  # unchanged, so that the engine refuses a prompt that is too long
-    at_least = min(room, max(0, sampling.min_new_tokens - num_done))
-    return dataclasses.replace(sampling, max_new_tokens=room, min_new_tokens=at_least)
+    rest = dataclasses.replace(
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - num_done,
+        min_new_tokens=max(0, sampling.min_new_tokens - num_done),
+    )
+    return rest.at_most(room)
 
 
 def _empty_sample(group_id: int, prompt: Prompt) -> Sample:

@@ -23,6 +23,7 @@ from tests.endpoint.speaking import Speaking, make_prompt, tokenizer
 from tests.waiting import wait_until
 
 ZOO = Path(__file__).with_name("waiting_zoo.py")
+ONE_TURN = SamplingParams(40)
 
 
 class Engine(Speaking):
@@ -78,12 +79,15 @@ def environments(
         yield runner
 
 
-def rollout_of(runner, rows, *, samples=2, step_samples=1000, max_turns=9) -> MultiTurnRollout:
+def rollout_of(
+    runner, rows, *, samples=2, step_samples=1000, max_turns=9, context_len=500, sampling=ONE_TURN
+) -> MultiTurnRollout:
     words = tokenizer()
     prompts = [make_prompt(words, "p", **row) for row in rows]
     return MultiTurnRollout(
-        start_groups(prompts, samples), GroupEnvironments(runner), words, sampling=SamplingParams(40),
-        max_turns=max_turns, context_len=500, seeds=list(range(len(rows))), step_samples=step_samples,
+        start_groups(prompts, samples), GroupEnvironments(runner), words, sampling=sampling,
+        max_turns=max_turns, context_len=context_len, seeds=list(range(len(rows))),
+        step_samples=step_samples,
     )  # fmt: skip
 
 
@@ -98,6 +102,18 @@ def bits(groups):
         )
         for group in sorted(groups, key=lambda group: group.samples[0].group_id)
     ]
+
+
+def test_a_last_turn_that_is_cut_can_still_stop():
+    """An engine refuses stops for completions of one exact length, which ends the run."""
+    engine = Engine()
+    sampling = SamplingParams(20, 10, stop=("never",))
+    with environments() as runner:
+        list(rollout_of(runner, [{}], context_len=10, sampling=sampling).finished(engine))
+    assert engine.asked
+    for request in engine.asked:
+        assert request.sampling.max_new_tokens <= 9
+        assert request.sampling.min_new_tokens < request.sampling.max_new_tokens
 
 
 @pytest.mark.parametrize("at", ["step", "reset"])
