@@ -1,8 +1,8 @@
 """This module trains while engines are added and removed at random:
 `python -m benchmarks.elastic_engines`.
 
-Each case trains a toy for 100 steps with one engine, and again while engines come and go, at a limit of
-three at a time. In the middle the second run is killed (SIGKILL for its launcher), and continues from
+Each case trains a toy for 100 steps with one engine, and again while engines are added and removed, at
+most three at a time. In the middle the second run is killed (SIGKILL for its launcher), and continues from
 its checkpoint with another number of engines. Both must end with the same weights and optimizer state,
 and have the same samples and the same metrics in each step. Cases that are done are on file in --work,
 and the same command continues after an interruption.
@@ -102,7 +102,7 @@ def train(case: str, steps: int, pace_s: float, seed: int, work: Path) -> dict[s
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Return whether nothing differs, and engines really came and went."""
+    """Return whether nothing differs, and engines were really added and removed."""
     commands, numbers = row["commands"], row["engines"]
     came_and_went = commands["add"] >= 3 and commands["remove"] >= 2 and len(numbers) >= 2
     has_now = commands["remove --now"] >= 1 or not CASES[row["case"]][1]

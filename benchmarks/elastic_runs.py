@@ -1,4 +1,4 @@
-"""This module trains while engines come and go, for `benchmarks.elastic_engines`.
+"""This module trains while engines are added and removed, for `benchmarks.elastic_engines`.
 
 A thread adds and removes engines of a run at random moments by the requests of `mrl engines`. The run
 is compared with one whose engines stay: weights, optimizer state, samples and metrics.

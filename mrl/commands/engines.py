@@ -17,9 +17,9 @@ POLL_S = 0.5
 def add_to(commands: Any) -> None:
     engines = commands.add_parser(
         "engines",
-        help="list, add and remove the engines of a run or service that goes on",
+        help="list, add and remove the engines of a running job",
         description="Show, add and remove engines of a run or a service whose engines are on ranks of "
-        "their own (rollout.placement=disaggregated), while it goes on (docs/engines.md). Run it on "
+        "their own (rollout.placement=disaggregated), while it is running (docs/engines.md). Run it on "
         "the machine of rank 0.",
     )
     actions = engines.add_subparsers(required=True, metavar="ACTION")
@@ -48,7 +48,9 @@ def _add_action(actions: Any, name: str, run: Any, text: str) -> Any:
     command.add_argument(
         "folder", type=Path, metavar="DIR", help="the output_dir of the run or service"
     )
-    command.set_defaults(run=run, after_interrupt="the job has the command, and goes on with it")
+    command.set_defaults(
+        run=run, after_interrupt="the job has received the command and carries it out"
+    )
     return command
 
 

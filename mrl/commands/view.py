@@ -1,5 +1,5 @@
 """`mrl view FOLDER... [--output FILE] [--steps a:b] [--max-samples N]` writes an HTML page of a run, of
-a service, or of several runs. `mrl view --follow FOLDER... [--port N]` serves a page that lives."""
+a service, or of several runs. `mrl view --follow FOLDER... [--port N]` serves a live page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SAMPLES = 16
 def add_to(commands: Any) -> None:
     command = commands.add_parser(
         "view",
-        help="show a run's curves and samples: one HTML file, or a page that lives",
+        help="show a run's curves and samples: one HTML file, or a live page",
         description="Write a run as one HTML file with its curves, samples and diagnosis, or a service "
         "with its tenants and curves. With several runs, compare their outcomes, curves and recipes. "
         "The file opens in any browser, without a server or a network. With --follow, serve a page on "

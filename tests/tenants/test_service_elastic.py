@@ -1,4 +1,4 @@
-"""A service whose engines come and go: each tenant has the bits of its run alone."""
+"""A service whose engines are added and removed: each tenant has the bits of its run alone."""
 
 from __future__ import annotations
 

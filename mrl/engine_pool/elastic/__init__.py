@@ -1,1 +1,1 @@
-"""Engines that are added to a job, and removed from it, while the job goes on."""
+"""Engines that are added to a job, and removed from it, while the job is running."""

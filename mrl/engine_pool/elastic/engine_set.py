@@ -1,4 +1,4 @@
-"""The engines to which one coordinator gives work, while engines come and go."""
+"""The engines to which one coordinator gives work, while engines are added and removed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Metrics:
 
     A row whose step is not larger than that of the row before it shows that the run went back. A new
     file then holds all rows that count; the same file is read again from its beginning. Of several rows
-    of a step the last one counts, as on the page that is a file.
+    of a step the last one counts, as on the written page.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The page that lives, in a real browser, on run folders that the tests write."""
+"""The live page, in a real browser, on run folders that the tests write."""
 
 from __future__ import annotations
 
