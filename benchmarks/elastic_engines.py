@@ -1,12 +1,11 @@
 """This module trains while engines are added and removed at random:
 `python -m benchmarks.elastic_engines`.
 
-Each case trains a toy for 100 steps with one engine, and again while engines are added and removed, at
-most three at a time. In the middle the second run is killed (SIGKILL for its launcher), and continues from
-its checkpoint with another number of engines. Both must end with the same weights and optimizer state,
-and have the same samples and the same metrics in each step. Cases that are done are on file in --work,
-and the same command continues after an interruption.
-"""
+Each case trains a toy for 100 steps with one engine, and again while engines are added and removed,
+at most three at a time. In the middle the second run is killed (SIGKILL for its launcher), and
+continues from its checkpoint with another number of engines. Both must end with the same weights
+and optimizer state, and have the same samples and the same metrics in each step. Cases that are
+done are on file in --work, and the same command continues after an interruption."""
 
 from __future__ import annotations
 
