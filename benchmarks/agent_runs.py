@@ -80,7 +80,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run what is missing, print the table and write benchmarks/results/agent_runs.json."""
+    """Run what is missing, print the table and write runs/results/agent_runs.json."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--runs", default=",".join(RUNS), help=f"some of {','.join(RUNS)}")
     parser.add_argument("--steps", type=int, default=10)

@@ -136,7 +136,7 @@ def show(slow_rows: list[dict[str, Any]], many_rows: list[dict[str, Any]]) -> No
 
 
 def main() -> None:
-    """Run both parts, print the tables and write benchmarks/results/episodes.json."""
+    """Run both parts, print the tables and write runs/results/episodes.json."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
