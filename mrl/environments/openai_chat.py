@@ -25,7 +25,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from mrl.environments.base import Message, StepResult
@@ -33,7 +33,7 @@ from mrl.errors import InputError
 from mrl.system.calls import unaccepted_column, why_not
 from mrl.system.plugins import Kind, resolve
 
-TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TOOL_CALL, _END = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), "</tool_call>"
 _TARGET = Kind(
     noun="environment.arguments.target",
     package="mrl.environments",
@@ -41,6 +41,15 @@ _TARGET = Kind(
     form="object",
     example="NAME",
 )
+
+
+def tool_call_blocks(text: str) -> Iterator[re.Match[str]]:
+    """Yield the blocks `<tool_call>...</tool_call>` of a text; group 1 is what they hold.
+
+    No block begins after the last end. To look for one there would take long where a policy says
+    `<tool_call>` again and again: the square of their number.
+    """
+    return _TOOL_CALL.finditer(text, 0, text.rfind(_END) + len(_END))
 
 
 def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, Any]]:
@@ -52,9 +61,9 @@ def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, 
     """
     calls = []
     ids = (name for k in itertools.count() if (name := f"call_{k}") not in taken)
-    for block in TOOL_CALL.findall(text):
+    for block in tool_call_blocks(text):
         try:
-            call = json.loads(block)
+            call = json.loads(block[1])
             name, arguments = call["name"], call.get("arguments")
             arguments = {} if arguments is None else arguments
             if not (isinstance(name, str) and isinstance(arguments, dict)):

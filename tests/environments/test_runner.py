@@ -1,6 +1,7 @@
 import contextlib
 import os
 import random
+import runpy
 import signal
 import string
 import time
@@ -10,10 +11,12 @@ import psutil
 import pytest
 import torch
 
+from mrl.collect.endpoint.messages import parse_answer
 from mrl.config import EnvironmentConfig
 from mrl.data.reasoning_gym import task_rows
 from mrl.environments import StepResult, environment_names, resolve_environment
 from mrl.environments.episodes import EpisodeFailed, Start
+from mrl.environments.hosted.spec import PROGRAMS
 from mrl.environments.openai_chat import tool_calls
 from mrl.environments.runner import EnvironmentRunner, check_columns
 from mrl.errors import InputError, RunFailed
@@ -304,6 +307,21 @@ def test_openai_chat_runs_a_file_once_and_gives_no_id_twice(tmp_path):
             results = episodes.step({0: call * 2, 1: call * 2})
             for result in results.values():
                 assert result.observation[0]["content"] == f"1 1 {['call_1', *ids]}"
+
+
+def test_a_policy_that_begins_tool_calls_without_end_is_read_at_once(monkeypatch):
+    """A token that a policy repeats until its context is used up."""
+    monkeypatch.syspath_prepend(PROGRAMS)
+    program = runpy.run_path(str(PROGRAMS / "mcp_program.py"))
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    start = time.process_time()
+    for text in ("<tool_call>" * 20_000, call + "<tool_call>" * 20_000):
+        found = len(tool_calls(text))
+        assert found == text.startswith(call)
+        assert len(parse_answer(text, with_tools=True, taken=()).calls) == found
+        rest, calls = program["_calls"]({"content": text}, is_parsed=False)
+        assert (rest, len(calls)) == ("<tool_call>" * 20_000, found)
+    assert time.process_time() - start < 3
 
 
 def test_tool_calls_that_are_malformed_stay_text():

@@ -1,10 +1,12 @@
 """An MCP server whose tools do what their names say: `python odd_server.py [PORT]`."""
 
 import os
+import subprocess
 import sys
 import time
 
 import mcp_types as types
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -29,6 +31,12 @@ def counts() -> str:
 def fails() -> str:
     """Fail."""
     raise ToolError("on purpose")
+
+
+@server.tool()
+def refuses() -> str:
+    """Answer with an error of the protocol, whose code the SDK also has for closed connections."""
+    raise MCPError(code=-32000, message="not today")
 
 
 @server.tool()
@@ -68,7 +76,11 @@ def variable() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] == ["stays"]:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        server.run()
+        time.sleep(600)
+    elif len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
         server.run()

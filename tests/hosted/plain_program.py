@@ -12,6 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "mrl/environments/hosted/prog
 from episode_loop import BadInput, EpisodeFailed, Played, main
 
 
+class Wordless(Exception):
+    def __str__(self):
+        raise KeyError
+
+
 @asynccontextmanager
 async def open_plain(spec):
     if "refuses" in spec:
@@ -31,6 +36,8 @@ async def open_plain(spec):
         print("what user code prints")
         if kind == "raises":
             raise ValueError("on\npurpose")
+        if kind == "wordless":
+            raise Wordless
         if kind == "gives up":
             raise EpisodeFailed("there is no more")
         if kind == "exits":
@@ -49,7 +56,7 @@ async def open_plain(spec):
         if kind == "forks" and os.fork() == 0:
             return Played(100.0)
         if kind == "answers":
-            return Played(answer="said", parts={"a": 1.0, "none": float("nan")})
+            return Played(answer="said", parts={"a": 1.0, "none": float("nan"), "huge": -1e39})
         if kind == "lies":
             return Played(float(episode.given["reward"]))
         return Played(float(number), parts={"length": float(len(episode.key))})

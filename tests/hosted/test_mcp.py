@@ -7,14 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from mrl.config import EnvironmentConfig
+from mrl.environments.command import MARK
 from mrl.environments.hosted.spec import listed_tools
 from mrl.errors import InputError
+from mrl.system.process_search import find_by_variable
 from tests.hosted.talking import MCP, Stage, needs_mcp, stage, text_of
 from tests.waiting import wait_until
 
@@ -96,6 +99,7 @@ def test_several_calls_in_one_answer_and_in_several(shared):
     ("call", "result"),
     [
         (call_of("fails"), "on purpose"),
+        (call_of("refuses"), "error: not today"),
         (call_of("add", a=1), "b\n  Field required"),
         (call_of("nobody"), "error: there is no tool 'nobody'; there are add, counts"),
         ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the arguments"),
@@ -137,6 +141,19 @@ def test_a_server_that_dies_or_hangs_is_replaced(shared):
         outcome, _ = played(found, call_of("hangs"), "well")
         assert "'hangs' gave no answer within environment.time_limit_s=3 s" in outcome.error
         assert results_of(played(found, call_of("add", a=1, b=1), "well")[1]) == ["2"]
+
+
+def test_a_server_that_does_not_end_is_killed_and_waited_for_by_nobody():
+    """It ignores the end of its input, and its child holds its stderr open."""
+    config = make_config(command=["python", str(SERVER), "stays"], per_episode=False)
+    begin = time.monotonic()
+    assert len(listed_tools(config)) > 1
+    assert time.monotonic() - begin < 60
+    with stage(config) as found:
+        assert results_of(played(found, call_of("add", a=1, b=1), "well")[1]) == ["2"]
+        mark = found.workers._mark
+        assert len(find_by_variable(MARK, mark)) == 3
+    assert not find_by_variable(MARK, mark)
 
 
 def test_an_episode_has_a_server_of_its_own_or_shares_one(shared):
@@ -246,3 +263,16 @@ def test_servers_that_cannot_be_had(mcp, match):
     with pytest.raises(InputError, match=match) as caught:
         listed_tools(make_config(**mcp))
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_no_header_may_hold_is_not_shown(monkeypatch):
+    monkeypatch.setenv("ODD_KEY", "secret\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+        for value, match in (
+            ("Bearer $ODD_KEY", "'Bearer .ODD_KEY' has a line break"),
+            ("$", "dollar"),
+        ):
+            with pytest.raises(InputError, match=match) as caught:
+                listed_tools(make_config(url=url, headers={"Authorization": value}))
+            assert "secret" not in str(caught.value)

@@ -73,6 +73,7 @@ def test_many_at_a_time(workers):
         ("raises", {}, "ValueError: on purpose"),
         ("gives up", {}, "there is no more"),
         ("exits", {}, "SystemExit: 3"),
+        ("wordless", {}, "Wordless: its str() raises KeyError"),
         ("lies", {"reward": "nan"}, "the reward is nan, expected a finite number"),
         ("lies", {"reward": "1e39"}, "the reward is 1e+39, expected a finite number"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.collect.endpoint.refused import Refused
 from mrl.data.template import ROLES
-from mrl.environments.openai_chat import TOOL_CALL, tool_calls
+from mrl.environments.openai_chat import tool_call_blocks, tool_calls
 
 Message = dict[str, Any]
 THINK, END_THINK = "<think>", "</think>"
@@ -54,7 +54,7 @@ def parse_answer(text: str, *, with_tools: bool, taken: Collection[str]) -> Pars
         return Parsed(text, reasoning)
     calls: list[dict[str, Any]] = []
     kept, start = "", 0
-    for block in TOOL_CALL.finditer(text):
+    for block in tool_call_blocks(text):
         found = tool_calls(block.group(), {*taken, *(call["id"] for call in calls)})
         if found:  # a malformed call stays in the text
             calls += found

@@ -6,16 +6,19 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mrl.config import EnvironmentConfig
-from mrl.environments.command import resolved
+from mrl.environments.command import EPISODE, KEPT_BYTES, resolved
 from mrl.errors import InputError
+from mrl.system.process_search import kill_by_variable
 
 PROGRAMS = Path(__file__).parent / "programs"
 ANSWER_S = 600.0
@@ -84,12 +87,18 @@ def listed_tools(config: EnvironmentConfig) -> list[dict[str, Any]]:
 
 def _asked(config: EnvironmentConfig, question: str) -> list[dict[str, Any]]:
     """Return the lines with which a worker program answers a question. Raises InputError."""
-    what = f"environment {config.label}"
+    what, token = f"environment {config.label}", secrets.token_hex(8)
+    # A server that stays behind may hold stderr open, so nobody waits for the end of that pipe.
+    said, (ours, its) = bytearray(), os.pipe()
+    reader = threading.Thread(target=_keep_end, args=(ours, said), daemon=True)
+    reader.start()
     try:
         done = subprocess.run(
             worker_command(config, question),
             input=json.dumps(worker_spec(config)).encode() + b"\n",
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=its,
+            env={**os.environ, EPISODE: token},
             timeout=ANSWER_S,
             start_new_session=True,
             check=False,
@@ -98,14 +107,27 @@ def _asked(config: EnvironmentConfig, question: str) -> list[dict[str, Any]]:
         raise InputError(f"{what}: its {question} took more than {ANSWER_S:g} s") from None
     except OSError as error:
         raise InputError(f"{what}: cannot be started: {error.strerror}") from None
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    finally:
+        os.close(its)
+        kill_by_variable(EPISODE, token)
+        reader.join(1.0)
+    # A process that is killed may have written the beginning of a line.
+    lines = [json.loads(line) for line in done.stdout.split(b"\n")[:-1]]
     if lines and "input_error" in lines[-1]:
         raise InputError(f"{what}: {lines[-1]['input_error']}")
     if not lines or "end" not in lines[-1]:
-        text = done.stderr.decode(errors="replace").strip().splitlines()
+        text = said.decode(errors="replace").strip().splitlines()
         last = f": {' '.join(text[-1].split())[:500]}" if text else ""
         raise InputError(f"{what}: the process ended with code {done.returncode}{last}")
     return lines[:-1]
+
+
+def _keep_end(descriptor: int, into: bytearray) -> None:
+    """Read a pipe to its end, and keep the last bytes of what it says."""
+    with open(descriptor, "rb", buffering=0) as pipe:
+        while chunk := pipe.read(1 << 16):
+            into += chunk
+            del into[:-KEPT_BYTES]
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

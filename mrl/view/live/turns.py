@@ -26,7 +26,7 @@ _BEGINS = re.compile(
     r"|<\|start_header_id\|>\s*(?P<llama>[\w-]+)\s*<\|end_header_id\|>\s*"
     r"|<start_of_turn>(?P<gemma>[\w-]+)\n?"
     r"|<\|(?P<glm>system|user|assistant|observation|tool)\|>\n?"
-    r"|<\|start\|>(?P<harmony>[\w.-]+)(?:<\|channel\|>(?P<channel>\w+))?[^<]*<\|message\|>"
+    r"|<\|start\|>(?P<harmony>[\w.-]++)(?:<\|channel\|>(?P<channel>\w++))?[^<]*+<\|message\|>"
     r"|<\uff5c(?P<deepseek>User|Assistant)\uff5c>"
 )
 _ENDS = re.compile(

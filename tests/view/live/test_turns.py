@@ -90,4 +90,5 @@ def test_messages_keep_their_tool_calls() -> None:
 def test_no_text_takes_long(piece: str) -> None:
     begin = time.process_time()
     turns_of("x", piece * (100_000 // len(piece)))
+    turns_of("x", piece + "a" * 100_000)
     assert time.process_time() - begin < 3

@@ -91,7 +91,10 @@ def describe(error: BaseException) -> str:
     """Describe an error in one line of bounded length."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
-    text = " ".join(str(error).split())[:1000]
+    try:
+        text = " ".join(str(error).split())[:1000]
+    except Exception as inner:  # user code again
+        text = f"its str() raises {type(inner).__name__}"
     named = text if isinstance(error, (BadInput, EpisodeFailed)) else ""
     shown = named or f"{type(error).__name__}: {text}"
     return shown.encode(errors="backslashreplace").decode()
@@ -142,7 +145,7 @@ async def _play(play: Play, episode: Episode, channel: Channel) -> None:
         reply = {
             "reward": None if played.reward is None else checked_reward(played.reward),
             "answer": played.answer,
-            "parts": {k: v for k, v in (played.parts or {}).items() if math.isfinite(v)},
+            "parts": {k: v for k, v in (played.parts or {}).items() if abs(v) <= MAX_REWARD},
         }
         json.dumps(reply)
     except asyncio.CancelledError:

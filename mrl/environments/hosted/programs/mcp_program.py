@@ -24,6 +24,7 @@ from tool_prompt import with_tools
 START_S = 60.0
 """Seconds for a server to start and to list its tools."""
 MAX_PAGES = 100
+MARKS = ("MRL_AGENTS", "MRL_EPISODE")
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -58,7 +59,7 @@ class Servers:
     async def call(self, name: str, arguments: Any) -> str:
         """Return what a tool answers, or why it cannot be called, as text. Raises ServerGone."""
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+        from mcp_types import CONNECTION_CLOSED
 
         if name not in self._where:
             return f"error: there is no tool {name!r}; there are {', '.join(self._where)}"
@@ -74,7 +75,8 @@ class Servers:
                 f"the tool {name!r} gave no answer within environment.time_limit_s={limit_s:g} s"
             ) from None
         except MCPError as error:
-            if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+            # The code alone is also one that servers choose for errors of their own.
+            if error.code == CONNECTION_CLOSED and error.message == "Connection closed":
                 self.is_lost = True
                 raise ServerGone(f"the server is gone: {describe(error)}") from None
             return self._shortened(f"error: {error.message}")
@@ -138,7 +140,9 @@ async def _connect(servers: Servers, stack: AsyncExitStack) -> None:
     transports: list[Any] = []
     if spec["command"]:
         program, *words = spec["command"]
-        server = StdioServerParameters(command=program, args=words, env=spec["env"] or None)
+        # mrl finds by these variables what is left of a worker's processes, and kills it.
+        marks = {name: os.environ[name] for name in MARKS if name in os.environ}
+        server = StdioServerParameters(command=program, args=words, env={**spec["env"], **marks})
         transports.append(stdio_client(server))
     for url in spec["url"]:
         transports.append(await _http(url, spec["headers"], stack))
@@ -158,16 +162,30 @@ async def _http(url: str, headers: dict[str, str], stack: AsyncExitStack) -> Any
     import httpx2
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-    try:
-        filled = {name: Template(value).substitute(os.environ) for name, value in headers.items()}
-    except (KeyError, ValueError) as error:
-        raise BadInput(f"mcp.headers: there is no environment variable {error}") from None
+    filled = {name: _filled(name, value) for name, value in headers.items()}
     # The limit of a call is kept by Servers.call.
     timeout = httpx2.Timeout(None, connect=10.0)
     client = await stack.enter_async_context(
         create_mcp_http_client(headers=filled or None, timeout=timeout)
     )
     return streamable_http_client(url, http_client=client)
+
+
+def _filled(name: str, value: str) -> str:
+    """Return the value of a header with its variables. Raises BadInput, whose message has no value of a
+    variable, because that may be a key."""
+    try:
+        filled = Template(value).substitute(os.environ)
+    except KeyError as error:
+        raise BadInput(f"mcp.headers.{name}: there is no environment variable {error}") from None
+    except ValueError:
+        raise BadInput(f"mcp.headers.{name} is {value!r}; write $$ for a dollar sign") from None
+    if not (filled.isascii() and filled.isprintable() and filled == filled.strip()):
+        raise BadInput(
+            f"mcp.headers.{name}: with its variables, {value!r} has a line break, a space at an end or "
+            "another character that HTTP does not allow there; correct the variable"
+        )
+    return filled
 
 
 async def _listed(client: Any) -> list[Any]:
@@ -305,11 +323,14 @@ def _calls(said: dict[str, Any], *, is_parsed: bool) -> tuple[str, list[tuple[st
         functions = [(call["function"], call["id"]) for call in said.get("tool_calls") or ()]
         return text, [(f["name"], _loaded(f["arguments"]), name) for f, name in functions]
     found = []
-    for block in TOOL_CALL.findall(text):
+    # No call begins after the last end, and to look for one there could take very long.
+    end = text.rfind("</tool_call>") + len("</tool_call>")
+    ended, rest = text[:end], text[end:]
+    for block in TOOL_CALL.findall(ended):
         call = _loaded(block)
         if isinstance(call, dict) and isinstance(call.get("name"), str):
             found.append((call["name"], call.get("arguments", {}), ""))
-    return TOOL_CALL.sub("", text).strip() if found else text, found
+    return (TOOL_CALL.sub("", ended) + rest).strip() if found else text, found
 
 
 def _loaded(text: str) -> Any:
