@@ -65,6 +65,10 @@ def test_an_engine_on_gpus_takes_a_place_that_was_left_or_gpus_that_are_named() 
         ([NODE_B], 1, "b", ("6", "6"), "got 6,6, expected 2 different ids"),
         ([NODE_A], 1, "a", ("1", "6"), "GPU 1 of a is used by a, GPU 0,1"),
         ([NODE_A], 1, "a", ("6", "4"), "a rank that trains uses GPU 4 of a"),
+        *(
+            ([NODE_A], 1, "a", ("6", odd), "expected ids as in CUDA_VISIBLE_DEVICES")
+            for odd in ("", "04", "4,5", " 4", "4\n", "-1", "\N{ARABIC-INDIC DIGIT FOUR}")
+        ),
     ],
 )
 def test_what_has_no_room_is_refused_with_the_reason(

@@ -7,10 +7,14 @@ those of an engine that was removed, or those that the command names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mrl.errors import InputError
+
+GPU_ID = re.compile("0|[1-9][0-9]{0,5}|[A-Za-z][A-Za-z0-9/-]{0,99}")
+"""An id of a GPU: in one form only, so that no other text names a GPU that is used."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,11 @@ def _on_given(
             f"engine(s) of {num_gpus} GPU(s) (rollout.tensor_parallel_size)"
         )
     for gpu in gpus:
+        if GPU_ID.fullmatch(gpu) is None:
+            raise InputError(
+                f"--gpus: got {gpu[:80]!r}, expected ids as in CUDA_VISIBLE_DEVICES, such as 6 or "
+                "GPU-5c8a81f0"
+            )
         if engines := _users(names[0], (gpu,), used):
             raise InputError(f"--gpus: GPU {gpu} of {names[0]} is used by {engines[0].text()}")
         is_left = any(gpu in rank.own.gpus for rank in ranks)  # by an engine that was removed
