@@ -27,6 +27,7 @@ from mrl.data.chat import ChatTurns
 from mrl.engines.base import Completion, EngineLost, PolicyEndpoint, Request, sample_seed
 from mrl.engines.sampling import SamplingParams
 from mrl.environments.base import Observation, StepResult
+from mrl.environments.command import MAX_REWARD
 from mrl.environments.episodes import EpisodeFailed, Start
 from mrl.environments.runner import EnvironmentRunner
 from mrl.errors import RunFailed
@@ -246,7 +247,10 @@ class MultiTurnRollout:
 
     def _take_step(self, episode: _Episode, result: StepResult) -> None:
         episode.rewards.append(result.reward)
-        if result.done or result.observation is None:
+        total = sum(episode.rewards)
+        if abs(total) > MAX_REWARD:
+            self._fail(episode, f"the sum of its rewards is {total:g}, too large for float32")
+        elif result.done or result.observation is None:
             self._end(episode, "stop")
         elif episode.conversation.num_turns >= self._max_turns:
             self._end(episode, "length")

@@ -134,6 +134,16 @@ def test_an_environment_that_waits_holds_nobody(at, tmp_path):
         assert [reward for _, reward in group.samples[0].turn_rewards] == [1.0, 2.0, 3.0]
 
 
+def test_rewards_whose_sum_is_too_large_for_float32_mask_the_episode():
+    with environments("Rich") as runner:
+        rollout = rollout_of(runner, [{}, {"reward": 1e38}])
+        groups = sorted(rollout.finished(Engine()), key=lambda group: group.samples[0].group_id)
+        assert runner.num_failed == 2
+        assert "the sum of its rewards is 6e+38" in runner.first_error
+    assert groups[0].rewards.isnan().all()
+    assert groups[1].rewards.tolist() == pytest.approx([2e38, 2e38])
+
+
 def test_a_completion_that_takes_long_holds_nobody():
     engine, all_others = Engine(), threading.Event()
     engine.is_last = lambda request: "group 0 sample 1 turn 1" in request.request_id

@@ -135,3 +135,14 @@ class Dies(Echo):
         if action == "dies":
             os._exit(7)
         return super().step(action)
+
+
+class Rich:
+    """Two steps, each with a reward that float32 holds."""
+
+    def reset(self, prompt, seed, reward=3e38):
+        self.reward, self.steps = reward, 0
+
+    def step(self, action):
+        self.steps += 1
+        return StepResult("more", self.reward, done=self.steps == 2)
