@@ -76,6 +76,9 @@ class Tail:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def __del__(self) -> None:
+        self.close()  # pages come and go while the server runs
+
     def _status(self) -> os.stat_result | None:
         with suppress(OSError, ValueError):
             there = os.stat(self.file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -79,3 +80,13 @@ def test_what_is_no_file_is_missing(file: Path) -> None:
     file.unlink()
     file.mkdir()
     assert tail.poll().is_missing
+
+
+def test_what_is_not_read_any_more_is_closed(file: Path) -> None:
+    """The pages of tenants are opened and forgotten again while the server runs."""
+    file.write_bytes(b"a\n")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        Tail(file).poll()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < before + 25
