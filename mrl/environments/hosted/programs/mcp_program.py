@@ -24,7 +24,6 @@ from tool_prompt import with_tools
 START_S = 60.0
 """Seconds for a server to start and to list its tools."""
 MAX_PAGES = 100
-MARKS = ("MRL_AGENTS", "MRL_EPISODE")
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -141,7 +140,7 @@ async def _connect(servers: Servers, stack: AsyncExitStack) -> None:
     if spec["command"]:
         program, *words = spec["command"]
         # mrl finds by these variables what is left of a worker's processes, and kills it.
-        marks = {name: os.environ[name] for name in MARKS if name in os.environ}
+        marks = {k: v for k, v in os.environ.items() if k in ("MRL_AGENTS", "MRL_EPISODE")}
         server = StdioServerParameters(command=program, args=words, env={**spec["env"], **marks})
         transports.append(stdio_client(server))
     for url in spec["url"]:
@@ -172,19 +171,16 @@ async def _http(url: str, headers: dict[str, str], stack: AsyncExitStack) -> Any
 
 
 def _filled(name: str, value: str) -> str:
-    """Return the value of a header with its variables. Raises BadInput, whose message has no value of a
-    variable, because that may be a key."""
+    """Return the value of a header with its variables. No message may show it: it may be a key."""
     try:
         filled = Template(value).substitute(os.environ)
     except KeyError as error:
         raise BadInput(f"mcp.headers.{name}: there is no environment variable {error}") from None
     except ValueError:
-        raise BadInput(f"mcp.headers.{name} is {value!r}; write $$ for a dollar sign") from None
+        raise BadInput(f"mcp.headers.{name}: write $$ for a dollar sign") from None
     if not (filled.isascii() and filled.isprintable() and filled == filled.strip()):
-        raise BadInput(
-            f"mcp.headers.{name}: with its variables, {value!r} has a line break, a space at an end or "
-            "another character that HTTP does not allow there; correct the variable"
-        )
+        why = "with its variables, it has a line break or another character that HTTP forbids there"
+        raise BadInput(f"mcp.headers.{name}: {why}; correct the variables")
     return filled
 
 
@@ -323,14 +319,12 @@ def _calls(said: dict[str, Any], *, is_parsed: bool) -> tuple[str, list[tuple[st
         functions = [(call["function"], call["id"]) for call in said.get("tool_calls") or ()]
         return text, [(f["name"], _loaded(f["arguments"]), name) for f, name in functions]
     found = []
-    # No call begins after the last end, and to look for one there could take very long.
-    end = text.rfind("</tool_call>") + len("</tool_call>")
-    ended, rest = text[:end], text[end:]
-    for block in TOOL_CALL.findall(ended):
+    end = text.rfind("</tool_call>") + len("</tool_call>")  # a search behind it could take very long
+    for block in TOOL_CALL.findall(text, 0, end):
         call = _loaded(block)
         if isinstance(call, dict) and isinstance(call.get("name"), str):
             found.append((call["name"], call.get("arguments", {}), ""))
-    return (TOOL_CALL.sub("", ended) + rest).strip() if found else text, found
+    return (TOOL_CALL.sub("", text[:end]) + text[end:]).strip() if found else text, found
 
 
 def _loaded(text: str) -> Any:
