@@ -319,7 +319,7 @@ def _calls(said: dict[str, Any], *, is_parsed: bool) -> tuple[str, list[tuple[st
         functions = [(call["function"], call["id"]) for call in said.get("tool_calls") or ()]
         return text, [(f["name"], _loaded(f["arguments"]), name) for f, name in functions]
     found = []
-    end = text.rfind("</tool_call>") + len("</tool_call>")  # a search behind it could take very long
+    end = text.rfind("</tool_call>") + len("</tool_call>")  # behind it, a search could take long
     for block in TOOL_CALL.findall(text, 0, end):
         call = _loaded(block)
         if isinstance(call, dict) and isinstance(call.get("name"), str):
