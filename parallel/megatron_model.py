@@ -234,15 +234,14 @@ class MegatronModel:
         *,
         head: Head | None = None,
         observe: Observe | None = None,
+        keep_scores: bool = False,
     ) -> PassOutput:
-        """Run all micro-batches forward under the current weights, without gradient.
-
-        `head` replaces the model's own head in this pass.
-        """
+        """Run all micro-batches forward under the current weights, without gradient. For `head` and
+        `keep_scores` see `PipelineRunner.run`."""
         self.require_parameters()
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay, head, observe)
+        return self.runner.run(batches, None, replay, head, observe, keep_scores)
 
     def train_step(
         self,
