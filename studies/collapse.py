@@ -8,9 +8,10 @@ criteria and what refutes the claim; it was written before any run.
     --model smollm    SmolLM2-135M as a MoE: GRPO, R3 and GSPO at 10%, 2 seeds
 
 A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it was,
-`--fresh` begins anew. A whole study writes benchmarks/results/, docs/collapse.svg and the tables of
-docs/collapse.md; one with other seeds, steps, rates or arms writes files of these names in FOLDER. The
-last line counts what must hold of the study itself, whatever its answer.
+`--fresh` begins anew. A whole study writes its result and its curves into runs/results/, and `python -m
+benchmarks.evidence --record` makes them the committed ones and those of the page; a study with other
+seeds, steps, rates or arms writes files of these names in FOLDER. The last line counts what must hold
+of the study itself, whatever its answer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.evidence.result import between_markers, finish, summary, write_result
+from benchmarks.evidence.result import NEW, between_markers, finish, summary, write_result
 from studies.collapse_study.arms import (
     ARMS,
     COLORS,
@@ -93,8 +95,7 @@ def write(
     results: Sequence[Result], model: Model, wanted: Sequence[Case], num_steps: int,
     scales: Mapping[float, float], folder: Path | None,
 ) -> dict[str, bool]:  # fmt: skip
-    """Write the result file, the tables and the plot: into the repository, or a smaller study's into
-    `folder`."""
+    """Write the result and the plot: into runs/results/, or a smaller study's into `folder`."""
     num_seeds = len({case.seed for case in wanted})
     rows = rows_of(results, model)
     parts = {}
@@ -109,17 +110,10 @@ def write(
         "claim": parts,
         "verdicts": found,
     }
-    text = table(rows)
-    document = DOCUMENT.read_text()
-    tables = {model.name: text}
+    print(f"\n{table(rows)}\n")
     if model.has_control:
         content["whole_claim"] = claim(parts, max(model.rates))
-        tables["claim"] = verdict_table(parts, content["whole_claim"])
-        (folder / PLOT.name if folder else PLOT).write_text(svg(results, COLORS, panels(model)))
-    for marker, words in tables.items():
-        document = between_markers(document, marker, words)
-        print(f"\n{words}\n")
-    (folder / DOCUMENT.name if folder else DOCUMENT).write_text(document)
+        print(f"{verdict_table(parts, content['whole_claim'])}\n")
     write_result(
         model.result,
         content,
@@ -128,7 +122,22 @@ def write(
         packages=("torch", "megatron-core", "sglang"),
         path=folder / f"{model.result}.json" if folder else None,
     )
+    if model.has_control:
+        (folder or NEW).joinpath(PLOT.name).write_text(svg(results, COLORS, panels(model)))
     return found
+
+
+def pages(name: str, result: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the page with the tables of one of the study's results, and the plot of the toy's runs."""
+    model = next(each for each in MODELS.values() if each.result == name)
+    text = between_markers(DOCUMENT.read_text(), model.name, table(result["rows"]))
+    if not model.has_control:
+        return {DOCUMENT: text}
+    verdict = verdict_table(result["claim"], result["whole_claim"])
+    return {
+        DOCUMENT: between_markers(text, "claim", verdict),
+        PLOT: (NEW / PLOT.name).read_text(),
+    }
 
 
 def main() -> None:

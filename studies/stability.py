@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import between_markers, finish, summary, write_result
+from benchmarks.evidence.result import NEW, between_markers, finish, summary, write_result
 from mrl.config import load_recipe
 from studies.stability_study.arms import ARMS, RECIPE, ROOT, SHAPE, Job
 from studies.stability_study.jobs import make_missing, open_results
@@ -85,9 +85,7 @@ def line_of(result: dict[str, Any]) -> str:
 def write(
     results: list[dict[str, Any]], num_wanted: int, num_steps: int, folder: Path | None
 ) -> dict[str, bool]:
-    """Write the result file, the table and the plot: into the repository, or a smaller study's into
-    `folder`.
-    """
+    """Write the result and the plot: into runs/results/, or a smaller study's into `folder`."""
     rows = [row_of(arm, own) for arm in ARMS if (own := [r for r in results if r["arm"] == arm])]
     expected, found = expectations(results), checks(results, num_wanted)
     content = {
@@ -96,7 +94,6 @@ def write(
         "expectations": expected,
         "verdicts": found,
     }
-    plot, document = [folder / p.name for p in (PLOT, DOCUMENT)] if folder else (PLOT, DOCUMENT)
     write_result(
         "stability",
         content,
@@ -105,11 +102,16 @@ def write(
         packages=("torch", "megatron-core", "sglang"),
         path=folder / "stability.json" if folder else None,
     )
-    plot.write_text(svg(results))
-    text = between_markers(DOCUMENT.read_text(), "arms", table(rows))
-    document.write_text(between_markers(text, "expected", expectation_table(expected)))
+    (folder or NEW).joinpath(PLOT.name).write_text(svg(results))
     print(f"\n{table(rows)}\n\n{expectation_table(expected)}\n")
     return found
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the tables of stability.json, and the plot of the runs behind it."""
+    text = between_markers(DOCUMENT.read_text(), "arms", table(result["rows"]))
+    text = between_markers(text, "expected", expectation_table(result["expectations"]))
+    return {DOCUMENT: text, PLOT: (NEW / PLOT.name).read_text()}
 
 
 def main() -> None:
