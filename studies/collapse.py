@@ -48,6 +48,8 @@ from studies.stability_study.report import mean
 
 DOCUMENT, PLOT = ROOT / "docs/collapse.md", ROOT / "docs/collapse.svg"
 WORKER = "studies.collapse_study.worker"
+CALIBRATED_ON = 32
+"""Prompts of the rollout that the disturbance is calibrated on."""
 NEAR = 0.5
 """How far, as a share of it, the rate of the first step may be from the one that was asked for."""
 
@@ -164,7 +166,8 @@ def main() -> None:
     if model.num_workers == 1:
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     results = open_study(folder, model, model.num_steps, fresh=arguments.fresh)
-    first = Case("R3", 0.0, 0).job(model, folder, model.num_steps, 0.0)
+    larger = replace(model, keys=(*model.keys, f"rollout.prompts_per_step={CALIBRATED_ON}"))
+    first = Case("R3", 0.0, 0).job(larger, folder, model.num_steps, 0.0)
     scales = calibrated(folder, first, model.rates)
     wanted = cases_of(model, model.num_seeds)
     missing = [

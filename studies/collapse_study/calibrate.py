@@ -2,8 +2,8 @@
 
 The JSON has a job and rates. For each rate the scale of the noise is found at which
 `routing/disagreement` of the start model's rollout has that value. It is what mrl reports under R3: the
-share of choices (K for each token and layer) that the trainer's router would not have made on the same
-inputs. FOLDER/calibration.json gets {"scales": {rate: scale}, "measured": [[scale, rate], ...]}.
+share of choices (K for each token and layer) that the trainer's router would not have made, with the
+layers before it replayed. FOLDER/calibration.json gets {"scales": {rate: scale}, "measured": [[scale, rate], ...]}.
 
 The process becomes a rank with an engine of its own.
 """
@@ -94,7 +94,6 @@ def calibrate(folder: Path, job: Job, rates: Sequence[float]) -> dict[str, Any]:
     from parallel import prepare
     from studies.collapse_study.worker import disturb
     from studies.stability_study.runs import make_run, start_engine
-    from tests.loop.stepped import collected
 
     prepare()
     noise = disturb(folder / "noise_calibration")
@@ -103,10 +102,11 @@ def calibrate(folder: Path, job: Job, rates: Sequence[float]) -> dict[str, Any]:
     try:
         run = make_run(job, mesh)
         run.begin(engine)
+        roll = repeated(run)
 
         def measure(scale: float) -> float:
             noise.set(scale, 0)
-            paired = run.both_ways(collected(run))
+            paired = run.both_ways(roll())
             measured.append((scale, paired["routes"]["disagreement"]))
             print(f"scale {scale:g}: rate {measured[-1][1]:g}, {paired}", flush=True)
             return measured[-1][1]
@@ -116,6 +116,21 @@ def calibrate(folder: Path, job: Job, rates: Sequence[float]) -> dict[str, Any]:
     finally:
         engine.stop()
     return {"scales": scales, "measured": measured}
+
+
+def repeated(run: Any) -> Callable[[], list[Any]]:
+    """Return a function that rolls out the next prompts of a `stability_study.runs.Run`, the same ones
+    at each call, and returns their groups."""
+    from tests.loop.stepped import collected, supply_of
+
+    cursor = supply_of(run.collector).cursor
+    state = cursor.state_dict()
+
+    def roll() -> list[Any]:
+        cursor.load_state_dict(state)
+        return collected(run)
+
+    return roll
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from mrl.toy_model import write_toy_model
 from studies.collapse import DOCUMENT, PLOT, checks
 from studies.collapse_study import start
 from studies.collapse_study.arms import ARMS, COLORS, MODELS, Case, cases
-from studies.collapse_study.calibrate import find_scale
+from studies.collapse_study.calibrate import find_scale, repeated
 from studies.collapse_study.criteria import (
     SIGNS,
     WINDOW,
@@ -84,7 +84,6 @@ def disturbed_engine(folder: Path) -> dict[str, Any]:
     from parallel import prepare
     from studies.collapse_study.worker import disturb
     from studies.stability_study.runs import make_run, start_engine
-    from tests.loop.stepped import collected
 
     prepare()
     noise = disturb(folder / "noise")
@@ -97,10 +96,11 @@ def disturbed_engine(folder: Path) -> dict[str, Any]:
     try:
         run = make_run(job, mesh)
         run.begin(engine)
+        rollout = repeated(run)
 
         def roll(scale: float, seed: int = 0) -> tuple[list[Any], dict[str, dict[str, float]]]:
             noise.set(scale, seed)
-            groups = collected(run)
+            groups = rollout()
             samples = [sample for group in groups for sample in group.samples]
             rolled = [(s.token_ids, s.rollout_logprobs, s.routing.expert_ids) for s in samples
                       if s.routing is not None]  # fmt: skip
