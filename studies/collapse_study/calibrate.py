@@ -3,7 +3,8 @@
 The JSON has a job and rates. For each rate the scale of the noise is found at which
 `routing/disagreement` of the start model's rollout has that value. It is what mrl reports under R3: the
 share of choices (K for each token and layer) that the trainer's router would not have made, with the
-layers before it replayed. FOLDER/calibration.json gets {"scales": {rate: scale}, "measured": [[scale, rate], ...]}.
+layers before it replayed. FOLDER/calibration.json gets {"scales": {rate: scale}, "measured": [[scale,
+rate], ...]}.
 
 The process becomes a rank with an engine of its own.
 """
