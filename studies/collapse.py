@@ -39,7 +39,7 @@ from studies.collapse_study.arms import (
 )
 from studies.collapse_study.arms import cases as cases_of
 from studies.collapse_study.calibrate import calibrated
-from studies.collapse_study.criteria import Result, claim, of, verdicts
+from studies.collapse_study.criteria import WINDOW, Result, claim, of, verdicts
 from studies.collapse_study.report import line_of, panels, rows_of, table, verdict_table
 from studies.stability_study.arms import ROOT
 from studies.stability_study.jobs import make_missing, open_results
@@ -160,6 +160,8 @@ def main() -> None:
         arms=tuple(arguments.arms or whole.arms),
         rates=whole.rates if arguments.rates is None else tuple(arguments.rates),
     )
+    if model.num_steps < WINDOW:
+        parser.error(f"--steps: got {model.num_steps}, expected at least {WINDOW}")
     if not all(0 < rate < 1 for rate in model.rates):
         parser.error(f"--rates: got {model.rates}, expected shares above 0 and below 1")
     folder = (arguments.folder or ROOT / "runs" / whole.result).absolute()

@@ -110,7 +110,7 @@ def verdicts(
     """
     found: dict[str, Verdict] = {}
     whole = {key: len(of(results, *key)) == num_seeds
-             for key in [(BASE, 0.0), *((arm, rate) for arm in arms for rate in rates)]}  # fmt: skip
+             for key in [(BASE, 0.0), *((arm, rate) for arm in (BASE, *arms) for rate in rates)]}  # fmt: skip
     for rate in rates:
         at = f"at {100 * rate:g}%"
         name = f"{at} {BASE} collapses, and without a disturbance it does not"

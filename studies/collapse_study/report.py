@@ -110,7 +110,7 @@ def panels(model: Model) -> list[Panel]:
 def line_of(result: Result) -> str:
     """Return a run in a line."""
     curve = smoothed(result, "reward/mean") or [float("nan")]
-    why = collapse_of(result) if len(curve) > 1 or result["ended"] != "done" else None
+    why = collapse_of(result)
     seen = mean(result, "paired", "routes", "disagreement") if result["steps"] else float("nan")
     return (
         f"{result['arm']:8} {result['rate']:.0%} seed {result['seed']}: reward {curve[0]:.2f} to "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.evidence.digest import ROOT
 from benchmarks.evidence.result import RESULTS, between_markers
 from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
@@ -224,6 +228,7 @@ def test_what_decides_the_claim() -> None:
     assert claim(judged({}), 0.1) == "refuted"  # type: ignore[arg-type]
     both = {("GRPO", 0.1): 5, ("GRPO", 0.0): 5}
     assert judged(both)[MAIN] == "refuted"  # something else than the mismatch makes it collapse
+    assert verdicts(study({}), ["R3"], [0.1], 5)["at 10% R3 prevents it"] == "nothing to prevent"
     some = verdicts(study({})[:30], TOY.arms, TOY.rates, 5)
     assert set(some.values()) == {"incomplete"}
     assert claim(some, 0.1) == "incomplete"
@@ -312,3 +317,27 @@ def test_the_page_shows_the_result_on_file(model: Any) -> None:
         text = verdict_table(result["claim"], result["whole_claim"])
         assert between_markers(page, "claim", text) == page
         assert f"]({PLOT.name})" in page
+
+
+@pytest.mark.release
+@pytest.mark.timeout(3000)
+def test_the_study_in_short(tmp_path: Path) -> None:
+    """The control and two arms, for as many steps as a verdict needs; the second call makes no run."""
+    arms = ("GRPO+RS", "R3")
+    keys = ("--seeds", "1", "--steps", str(WINDOW), "--rates", "0.1", "--folder", str(tmp_path))
+    command = [sys.executable, "-W", "ignore", "-m", "studies.collapse", "--arms", *arms, *keys]
+    for num_made in (1 + len(arms), 0):
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.endswith("3 passed, 0 failed\n")
+        assert sum(line.startswith("[") for line in done.stdout.splitlines()) == num_made
+    rows = json.loads((tmp_path / "collapse.json").read_text())["rows"]
+    assert [(row["arm"], row["rate"]) for row in rows] == [
+        ("GRPO", 0.0),
+        ("GRPO+RS", 0.1),
+        ("R3", 0.1),
+    ]
+    assert rows[0]["seen"][0] < 1e-3 < rows[1]["seen"][0]
