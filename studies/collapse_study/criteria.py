@@ -109,8 +109,8 @@ def verdicts(
     part whose runs are not all there is incomplete.
     """
     found: dict[str, Verdict] = {}
-    whole = {key: len(of(results, *key)) == num_seeds
-             for key in [(BASE, 0.0), *((arm, rate) for arm in (BASE, *arms) for rate in rates)]}  # fmt: skip
+    keys = [(BASE, 0.0), *((arm, rate) for arm in (BASE, *arms) for rate in rates)]
+    whole = {key: len(of(results, *key)) == num_seeds for key in keys}
     for rate in rates:
         at = f"at {100 * rate:g}%"
         name = f"{at} {BASE} collapses, and without a disturbance it does not"
