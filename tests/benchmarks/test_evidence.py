@@ -322,7 +322,7 @@ def test_unknown_names_are_refused(monkeypatch, capsys) -> None:
         evidence.main()
     assert left.value.code == 2
     assert (
-        "--only: got layout; expected some of async, bench, collapse, collapse-smollm"
+        "--only: got layout; expected some of agent_runs, async, bench, collapse"
         in capsys.readouterr().err
     )
     with pytest.raises(ValueError, match="got x;"):
