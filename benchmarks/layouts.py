@@ -197,11 +197,12 @@ def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterat
         out = model.parent / "out"
         return run_ranks(layout.world, train_layout, model, layout, samples, folder=out)[0]
 
-    ones: dict[tuple[str, Experts | None], dict[str, Any]] = {}
+    ones: dict[tuple[str, str, Experts | None], dict[str, Any]] = {}
     for layout in layouts:
-        kind = layout.dtype, layout.lora
+        kind = layout.dtype, layout.optimizer, layout.lora
         if kind not in ones:
-            ones[kind] = run(Layout(1, dtype=layout.dtype, lora=layout.lora))
+            dtype, optimizer, adapter = layout.dtype, layout.optimizer, layout.lora
+            ones[kind] = run(Layout(1, dtype=dtype, optimizer=optimizer, lora=adapter))
         sides: tuple[dict[str, Tensor], dict[str, Tensor] | None] = base, None
         if layout.lora is not None:
             sides = adapters[layout.lora], base

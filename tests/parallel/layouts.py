@@ -81,6 +81,7 @@ class Layout:
     recompute: bool = True
     true_on_policy: bool = False
     replay: Literal["ids", "ids_order_weights"] = "ids"
+    optimizer: Literal["adam", "muon"] = "adam"
     lora: Experts | None = None
     """Train an adapter of all projections, with these matrices of the experts."""
     loops: bool = False
@@ -101,6 +102,8 @@ class Layout:
             text += f" ({', '.join(ends)})"
         if dispatcher := self.sizes.get("dispatcher"):
             text += f" {dispatcher}"
+        if self.optimizer == "muon":
+            text += " Muon"
         if self.distributed_optimizer:
             text += " distributed optimizer"
         if not self.recompute:
@@ -135,6 +138,7 @@ def build(
     *,
     dtype: Any = "float32",
     distributed_optimizer: bool = False,
+    optimizer: Literal["adam", "muon"] = "adam",
     true_on_policy: bool = False,
     replay: Literal["ids", "ids_weights", "ids_order_weights"] = "ids",
     megatron: Mapping[str, Any] = MappingProxyType({}),
@@ -148,6 +152,7 @@ def build(
         # A larger epsilon than Adam's usual one: its first step would otherwise be the sign of the
         # gradient, and rounding noise around 0 would come out as a full step.
         OptimizerConfig(
+            name=optimizer,
             lr=1e-3,
             weight_decay=0.01,
             clip_grad=0.05,
@@ -260,6 +265,7 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         layout.recompute,
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
+        optimizer=layout.optimizer,
         true_on_policy=layout.true_on_policy,
         replay=layout.replay,
         # One process is what the others are held against: with all logits.
