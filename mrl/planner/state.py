@@ -94,14 +94,21 @@ class Shard(NamedTuple):
         return self.dense + self.expert
 
 
-def shards_of(dims: ParallelDims, distributed: bool) -> Shard:
+class Ways(NamedTuple):
+    """Over how many ranks the state of a dense parameter and of an expert's parameter is sharded."""
+
+    dense: int
+    expert: int
+
+
+def shards_of(dims: ParallelDims, distributed: bool) -> Ways:
     """Return the number of ranks over which the optimizer state of one parameter is sharded.
 
     The two numbers are for a dense parameter and for a parameter of an expert: dp x cp and world /
     (etp ep pp) with the distributed optimizer (`distributed`). Otherwise every rank keeps the whole
     state of its parameters, and both are 1.
     """
-    return Shard(dims.dp * dims.cp, expert_data_parallel(dims)) if distributed else Shard(1, 1)
+    return Ways(dims.dp * dims.cp, expert_data_parallel(dims)) if distributed else Ways(1, 1)
 
 
 def optimizer_shard(
