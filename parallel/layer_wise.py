@@ -100,6 +100,9 @@ def _broadcast(replicas: Replicas) -> None:
     for rank, owned in enumerate(replicas.owned):
         source = dist.get_global_rank(group, rank)
         for bucket in _buckets(owned):
+            if len(bucket) == 1:
+                dist.broadcast(bucket[0].detach(), source, group=group)
+                continue
             flat = torch.cat([p.detach().reshape(-1) for p in bucket])
             dist.broadcast(flat, source, group=group)
             if group.rank() == rank:
