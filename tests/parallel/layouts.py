@@ -100,25 +100,19 @@ class Layout:
         text = "x".join(parts)
         if ends := [f"{n} {key}" for key in ("first", "last") if (n := self.sizes.get(key))]:
             text += f" ({', '.join(ends)})"
-        if dispatcher := self.sizes.get("dispatcher"):
-            text += f" {dispatcher}"
-        if self.optimizer == "muon":
-            text += " Muon"
-        if self.distributed_optimizer:
-            text += " distributed optimizer"
-        if not self.recompute:
-            text += " no recompute"
-        if self.true_on_policy:
-            text += " true on-policy"
-        if self.replay != "ids":
-            text += f" {self.replay}"
-        if self.lora is not None:
-            text += f" LoRA, experts {self.lora}"
-        if self.loops:
-            text += " one by one"
-        if self.share_prefixes:
-            text += " shared prefixes"
-        return text + (" bf16" if self.dtype == "bfloat16" else "")
+        more = [
+            ("dispatcher" in self.sizes, f" {self.sizes.get('dispatcher')}"),
+            (self.optimizer == "muon", " Muon"),
+            (self.distributed_optimizer, " distributed optimizer"),
+            (not self.recompute, " no recompute"),
+            (self.true_on_policy, " true on-policy"),
+            (self.replay != "ids", f" {self.replay}"),
+            (self.lora is not None, f" LoRA, experts {self.lora}"),
+            (self.loops, " one by one"),
+            (self.share_prefixes, " shared prefixes"),
+            (self.dtype == "bfloat16", " bf16"),
+        ]
+        return text + "".join(words for is_on, words in more if is_on)
 
 
 def parallel_config(sizes: dict[str, Any]) -> ParallelConfig:
