@@ -5,8 +5,8 @@ parameter (Float16OptimizerWithFloat16Params), or only for the range of a flatte
 data-parallel rank owns (DistributedOptimizer). Torch's or TransformerEngine's Adam updates this
 state. With `optimizer_cpu_offload` there are several Adams in a HybridDeviceOptimizer, which may
 update separate fp32 copies. With Muon there is a Muon beside the Adam (`parallel.muon.MuonAndAdam`).
-This module presents all of these
-in one form: a range of the flattened parameter, and fp32 tensors over this range.
+This module presents all of these in one form: a range of the flattened parameter, and fp32 tensors
+over this range.
 """
 
 from __future__ import annotations
