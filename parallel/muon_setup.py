@@ -14,7 +14,7 @@ from mrl.config import OptimizerConfig
 from parallel.layer_wise import LayerWiseOptimizer, divide, frozen
 from parallel.muon import Matrix, Muon, MuonAndAdam
 from parallel.optimizer_state import main_parameters, parts_of
-from parallel.owners import MATRIX_COST, VECTOR_COST
+from parallel.owners import num_states
 from parallel.weights import Entry, WeightMap
 
 
@@ -33,7 +33,9 @@ def build_muon(
         return optimizer
 
     def cost_of(parameter: Tensor) -> int:
-        return parameter.numel() * (MATRIX_COST if id(parameter) in matrices else VECTOR_COST)
+        has_main = parameter.dtype != torch.float32
+        states = num_states(is_muons=id(parameter) in matrices, has_main=has_main)
+        return parameter.numel() * states
 
     replicas = divide(chunks, cost_of)
     mine = {id(p) for r in replicas for p in r.owned[r.group.rank()]}

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MATRIX_COST, VECTOR_COST = 2, 3
-"""Tensors of state per element: Muon has a momentum, Adam two moments, and both a main parameter."""
+
+def num_states(*, is_muons: bool, has_main: bool) -> int:
+    """Return the number of fp32 tensors of state that a parameter has: Muon's momentum or Adam's two
+    moments, and a main parameter (`has_main`) if the parameter is not fp32."""
+    return (1 if is_muons else 2) + has_main
 
 
 def assign(costs: Sequence[int], num_ranks: int) -> list[int]:

@@ -16,6 +16,7 @@ from mrl.planner.stages import Stage, is_expert, local_tensors
 from mrl.planner.state import ADAM_MOMENTS, host_bytes_each, kept_tensors, shards_of
 from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
+from parallel.owners import num_states
 
 PROCESS_BYTES = 4 << 30
 """Assumed bytes of libraries and Python objects in one trainer process."""
@@ -110,8 +111,9 @@ def pinned_optimizer(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     options = work.state
     if options.muon:
         return sum(
-            (2 - is_muons + (work.weight_bytes < 4)) * pinned_bytes(4 * numel, work.exact_pinned)
-            for tensors in kept_tensors(stage, dims, work.distributed_optimizer)
+            num_states(is_muons=is_muons, has_main=work.weight_bytes < 4)
+            * pinned_bytes(4 * numel, work.exact_pinned)
+            for tensors in kept_tensors(stage, dims, work.distributed_optimizer, work.weight_bytes)
             for numel, is_muons in tensors
         )
     kept = 1 - options.offload_fraction

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mrl.planner.rows import Row
 from mrl.planner.stages import Stage, expert_data_parallel, is_expert, local_tensors
 from parallel.dims import ParallelDims
-from parallel.owners import MATRIX_COST, VECTOR_COST, assign
+from parallel.owners import assign, num_states
 
 ADAM_MOMENTS = 2
 DTYPE_BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bfloat16": 2, "bf16": 2, "uint8": 1,
@@ -112,7 +112,12 @@ def shards_of(dims: ParallelDims, distributed: bool) -> Ways:
 
 
 def optimizer_shard(
-    stage: Stage, dims: ParallelDims, distributed: bool, *, muon: bool = False
+    stage: Stage,
+    dims: ParallelDims,
+    distributed: bool,
+    weight_bytes: int = 2,
+    *,
+    muon: bool = False,
 ) -> Shard:
     """Return the number of elements whose optimizer state one rank of the stage keeps.
 
@@ -120,7 +125,7 @@ def optimizer_shard(
     the largest share of the dense parameters and the largest share of the experts'.
     """
     if muon:
-        kept = kept_tensors(stage, dims, distributed)
+        kept = kept_tensors(stage, dims, distributed, weight_bytes)
         dense, experts = (sum(n for n, _ in tensors) for tensors in kept)
         return Shard(
             dense, experts, sum(n for tensors in kept for n, is_muons in tensors if is_muons)
@@ -130,7 +135,7 @@ def optimizer_shard(
 
 
 def kept_tensors(
-    stage: Stage, dims: ParallelDims, distributed: bool
+    stage: Stage, dims: ParallelDims, distributed: bool, weight_bytes: int
 ) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
     """Return the (dense, experts') parameters whose state a rank keeps with Muon, each as (number of
     elements, whether it is Muon's): those of the rank with the most state of dense parameters, and
@@ -146,16 +151,19 @@ def kept_tensors(
                 for _ in range(count)
             ],
             ways,
+            has_main=weight_bytes < 4,
         )
         for ways, of_experts in ((shards.dense, False), (shards.expert, True))
     )
     return dense, experts
 
 
-def _largest_share(items: list[tuple[int, bool]], ways: int) -> list[tuple[int, bool]]:
+def _largest_share(
+    items: list[tuple[int, bool]], ways: int, *, has_main: bool
+) -> list[tuple[int, bool]]:
     """Return the items of the rank with the most state, if `ways` ranks divide them as
     `parallel.layer_wise` does."""
-    costs = [numel * (MATRIX_COST if is_muons else VECTOR_COST) for numel, is_muons in items]
+    costs = [n * num_states(is_muons=is_muons, has_main=has_main) for n, is_muons in items]
     sums, shares = [0] * ways, [[] for _ in range(ways)]
     for item, cost, rank in zip(items, costs, assign(costs, ways), strict=True):
         sums[rank] += cost

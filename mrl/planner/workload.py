@@ -114,7 +114,8 @@ class Workload:
 
     def optimizer_shard(self, stage: Stage, dims: ParallelDims) -> Shard:
         """Return the number of elements whose optimizer state one rank of the stage keeps."""
-        return optimizer_shard(stage, dims, self.distributed_optimizer, muon=self.state.muon)
+        distributed, muon = self.distributed_optimizer, self.state.muon
+        return optimizer_shard(stage, dims, distributed, self.weight_bytes, muon=muon)
 
     @property
     def sequence_len(self) -> int:

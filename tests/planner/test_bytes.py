@@ -267,7 +267,9 @@ def check_pinned(path: Path, layout: Layout, ranks: list[dict[str, Any]]) -> Non
         if not work.divides_ranges:
             weights = pinned_weights(shape, stage, dims, work)
             assert {rank["parameters"] for rank in mine} == {weights}
-            assert 0.9 * planned <= largest <= planned
-            assert layout.distributed_optimizer or {rank["optimizer"] for rank in mine} == {planned}
+            if layout.distributed_optimizer:  # shares are equal before sizes are rounded up
+                assert 0.9 * planned <= largest <= 1.1 * planned
+            else:
+                assert {rank["optimizer"] for rank in mine} == {planned}
         else:
             assert 0.95 * planned <= largest <= 1.05 * planned
