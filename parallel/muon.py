@@ -132,9 +132,8 @@ class Muon(torch.optim.Optimizer):
         for target, piece in zip(_pieces(parameter, matrix), _pieces(whole, matrix), strict=True):
             flat = piece.flatten(0, -2)
             done = newton_schulz(flat, config.muon_num_ns_steps, config.muon_coefficient_type)
-            scale = config.muon_extra_scale_factor * scale_factor(
-                *flat.shape, config.muon_scale_mode
-            )
+            scale = scale_factor(flat.size(0), flat.size(1), config.muon_scale_mode)
+            scale *= config.muon_extra_scale_factor
             target.add_(done.view(piece.shape).chunk(size, axis)[index], alpha=-lr * scale)
 
 

@@ -27,6 +27,7 @@ def build_muon(
     """Return Megatron's optimizer for the chunks, in which Muon updates the matrices of the layers and
     Adam everything else. `settings` are Megatron's for Adam, without its distributed optimizer."""
     matrices = matrices_of(weights, split_qkv=config.muon_split_qkv)
+    optimizer: Any
     if not config.use_distributed_optimizer:
         optimizer = get_megatron_optimizer(settings, chunks)
         _insert_muon(optimizer, matrices, config, settings.params_dtype)
