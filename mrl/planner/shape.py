@@ -43,6 +43,9 @@ class Part:
     """Number and sizes of Megatron's parameters before any sharding (see `Tensors`)."""
     num_active: int
     """Number of elements that are used for one token."""
+    is_muons: bool = False
+    """Whether Muon updates the parameters if the recipe trains with it: all are weight matrices of a
+    layer (`parallel.muon_setup.matrices_of`)."""
 
     @property
     def num(self) -> int:
@@ -199,7 +202,7 @@ class ModelShape:
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
         parts.append(_all("router", "whole", self.hidden * self.num_experts))
-        parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2)))
+        parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2), is_muons=True))
         if self.shared_ffn:
             parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
@@ -207,19 +210,30 @@ class ModelShape:
         return parts
 
     def _mlp(self, name: str, columns: int) -> Part:
-        return _all(name, "tensor", 2 * self.hidden * columns, self.hidden * columns)
+        sizes = 2 * self.hidden * columns, self.hidden * columns
+        return _all(name, "tensor", *sizes, is_muons=True)
 
     def _attention(self) -> list[Part]:
         matrices, m = self.attention_sizes, self.mla
         if m is None:
             norms = [self.head_dim] * (2 * self.qk_norm)
             bias = [self.query_width + self.kv_width] * self.qkv_bias
-            return [_all("attention", "tensor", *matrices, *bias), _all("norms", "whole", *norms)]
+            return [
+                _all("attention", "tensor", *matrices, is_muons=True),
+                _all("attention", "tensor", *bias),
+                _all("norms", "whole", *norms),
+            ]
         down = [self.hidden * m.q_rank] * (m.q_rank > 0)
         # Megatron replicates the down projections on all tensor-parallel ranks.
         return [
-            _all("attention", "tensor", *matrices),
-            _all("attention", "whole", *down, self.hidden * (m.kv_rank + m.rope_dim)),
+            _all("attention", "tensor", *matrices, is_muons=True),
+            _all(
+                "attention",
+                "whole",
+                *down,
+                self.hidden * (m.kv_rank + m.rope_dim),
+                is_muons=True,
+            ),
             _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
         ]
 
@@ -256,9 +270,9 @@ class ModelShape:
         return active - self.tied * self.vocab * self.hidden
 
 
-def _all(name: str, sharing: Sharing, *numels: int) -> Part:
+def _all(name: str, sharing: Sharing, *numels: int, is_muons: bool = False) -> Part:
     """Return a part with one tensor for each size in `numels`. Every token uses all elements."""
-    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels))
+    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels), is_muons)
 
 
 def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:
