@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import numpy
 import torch
@@ -27,7 +28,7 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 class NoiseFile:
     """The scale and the seed of the noise, in 16 bytes that an engine maps and reads at every pass."""
 
-    def __init__(self, path: Path, mode: str = "r+") -> None:
+    def __init__(self, path: Path, mode: Literal["r", "r+", "w+"] = "r+") -> None:
         """Open the file at `path`. `mode` is numpy's: `r` to read, `r+` to change, `w+` to create."""
         self._numbers = numpy.memmap(path, numpy.float64, mode, shape=(2,))
 
