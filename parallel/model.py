@@ -48,7 +48,14 @@ def build_chunks(
         vp_stage = virtual if dims.vpp > 1 else None
         chunk: torch.nn.Module = GPTModel(
             config,
-            block_spec(config, implementation, vp_stage, true_on_policy, experts_in_order),
+            block_spec(
+                config,
+                implementation,
+                vp_stage,
+                true_on_policy,
+                experts_in_order,
+                model.architecture.norms_whole_projections,
+            ),
             vocab_size=model.sizes.vocab_size,
             max_sequence_length=model.context_len,
             position_embedding_type="rope",

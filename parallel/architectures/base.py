@@ -61,6 +61,9 @@ class Architecture:
     unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
     """Returns the tensors of a checkpoint that mrl does not read, as a dict from a prefix of tensor
     names to the explanation that the plan (`mrl check --plan`) shows."""
+    norms_whole_projections: bool = False
+    """Whether the norms of queries and keys (Megatron's `qk_layernorm`) are over all heads together,
+    as in OLMoE. Otherwise each head is normalised by itself."""
 
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:

@@ -74,6 +74,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 3}),
     "deepseek_v3": (
         "DeepseekV3",
         {

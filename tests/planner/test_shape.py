@@ -30,6 +30,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", MOE | {"shared_expert_intermediate_size": 24, "head_dim": 8}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8}),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3, whole queries": ("deepseek_v3", MLA | {"q_lora_rank": None}),
 }

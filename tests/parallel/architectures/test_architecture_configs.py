@@ -42,6 +42,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 1}, "no gradient"),
     ("mixtral", {"sliding_window": 64}, "sliding_window 64 is shorter"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("olmoe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+    ("olmoe", {"head_dim": 16}, "4 heads of 16 are 64 columns, but"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "one epsilon"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "must equal num_attention_heads 4"),
@@ -132,6 +135,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "qwen3_moe": (48, 4, 16, 0),
         "qwen2_moe": (48, 4, 16, 24),
         "mixtral": (0, 4, 48, 0),
+        "olmoe": (0, 8, 48, 0),
         "deepseek_v3": (48, 8, 16, 32),
     }
     layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
@@ -142,6 +146,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "qwen3_moe": (1, 3, 4),
         "qwen2_moe": (2, 4),
         "mixtral": (1, 2, 3, 4),
+        "olmoe": (1, 2, 3, 4),
         "deepseek_v3": (2, 3, 4),
     }
     assert sizes["deepseek_v3"].num_query_groups == 4

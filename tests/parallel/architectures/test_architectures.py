@@ -64,6 +64,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"norm_topk_prob": True, "qkv_bias": False, "rope_parameters": LLAMA3},
     ),
     "qwen2_moe mlp_only": ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}),
+    "olmoe grouped queries, renormalised, llama3 rope": (
+        "olmoe",
+        {"num_key_value_heads": 2, "norm_topk_prob": True, "rope_parameters": LLAMA3},
+    ),
     "deepseek_v3 no q latent, no yarn, no groups": (
         "deepseek_v3",
         {
