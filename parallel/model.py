@@ -59,6 +59,7 @@ def build_chunks(
             vocab_size=model.sizes.vocab_size,
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
+            rotary_percent=model.rotary_fraction,
             rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
             rope_scaling=model.rope_scaling_factor is not None,
             rope_scaling_factor=model.rope_scaling_factor or 1.0,
