@@ -9,7 +9,7 @@ these groups. The gate weights are the `s` of the chosen experts, divided by the
 multiplied by `routed_scaling_factor`. Routing replay replaces only the choice.
 
 The multi-token-prediction layers (num_nextn_predict_layers) are not part of the classes of
-transformers: mrl does not read, train or export them.
+transformers: mrl neither loads nor trains them, and `mrl export` copies them as they are.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ def unread(hf: HfConfig) -> dict[str, str]:
     """Return the tensors that are not read: those of the multi-token-prediction layers, which come
     after all other layers."""
     count, first = hf.get("num_nextn_predict_layers") or 0, hf["num_hidden_layers"]
-    return {
-        f"model.layers.{first + n}.": "a multi-token-prediction layer is neither trained nor exported"
-        for n in range(count)
-    }
+    text = "a multi-token-prediction layer is not trained, and exported as it is"
+    return {f"model.layers.{first + n}.": text for n in range(count)}
 
 
 def moe_config(hf: HfConfig) -> dict[str, Any]:

@@ -230,14 +230,14 @@ def test_only_the_files_of_the_index_are_read(folders: dict[str, Path], tmp_path
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
-def test_layers_of_multi_token_prediction_are_left_out_and_said_so(
+def test_layers_of_multi_token_prediction_are_not_read_and_said_so(
     model_type: str, folders: dict[str, Path]
 ) -> None:
     model = HfModel.read(folders[model_type])
     model.config["num_nextn_predict_layers"] = 1
     assert model.describe() == (
-        f"{model_type}, 8 experts in 3 of 4 layers, a multi-token-prediction layer is neither trained "
-        "nor exported"
+        f"{model_type}, 8 experts in 3 of 4 layers, a multi-token-prediction layer is not trained, and "
+        "exported as it is"
     )
     check_names(model, {"model.layers.4.eh_proj.weight"})
     with pytest.raises(InputError, match=r"model\.layers\.5"):
