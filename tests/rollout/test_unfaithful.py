@@ -13,13 +13,14 @@ from mrl.errors import InputError
 
 
 def test_architectures_that_sglang_runs_in_part() -> None:
-    mixtral, qwen = SimpleNamespace(model_type="mixtral"), SimpleNamespace(model_type="qwen2_moe")
-    with pytest.raises(
-        InputError, match=r"SGLang 0.5.21 cannot record its routes; install SGLang 0.5.22 or later"
-    ):
-        refuse_unfaithful(mixtral, on_gpu=True, return_routes=True, release="0.5.21")
-    refuse_unfaithful(mixtral, on_gpu=False, return_routes=False, release="0.5.21")
-    refuse_unfaithful(mixtral, on_gpu=False, return_routes=True)
+    qwen = SimpleNamespace(model_type="qwen2_moe")
+    for late in (SimpleNamespace(model_type="mixtral"), SimpleNamespace(model_type="olmoe")):
+        with pytest.raises(
+            InputError, match=r"SGLang 0.5.21 cannot record its routes; install SGLang 0.5.22 or"
+        ):
+            refuse_unfaithful(late, on_gpu=True, return_routes=True, release="0.5.21")
+        refuse_unfaithful(late, on_gpu=False, return_routes=False, release="0.5.21")
+        refuse_unfaithful(late, on_gpu=False, return_routes=True)
     refuse_unfaithful(qwen, on_gpu=False, return_routes=True)
     deepseek = SimpleNamespace(model_type="deepseek_v3")
     with pytest.raises(InputError, match="latent attention is wrong"):

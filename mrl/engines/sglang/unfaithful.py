@@ -9,8 +9,9 @@ from typing import Any
 from mrl.errors import InputError
 from mrl.system.releases import numbers
 
-ROUTES_OF_MIXTRAL_SINCE = "0.5.22"
-"""The first SGLang release whose Mixtral passes the layer numbers to the recorder of routes."""
+ROUTES_SINCE = {"mixtral": "0.5.22", "olmoe": "0.5.22"}
+"""For models that passed no layer numbers to the recorder of routes: the first SGLang release in which
+they do."""
 UNTIED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """The model types whose output layer SGLang never ties to the embedding."""
 OLMOE_EPS = 1e-5
@@ -35,7 +36,7 @@ def refuse_unfaithful(
     - Attention on CPUs uses the cached latents of a DeepSeek prompt as if they were values.
     - The models in UNTIED do not tie the output layer to the embedding. Mixtral and Qwen2-MoE ignore
       head_dim.
-    - Before 0.5.22, Mixtral passed no layer numbers to the recorder of routes.
+    - Before 0.5.22, Mixtral and OLMoE passed no layer numbers to the recorder of routes.
     - OLMoE has fixed values for some keys, and normalises the queries and keys of one rank only
       (`_findings_of_olmoe`).
     """
@@ -53,10 +54,11 @@ def _findings(
 ) -> Iterator[tuple[Any, str]]:
     """Yield pairs (whether something is wrong, the message after the model type)."""
     kind, head_dim = config.model_type, getattr(config, "head_dim", None)
+    since = ROUTES_SINCE.get(kind, "0")
     yield (
-        kind == "mixtral" and return_routes and numbers(release) < numbers(ROUTES_OF_MIXTRAL_SINCE),
-        f": SGLang {release} cannot record its routes; install SGLang {ROUTES_OF_MIXTRAL_SINCE} or "
-        "later, or set moe.routing_replay=r2 or off",
+        return_routes and numbers(release) < numbers(since),
+        f": SGLang {release} cannot record its routes; install SGLang {since} or later, or set "
+        "moe.routing_replay=r2 or off",
     )
     yield (
         kind == "deepseek_v3" and not on_gpu,
