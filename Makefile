@@ -75,7 +75,7 @@ lint: setup  ## Check style, formatting and types
 	$(BIN)/pyright
 	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
 
-evidence: $(VENV)/.bench  ## Every measurement below, one after the other, and one table; about 2 hours
+evidence: $(VENV)/.bench  ## Every measurement below whose result is of older code, one after the other, and one table
 	$(BIN)/python -m benchmarks.evidence $(EVIDENCE_ARGS)
 
 bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; 6 to 15 minutes
@@ -84,7 +84,7 @@ bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a 
 training-pass: setup  ## The demo's log-prob and training pass beside transformers; 1 minute
 	$(BIN)/python -m benchmarks.training_pass $(BENCH_ARGS)
 
-layouts: setup  ## Every parallel layout against one process; writes docs/layouts.md
+layouts: setup  ## Every parallel layout against one process; 10 minutes
 	$(BIN)/python -m benchmarks.layouts
 
 conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, engines, nodes; 10 minutes

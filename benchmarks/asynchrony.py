@@ -5,7 +5,7 @@ within it, and the reward must reach 0.8. Then a shorter run with bound 2 loses 
 workers (`kill -9`), and has workers stop (SIGSTOP), at random moments: every prompt that was drawn must
 be trained on once, or be in flight at the end, and no process, port or file may be left. Then an
 engine comes late, and others are wrong about their weights (`async_cases.py`). What each part has
-found is kept in runs/async, so that a second call goes on. Writes benchmarks/results/asynchrony.json.
+found is kept in runs/async, so that a second call goes on. Writes runs/results/asynchrony.json.
 """
 
 from __future__ import annotations

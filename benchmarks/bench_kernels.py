@@ -6,7 +6,7 @@ work; a case that disagrees has failed. Then each round times the kernel, eager 
 torch.compile of it, Liger-Kernel, TRL, and a plain copy of the bytes that any kernel must move:
 forward and backward where there is a gradient, medians over the rounds. Compiling is not timed.
 
-Writes benchmarks/results/kernels_cpu.json (kernels_cuda_GPU.json on a GPU), a list of rows, and
+Writes runs/results/kernels_cpu.json (kernels_cuda_GPU.json on a GPU), a list of rows, and
 beside it *_machine.json: machine and versions in words, the medians themselves, peak bytes of every
 candidate and their errors. `vs_eager`, `vs_compile`, `vs_liger`, `vs_trl`: candidate / kernel,
 above 1 where the kernel is faster. `vs_copy`: kernel / copy, the cost over the floor. `peak_bytes`:
@@ -31,7 +31,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.evidence.machine import describe  # noqa: E402
-from benchmarks.evidence.result import finish, summary, write_result  # noqa: E402
+from benchmarks.evidence.result import NEW, finish, summary, write_result  # noqa: E402
 from benchmarks.kernel_bench import (  # noqa: E402
     block_quant,
     fused_experts,
@@ -48,7 +48,6 @@ from benchmarks.kernel_bench import (  # noqa: E402
 from benchmarks.kernel_bench.case import RIVALS, Case, Run, Work, errors  # noqa: E402
 from benchmarks.kernel_bench.timing import interleave, make_copy, peak_bytes  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "transformers")
 MODULES = (
     policy_loss,
@@ -180,11 +179,11 @@ def choose_cases(only: str, quick: bool, device: torch.device) -> list[Case]:
     return [case for case in cases if only in case.name]
 
 
-def result_file(device: torch.device) -> Path:
+def result_file(device: torch.device, folder: Path = NEW) -> Path:
     if device.type == "cpu":
-        return RESULTS / "kernels_cpu.json"
+        return folder / "kernels_cpu.json"
     name = torch.cuda.get_device_name(device).lower()
-    return RESULTS / f"kernels_cuda_{''.join(c if c.isalnum() else '_' for c in name)}.json"
+    return folder / f"kernels_cuda_{''.join(c if c.isalnum() else '_' for c in name)}.json"
 
 
 def main() -> None:

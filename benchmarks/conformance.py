@@ -4,7 +4,7 @@ It runs tests/rollout/conformance once for each case: engines of one and two ten
 and two engines side by side, an engine whose two ranks are on two "nodes", which are processes of
 this machine that meet on loopback, and one rank for each architecture beside the toy's. `--cases`
 chooses among them by name. `--engine MODULE` puts another engine than SGLang to the test: any name that
-`rollout.engine` takes. Writes benchmarks/results/conformance.json.
+`rollout.engine` takes. Writes runs/results/conformance.json.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", default=",".join(DEFAULT), help=f"some of {','.join(CASES)}")
     parser.add_argument("--server-args", default="{}", help="JSON, as rollout.server_args")
-    parser.add_argument("--output", type=Path, help="by default in benchmarks/results")
+    parser.add_argument("--output", type=Path, help="by default in runs/results")
     options = parser.parse_args()
     if unknown := set(options.cases.split(",")) - set(CASES):
         parser.error(f"--cases: got {sorted(unknown)}, expected some of {', '.join(CASES)}")

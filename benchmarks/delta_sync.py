@@ -202,6 +202,11 @@ def measure_ways(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of delta_sync.json."""
+    return {DOCUMENT: between_markers(DOCUMENT.read_text(), "runs", table(result["runs"]))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--part", choices=("ways", "runs"), help="only this, which is not written")
@@ -240,8 +245,6 @@ def main() -> None:
             "delta_sync", content, passed=sum(good), failed=len(good) - sum(good),
             packages=("torch", "megatron-core", "sglang"),
         )  # fmt: skip
-        text = between_markers(DOCUMENT.read_text(), "runs", table(content["runs"]))
-        DOCUMENT.write_text(text)
     finish(sum(good), len(good) - sum(good))
 
 

@@ -2,8 +2,7 @@
 
 The rows of `mrl drill` are tried on the toy recipe: with its engine where the fault is about it, and
 with the rollouts of that run where it is not. To these come bad inputs, kills of the engine at random
-moments of the rollout, and the faults that only a test can provoke. Writes the table of docs/faults.md
-and benchmarks/results/faults.json.
+moments of the rollout, and the faults that only a test can provoke. Writes runs/results/faults.json.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from benchmarks.fault_table import engine, files, inputs, tested
 from benchmarks.fault_table.base import KINDS, RECIPE, ROOT, Toy
 from mrl.config import load_recipe
@@ -27,7 +27,7 @@ from mrl.run import console
 from mrl.toy_model import write_toy_model
 
 PAGE = ROOT / "docs" / "faults.md"
-START, END = "<!-- table of faults -->", "<!-- /table of faults -->"
+MARKER = "table of faults"
 RANKS = 2
 NUM_STEPS = 24
 NUM_KILLS = 6
@@ -90,7 +90,7 @@ def markdown(found: list[tuple[int, Row]]) -> str:
         cells = (str(number), f"`{row.fault}`", row.did, row.happened)
         verdict = row.verdict if row.passed else "**failed**"
         lines.append(f"| {' | '.join(_cell(c) for c in cells)} | {row.seconds:.1f} | {verdict} |")
-    return "\n".join([START, *lines, END])
+    return "\n".join(lines)
 
 
 def without_paths(row: Row) -> Row:
@@ -105,17 +105,15 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def write_page(table: str) -> None:
-    """Put the table into docs/faults.md, between its marks."""
-    page = PAGE.read_text()
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if start and end:
-        PAGE.write_text(f"{before}{table}{after}")
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of faults.json."""
+    names = [field.name for field in dataclasses.fields(Row)]
+    found = [(row["kind"], Row(**{name: row[name] for name in names})) for row in result["rows"]]
+    return {PAGE: between_markers(PAGE.read_text(), MARKER, markdown(found))}
 
 
 def main() -> None:
-    """Provoke the faults, print and write the table, and exit with 1 where one ended otherwise."""
+    """Provoke the faults, print the table, and exit with 1 where one ended otherwise."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--topics", default=",".join(TOPICS), help=f"some of {','.join(TOPICS)}")
     parser.add_argument("--kills", type=int, default=NUM_KILLS, help="kills of the engine")
@@ -148,7 +146,6 @@ def main() -> None:
         }
         packages = ("torch", "sglang", "megatron-core")
         write_result("faults", content, passed=passed, failed=failed, packages=packages)
-        write_page(markdown(found))
     finish(passed, failed)
 
 

@@ -4,7 +4,7 @@ Each input is a valid one with a few changes, made from a printed seed. It may b
 foreseen exception, or accepted where what comes back keeps the parser's promises; a digest must
 notice every change. Any other exception, a crash, more memory than the limit and an input that takes
 longer than its limit are faults. `--parser NAME --only N --seed S` tries one input again.
-Writes benchmarks/results/fuzz.json.
+Writes runs/results/fuzz.json.
 """
 
 from __future__ import annotations

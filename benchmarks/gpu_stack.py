@@ -2,7 +2,7 @@
 
 `make gpu-stack` downloads several GB and needs 12 GB of disk under runs/gpu-stack. The wheels are those
 for CUDA. A stand-in for the driver's library lets those be imported that link it; nothing runs on a
-GPU. Prints a line for each part and writes benchmarks/results/gpu_stack.json.
+GPU. Prints a line for each part and writes runs/results/gpu_stack.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import RESULTS, finish, summary, write_result
+from benchmarks.evidence.result import finish, summary, write_result
 from benchmarks.gpu_environment.environment import Environment, install
 from benchmarks.gpu_environment.parts import PARTS
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu-stack")
     parser.add_argument("--python", default=f"python{platform.python_version().rpartition('.')[0]}")
     parser.add_argument("--only", nargs="*", choices=[part.name for part in PARTS])
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_stack.json")
+    parser.add_argument("--output", type=Path, help="by default runs/results/gpu_stack.json")
     options = parser.parse_args()
     environment = Environment(options.checkout.resolve(), options.folder.resolve())
     if shutil.which(options.python) is None:

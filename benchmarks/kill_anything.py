@@ -4,7 +4,7 @@ The toy recipe trains on two ranks. Each kill (`kill -9`) strikes at a random mo
 start. The run is started again. It must have the metrics, samples and weights of the run without a
 fault, bit for bit, and have left no process, port, temporary file or shared memory. Kills are added to
 FOLDER/kills.jsonl, and a call with the same `--folder` goes on with the number that is missing. Writes
-benchmarks/results/kills.json.
+runs/results/kills.json.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Each takes three optimizer steps of all weights or of a LoRA adapter, with captured routes replayed (R3)
 and activations recomputed, on up to 8 gloo ranks of a CPU with the real Megatron-core. Writes
-benchmarks/results/layouts.json and, from it, docs/layouts.md. Layouts that are refused are tried too:
-the reason in the table is the error.
+runs/results/layouts.json. Layouts that are refused are tried too: the reason in the table is the error.
 
 `--only TP2xPP2` measures the layouts of that name alone and writes nothing.
 """
@@ -269,8 +268,13 @@ def document(result: dict[str, Any]) -> str:
     )
 
 
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page that is made from layouts.json."""
+    return {DOCUMENT: document(result)}
+
+
 def main() -> None:
-    """Measure all layouts and write docs/layouts.md, or measure those of one name."""
+    """Measure all layouts, or those of one name."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--only", default="", metavar="NAME", help="as in a row of docs/layouts.md")
     only = parser.parse_args().only
@@ -281,7 +285,6 @@ def main() -> None:
             parser.error(f"--only {only!r}: expected the name of a row of docs/layouts.md")
         finish(sum(passed), passed.count(False))
     result = measure()
-    DOCUMENT.write_text(document(result))
     finish(result["passed"], result["failed"])
 
 

@@ -53,7 +53,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, f
 
 
 def main() -> None:
-    """Run what is missing, print the table and write benchmarks/results/peer_rewards.json."""
+    """Run what is missing, print the table and write runs/results/peer_rewards.json."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder with TRL")

@@ -200,7 +200,7 @@ def show(part: Part, found: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Run the comparisons, print the tables and write benchmarks/results/peers.json."""
+    """Run the comparisons, print the tables and write runs/results/peers.json."""
     parser = argparse.ArgumentParser(prog="make peers", description=summary(__doc__))
     parser.add_argument(
         "--before", type=Path, help="checkout of an earlier commit, extension built"

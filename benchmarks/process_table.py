@@ -6,7 +6,7 @@ phase in which it is there, under limits of the product that are small enough to
 passes where the job goes on (with the same bits, where that is promised), replaces the process, or ends
 with a report and leaves nothing behind; it fails where anything waits without a limit. Rows are added
 to FOLDER/rows.jsonl, and a call goes on with what is neither there nor in the committed result. Writes
-benchmarks/results/process_table.json and the table of docs/faults.md.
+runs/results/process_table.json.
 """
 
 from __future__ import annotations
@@ -161,10 +161,14 @@ def results_of(records: Records) -> tuple[dict[str, Any], int, int]:
 
 
 def write(content: dict[str, Any], passed: int, failed: int) -> None:
-    """Write the result and the table of the page."""
+    """Write the result."""
     packages = ("torch", "sglang", "megatron-core")
     write_result(RESULT, content, passed=passed, failed=failed, packages=packages)
-    page.write(content)
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of process_table.json."""
+    return {page.PAGE: page.with_table(result)}
 
 
 def content_of(

@@ -4,7 +4,7 @@
 Each layout takes three optimizer steps twice, with captured routes replayed (R3) and with or without
 activation recompute, as the layout says: once with a row for every token, once with shared prefixes.
 Gradient norm and weights (or adapter) have to agree to 1e-6, relative, in float32, and the loss to
-5e-6. Writes benchmarks/results/shared_layouts.json.
+5e-6. Writes runs/results/shared_layouts.json.
 
 Each layout that is done is a line of runs/shared_layouts.jsonl: the same command continues a
 measurement that was interrupted, and `--fresh` starts from the beginning. `--only TP2xPP2` measures

@@ -3,7 +3,7 @@
 Checked: the reward and every other metric are those without a fault, bit for bit; the memory of
 trainer and engine is flat over the steps without a fault; every fault ends as it should. Reported: the
 wall-time efficiency (ETTR), the seconds of the steps that count over all seconds of the run.
-Writes benchmarks/results/soak.json.
+Writes runs/results/soak.json.
 """
 
 from __future__ import annotations

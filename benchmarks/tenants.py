@@ -9,8 +9,7 @@ the engine on a rank of its own, where it waits for the newest weights or runs a
 the start of the service is in no figure.
 
 The sizes of the article are simulated (`benchmarks.tenants_model`), beside what it reports. Writes
-benchmarks/results/tenants.json and the tables of docs/tenants.md; of a shorter study, tenants.json and
-tenants.md in --work.
+runs/results/tenants.json; of a shorter study, tenants.json in --work.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from benchmarks.tenants_engine import ASYNC, COLOCATED, SPLIT
 from benchmarks.tenants_load import LOADS, ROOT
 from benchmarks.tenants_model import ARTICLE, tenants_model
 from benchmarks.tenants_split import MODES, SPREAD, rows_of_mode
-from mrl.system.files import write_whole
 
 NUM_CORES = 2
 GOAL = 1.3
@@ -278,6 +276,11 @@ def swap_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the tables of tenants.json."""
+    return {PAGE: between_markers(PAGE.read_text(), MARKER, page_part(result))}
+
+
 def main() -> None:
     """Run both loads, write what was found, and exit with 1 where a check failed."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
@@ -321,12 +324,7 @@ def main() -> None:
         packages=("torch", "megatron-core", "sglang"),
         path=work / "tenants.json" if options.short else None,
     )
-    part = page_part(result)
-    if options.short:
-        write_whole(work / "tenants.md", part)
-    else:
-        write_whole(PAGE, between_markers(PAGE.read_text(), MARKER, part))
-    print(f"\n{part}\n")
+    print(f"\n{page_part(result)}\n")
     for text, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED'} {text}")
     print(f"{time.monotonic() - start:.0f} s in all")

@@ -313,7 +313,7 @@ def show(sides: dict[str, Row]) -> None:
 
 
 def main() -> None:
-    """Run the sides, print the table and write benchmarks/results/tinker_smollm.json."""
+    """Run the sides, print the table and write runs/results/tinker_smollm.json."""
     parser = argparse.ArgumentParser(prog="make tinker-smollm", description=summary(__doc__))
     parser.add_argument("--steps", type=int, default=10, help="of each side")
     parser.add_argument("--only", choices=SIDES, help="run one side, and record nothing")

@@ -6,7 +6,7 @@ the limit of the phase, names the rank and the phase, and writes the stacks of b
 exits with 72, and no process is left. Then comes a run without a fault beside busy loops on all cores:
 nothing may be reported, and heartbeat and monitor may take 0.5% of a step. Two trials run at once
 (`--jobs`), as each mostly waits for its limit; only one of them starts at a time. Trials that are on
-file in `--folder`, by the same code, are not repeated. Writes benchmarks/results/watchdog.json.
+file in `--folder`, by the same code, are not repeated. Writes runs/results/watchdog.json.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moe.align import as_bytes
 from mrl.shared_prefixes import SharedPrefixes
@@ -38,10 +39,20 @@ def common_rows(
     result is 0.
     """
     common = torch.zeros(len(samples), len(samples), dtype=torch.int64)
+    tokens = pad_sequence([each.token_ids for each in samples], batch_first=True, padding_value=-1)
     for i in range(1, len(samples)):
         unknown = torch.arange(i)
-        known = 0
+        known, most = 0, len(samples[i].token_ids) - 1
         while len(unknown):  # all of them have at least `known` rows in common with sample i
+            common[i, unknown] = known
+            if known >= most:
+                break
+            label = (
+                known + 1
+            )  # row `known` can be shared with those only whose next token is the same
+            unknown = unknown[tokens[unknown, label] == tokens[i, label]]
+            if not len(unknown):
+                break
             other = int(unknown[0])
             known = _compare(samples, routes, i, other, known)
             apart = common[other, unknown]

@@ -5,8 +5,8 @@ demo, which asks for the first letter, is trained twice: all weights, and a LoRA
 and experts with routing replay. Each arm first tries three learning rates with one seed, and is
 compared at its best one with another seed: rewards, engine against trainer, and the bytes and seconds
 of its weight syncs, which a larger model repeats. A pair of runs that is done is a file of --work: the
-same command goes on where it was interrupted. Writes benchmarks/results/lora.json, docs/lora.md and
-docs/lora.svg; of fewer steps, files of these names in --work.
+same command goes on where it was interrupted. Writes runs/results/lora.json; of
+fewer steps, lora.json in --work.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make_all(work: Path, num_steps: int) -> list[dict[str, Any]]:
 def write(
     results: Sequence[dict[str, Any]], num_steps: int, folder: Path | None
 ) -> dict[str, bool]:
-    """Write result, page and plot: into the repository, or those of fewer steps into `folder`."""
+    """Write and print the result: that of fewer steps into `folder`."""
     found = checks(results, num_steps)
     written = write_result(
         "lora",
@@ -101,11 +101,14 @@ def write(
         packages=("torch", "megatron-core", "sglang"),
         path=folder / "lora.json" if folder else None,
     )
-    page, plot = [folder / each.name for each in (PAGE, PLOT)] if folder else (PAGE, PLOT)
-    page.write_text(between_markers(PAGE.read_text(), MARKER, page_part(written)))
-    plot.write_text(svg(written["runs"]))
     print(f"\n{page_part(written)}\n")
     return found
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page and the plot that are made from lora.json."""
+    text = between_markers(PAGE.read_text(), MARKER, page_part(result))
+    return {PAGE: text, PLOT: svg(result["runs"])}
 
 
 def main() -> None:

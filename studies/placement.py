@@ -3,8 +3,8 @@
 The same tasks are trained with trainer and engines on the same cores, with an engine beside the trainer
 that takes turns with it, and with engines that run freely under bounds 1, 2 and 4. Every role keeps to
 a core of its own, and a colocated run gets both. A run that is done is a file of --work: a study that
-was interrupted continues with the runs that are missing. Writes benchmarks/results/placement.json,
-docs/placement.md and docs/placement.svg; of a smaller study, files of these names in --work.
+was interrupted continues with the runs that are missing. Writes runs/results/placement.json;
+of a smaller study, placement.json in --work.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run_all(wanted: Sequence[Run], work: Path, minutes: float | None) -> list[di
 def write(
     results: Sequence[dict[str, Any]], num_wanted: int, folder: Path | None
 ) -> dict[str, bool]:
-    """Write result, page and plot: into the repository, or a smaller study's into `folder`."""
+    """Write and print the result: a smaller study's into `folder`."""
     found, rows = checks(results, num_wanted), rows_of(results)
     content = {
         "balance": balance(results),
@@ -136,9 +136,6 @@ def write(
         packages=("torch", "megatron-core", "sglang"),
         path=folder / "placement.json" if folder else None,
     )
-    page, plot = [folder / each.name for each in (PAGE, PLOT)] if folder else (PAGE, PLOT)
-    page.write_text(between_markers(PAGE.read_text(), MARKER, page_part(written)))
-    plot.write_text(draw(written))
     print(f"\n{page_part(written)}\n")
     return found
 
@@ -150,6 +147,12 @@ def draw(result: dict[str, Any]) -> str:
         for row in result["rows"]
     }
     return svg(result["curves"], num_samples)
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page and the plot that are made from placement.json."""
+    text = between_markers(PAGE.read_text(), MARKER, page_part(result))
+    return {PAGE: text, PLOT: draw(result)}
 
 
 def main() -> None:

@@ -152,6 +152,13 @@ def checks(rows: Sequence[dict[str, Any]], num_failed: int) -> dict[str, bool]:
     return found
 
 
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of one of the study's results."""
+    study = next(each for each in STUDIES.values() if each.result == name)
+    text = table(result["rows"], study)
+    return {DOCUMENT: between_markers(DOCUMENT.read_text(), study.marker, text)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--model", choices=STUDIES, default="toy")
@@ -192,10 +199,7 @@ def main() -> None:
         packages=("torch", "megatron-core", "sglang"),
         path=None if is_whole else folder / f"{study.result}.json",
     )
-    text = table(rows, study)
-    if is_whole:
-        DOCUMENT.write_text(between_markers(DOCUMENT.read_text(), study.marker, text))
-    print(f"\n{text}\n")
+    print(f"\n{table(rows, study)}\n")
     for words, holds in found.items():
         print(f"{'ok' if holds else 'FAILED'} {words}")
     finish(sum(found.values()), len(found) - sum(found.values()))

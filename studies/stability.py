@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import between_markers, finish, summary, write_result
+from benchmarks.evidence.result import NEW, between_markers, finish, summary, write_result
 from mrl.config import load_recipe
 from mrl.system.json_worker import JsonWorker, WorkerLost
 from studies.stability_study.arms import ARMS, RECIPE, ROOT, SHAPE, Job
@@ -154,9 +154,7 @@ def line_of(result: dict[str, Any]) -> str:
 def write(
     results: list[dict[str, Any]], num_wanted: int, num_steps: int, folder: Path | None
 ) -> dict[str, bool]:
-    """Write the result file, the table and the plot: into the repository, or a smaller study's into
-    `folder`.
-    """
+    """Write the result and the plot: into runs/results/, or a smaller study's into `folder`."""
     rows = [row_of(arm, own) for arm in ARMS if (own := [r for r in results if r["arm"] == arm])]
     expected, found = expectations(results), checks(results, num_wanted)
     content = {
@@ -165,7 +163,6 @@ def write(
         "expectations": expected,
         "verdicts": found,
     }
-    plot, document = [folder / p.name for p in (PLOT, DOCUMENT)] if folder else (PLOT, DOCUMENT)
     write_result(
         "stability",
         content,
@@ -174,11 +171,16 @@ def write(
         packages=("torch", "megatron-core", "sglang"),
         path=folder / "stability.json" if folder else None,
     )
-    plot.write_text(svg(results))
-    text = between_markers(DOCUMENT.read_text(), "arms", table(rows))
-    document.write_text(between_markers(text, "expected", expectation_table(expected)))
+    (folder or NEW).joinpath(PLOT.name).write_text(svg(results))
     print(f"\n{table(rows)}\n\n{expectation_table(expected)}\n")
     return found
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the tables of stability.json, and the plot of the runs behind it."""
+    text = between_markers(DOCUMENT.read_text(), "arms", table(result["rows"]))
+    text = between_markers(text, "expected", expectation_table(result["expectations"]))
+    return {DOCUMENT: text, PLOT: (NEW / PLOT.name).read_text()}
 
 
 def main() -> None:

@@ -1,13 +1,19 @@
 """This module repeats every measurement: `make evidence`, or `python -m benchmarks.evidence`.
 
-It runs the targets of the catalog one after the other and prints one table of them. A target has passed
+It runs the targets of the catalog one after the other and prints one table of them. Their results go
+to runs/results/, and become the committed ones by --record. A target has passed
 where its command exits with 0 and its last plain line is `N passed, 0 failed`; one that fails does not
 stop the others. What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
-skipped where there is none. In the end the results are marked in docs/results.md.
+skipped where there is none.
+
+Without --only, a target is left out whose results, new or committed, passed with the code as it is
+now. So the command continues where it was interrupted, and on several machines what one of them has
+committed is not repeated by the others.
 
 --list    print the targets, and which of them `make test` runs in short
 --stale   print which results are of older code than this, and what has changed since
---mark    write that into docs/results.md
+--record  make the new results (of --only) the committed ones, and write the pages that quote them
+--mark    write into docs/results.md which results are of older code
 """
 
 from __future__ import annotations
@@ -25,8 +31,9 @@ import psutil
 
 from benchmarks.evidence.catalog import Target, chosen
 from benchmarks.evidence.digest import ROOT
-from benchmarks.evidence.result import commit_now
-from benchmarks.evidence.staleness import PAGE, changed_files, marked, states
+from benchmarks.evidence.record import mark, record
+from benchmarks.evidence.result import NEW, RESULTS, commit_now
+from benchmarks.evidence.staleness import PAGE, age, changed_files, states
 
 LOGS = ROOT / "runs" / "evidence"
 PLAIN_LINE = re.compile(r"^(\d+) passed, (\d+) failed(, \d+ skipped)?$")
@@ -136,11 +143,11 @@ def list_table(targets: Sequence[Target]) -> str:
 
 
 def stale_table() -> str:
-    """Return the table of `--stale`: each result, its commit, and what has changed since."""
-    rows = [("result", "commit", "state", "changed files")]
+    """Return the table of `--stale`: each result, its commit and age, and what has changed since."""
+    rows = [("result", "commit", "age", "state", "changed files")]
     for state in states():
         if not state.why:
-            rows.append((state.name, state.short_commit, "current", ""))
+            rows.append((state.name, state.short_commit, age(state), "current", ""))
             continue
         changed = changed_files(state)
         if changed is None:
@@ -150,16 +157,19 @@ def stale_table() -> str:
             what = f"{len(changed)}: " + ", ".join(changed[:NUM_SHOWN]) + more
         else:
             what = "0; definitions were removed"
-        rows.append((state.name, state.short_commit, f"stale: {state.why}", what))
+        rows.append((state.name, state.short_commit, age(state), f"stale: {state.why}", what))
     return table(rows)
 
 
-def mark() -> None:
-    """Write into docs/results.md which results are stale."""
-    page = PAGE.read_text()
-    if (new := marked(page, states())) != page:
-        PAGE.write_text(new)
-        print(f"marked the results anew in {PAGE.relative_to(ROOT)}")
+def is_current(target: Target) -> bool:
+    """Return whether all results of a target have passed with the code as it is now."""
+    found = {state.name: state for folder in (RESULTS, NEW) for state in states(folder)}
+    own = [found.get(name) for name in target.results]
+    return bool(own) and all(
+        state is not None and not state.why and not state.commit.endswith("+dirty")
+        and state.num_failed == 0
+        for state in own
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -170,6 +180,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="targets or groups")
     parser.add_argument("--list", action="store_true", help="print the targets and end")
     parser.add_argument("--stale", action="store_true", help="print the stale results and end")
+    parser.add_argument(
+        "--record", action="store_true", help="commit new results to the docs and end"
+    )
     parser.add_argument("--mark", action="store_true", help="mark docs/results.md and end")
     arguments = parser.parse_args()
     try:
@@ -181,9 +194,12 @@ def main() -> None:
     elif arguments.stale:
         print(stale_table())
     elif arguments.mark:
-        mark()
+        if mark():
+            print(f"marked the results anew in {PAGE.relative_to(ROOT)}")
+    elif arguments.record:
+        print("\n".join(record(targets)) or f"no new result in {NEW.relative_to(ROOT)}")
     else:
-        run_all(targets)
+        run_all(targets if arguments.only else [t for t in targets if not is_current(t)])
 
 
 def run_all(targets: Sequence[Target]) -> None:
@@ -201,7 +217,6 @@ def run_all(targets: Sequence[Target]) -> None:
             flush=True,
         )
     print(f"\n{outcome_table(outcomes)}")
-    mark()
     num = {status: sum(o.status == status for o in outcomes) for status in ("passed", "failed")}
     print(f"{num['passed']} passed, {num['failed']} failed")
     sys.exit(num["failed"] > 0)

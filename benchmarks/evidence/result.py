@@ -1,8 +1,11 @@
-"""This module writes what a benchmark found to benchmarks/results/, with the code that it ran.
+"""This module writes what a benchmark found to runs/results/, with the code that it ran.
+
+`benchmarks.evidence.record` makes it the committed result, in benchmarks/results/.
 
 Every result file begins with the same fields:
 
 machine, versions   the processor and the installed packages, in words
+date                the day on which it was made
 commit              the commit that was checked out, with `+dirty` where a measured file was not as in
                     it. Where there is no `digest`, it is the commit that recorded the file.
 measures            the files that the figures depend on (patterns of `benchmarks.evidence.catalog`)
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +31,9 @@ from benchmarks.evidence.git import git
 from benchmarks.evidence.machine import describe
 
 RESULTS = ROOT / "benchmarks" / "results"
+"""The committed results."""
+NEW = ROOT / "runs" / "results"
+"""The results of the newest run of each benchmark in this checkout."""
 CPU = torch.device("cpu")
 
 
@@ -40,7 +47,7 @@ def write_result(
     device: torch.device = CPU,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Write `content` and where it comes from to `path`, by default benchmarks/results/NAME.json.
+    """Write `content` and where it comes from to `path`, by default runs/results/NAME.json.
 
     `passed` and `failed` are None for a sweep, which has no checks. Returns the whole result as it was
     written. Raises KeyError where no target of the catalog writes
@@ -48,15 +55,21 @@ def write_result(
     """
     result = {
         **describe(device, packages),
+        "date": datetime.now(UTC).date().isoformat(),
         **provenance(target_of(name).measures),
         **({} if passed is None else {"passed": passed, "failed": failed}),
         **content,
     }
-    file = path or RESULTS / f"{name}.json"
+    file = path or NEW / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1)
     text = text.replace(f"{ROOT}/", "")  # a result says nothing about where the clone lies
     file.write_text(text + "\n")
+    if path is None:
+        print(
+            f"written: {file.relative_to(ROOT)}; `python -m benchmarks.evidence --record "
+            f"{target_of(name).name}` makes it the committed result"
+        )
     return json.loads(text)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 START, END = "<!-- how current -->", "<!-- /how current -->"
 HEAD = (
-    "| result | made by | at commit | checks | the code that it measures |\n|---|---|---|---|---|"
+    "| result | made by | at commit | on | checks | the code that it measures |\n"
+    "|---|---|---|---|---|---|"
 )
 
 
@@ -45,8 +47,11 @@ class State:
     target: Target
     commit: str
     """The commit at which it was made, with `+dirty` if measured files differed from it."""
+    date: str
+    """The day on which it was made."""
     checks: str
     """`N passed, N failed`; empty in files that do not hold it."""
+    num_failed: int
     why: str
     """Why it is stale; empty where it is current."""
 
@@ -76,13 +81,15 @@ def _state(name: str, target: Target, result: dict[str, Any], root: Path) -> Sta
     elif digest(measured_files(target.measures, root)) != result["digest"]:
         why = "changed since"
     checks = f"{result['passed']} passed, {result['failed']} failed" if "passed" in result else ""
-    return State(name, target, result["commit"], checks, why)
+    return State(
+        name, target, result["commit"], result["date"], checks, result.get("failed", 0), why
+    )
 
 
 def section(found: Iterable[State]) -> str:
     """Return the table of docs/results.md, in Markdown."""
     rows = [
-        f"| `{s.name}.json` | `{s.target.name}` | {s.short_commit} | {s.checks} "
+        f"| `{s.name}.json` | `{s.target.name}` | {s.short_commit} | {s.date} | {s.checks} "
         f"| {f'**stale**: {s.why}' if s.why else 'is the same'} |"
         for s in found
     ]
@@ -96,6 +103,16 @@ def marked(page: str, found: Iterable[State]) -> str:
     if not start or not end:
         raise ValueError(f"{PAGE.relative_to(ROOT)}: expected the lines {START} and {END}")
     return f"{before}{section(found)}{after}"
+
+
+def age(state: State) -> str:
+    """Return the days and commits since the result was made; days alone where this clone does not have
+    the commit."""
+    days = (datetime.now(UTC).date() - date.fromisoformat(state.date)).days
+    commit = state.commit.partition("+")[0]
+    counted = git("rev-list", "--count", f"{commit}..HEAD")
+    commits = "" if counted is None else f", {counted.decode().strip()} commits"
+    return f"{days} days{commits}"
 
 
 def changed_files(state: State) -> list[str] | None:

@@ -60,8 +60,9 @@ def kernels(folder: Path, device: str) -> dict[str, Any]:
         from torch import device as torch_device
 
         from benchmarks.bench_kernels import result_file
+        from benchmarks.evidence.result import RESULTS
 
-        target = result_file(torch_device("cuda", 0))
+        target = result_file(torch_device("cuda", 0), RESULTS)
         shutil.copyfile(output, target)
         shutil.copyfile(
             output.with_name(f"{output.stem}_machine.json"),

@@ -1,31 +1,28 @@
-"""Write the table of docs/faults.md: a row for each process and signal, a column for each phase."""
+"""The table of docs/faults.md: a row for each process and signal, a column for each phase."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.evidence.result import between_markers
 from benchmarks.fault_table.base import ROOT
 from benchmarks.process_strikes.phases import MEETING, PHASES
 
 PAGE = ROOT / "docs" / "faults.md"
-START, END = "<!-- table of processes -->", "<!-- /table of processes -->"
+MARKER = "table of processes"
 COLUMNS = (MEETING, *PHASES)
 ABSENT, NOT_MEASURED = "-", "not measured"
 
 
-def write(content: Mapping[str, Any]) -> None:
-    """Write the table into docs/faults.md, between its markers."""
-    text = PAGE.read_text()
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if start and end:
-        PAGE.write_text(f"{before}{markdown(content)}{after}")
+def with_table(content: Mapping[str, Any]) -> str:
+    """Return docs/faults.md with the table between its markers."""
+    return between_markers(PAGE.read_text(), MARKER, markdown(content))
 
 
 def markdown(content: Mapping[str, Any]) -> str:
     """Return the tables of all placements, in Markdown."""
-    lines = [START]
+    lines: list[str] = []
     rows: Sequence[Mapping[str, Any]] = content["rows"]
     for placement in dict.fromkeys(row["placement"] for row in rows):
         own = [row for row in rows if row["placement"] == placement]
@@ -47,7 +44,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     if failed:
         lines += ["", "What failed:", ""]
         lines += [f"- {said(row)}" for row in failed]
-    return "\n".join([*lines, END])
+    return "\n".join(lines)
 
 
 def cell(rows: Sequence[Mapping[str, Any]], role: str, phase: str, signal: str) -> str:

@@ -179,7 +179,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Train the forms, print the table and write benchmarks/results/smollm.json."""
+    """Train the forms, print the table and write runs/results/smollm.json."""
     names = [form.name for form in FORMS]
     parser = argparse.ArgumentParser(prog="make smollm", description=summary(__doc__))
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder with the model")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.evidence import __main__ as evidence
+from benchmarks.evidence import record as records
 from benchmarks.evidence import result as results
 from benchmarks.evidence import staleness
 from benchmarks.evidence.catalog import BY_NAME, TARGETS, chosen, target_of
@@ -196,7 +198,10 @@ def test_a_result_becomes_stale_when_its_code_changes(tmp_path, monkeypatch) -> 
     source.parent.mkdir()
     source.write_text(BEFORE)
     monkeypatch.setattr(staleness, "TARGETS", [target])
-    found = {"commit": "0" * 40, "passed": 1, "failed": 0, "measures": list(target.measures)}
+    found = {
+        "commit": "0" * 40, "date": "2026-01-02", "passed": 1, "failed": 0,
+        "measures": list(target.measures),
+    }  # fmt: skip
     file = tmp_path / "optimizer_step.json"
 
     def why() -> str:
@@ -250,7 +255,6 @@ def test_a_target_that_fails_stops_no_other(tmp_path, monkeypatch, capsys) -> No
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(evidence, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(evidence, "has_gpu", lambda: False)
-    monkeypatch.setattr(evidence, "mark", lambda: None)
     blank = replace(BY_NAME["optimizer_step"], minutes=0)
     targets = [replace(blank, name=name, arguments=(name,)) for name in CHILDREN]
     targets[-1] = replace(targets[-1], minutes=-1.99)  # a limit of 3 s
@@ -270,6 +274,46 @@ def test_a_target_that_fails_stops_no_other(tmp_path, monkeypatch, capsys) -> No
         "hangs": ("failed", "ended at its limit of 3 s"),
         "gpu": ("skipped", "needs a GPU"),
     }
+
+
+def test_a_new_result_becomes_the_committed_one(tmp_path, monkeypatch) -> None:
+    new, committed, page = tmp_path / "new", tmp_path / "committed", tmp_path / "results.md"
+    shutil.copytree(RESULTS, committed)
+    monkeypatch.setattr(records, "PAGE", page)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    page.write_text(PAGE.read_text())
+    targets = [BY_NAME["layouts"], BY_NAME["optimizer_step"]]
+    assert records.record(targets, new, committed) == []
+    result = json.loads((RESULTS / "layouts.json").read_text())
+    result |= {"passed": 987, "failed": 6, "date": "2031-05-06"}
+    new.mkdir()
+    (new / "layouts.json").write_text(json.dumps(result))
+    layouts = tmp_path / "layouts.md"
+    monkeypatch.setattr(importlib.import_module("benchmarks.layouts"), "DOCUMENT", layouts)
+    (line,) = records.record(targets, new, committed)
+    assert line.startswith("layouts: recorded, and written into layouts.md, results.md")
+    assert json.loads((committed / "layouts.json").read_text()) == result
+    assert "987" in layouts.read_text()
+    rows = [row for row in page.read_text().splitlines() if "`layouts.json`" in row]
+    assert len(rows) == 2
+    assert all("987 passed, 6 failed" in row for row in rows)
+    assert "2031-05-06" in rows[1]
+
+
+def test_a_target_is_current_where_its_results_passed_with_this_code(tmp_path, monkeypatch) -> None:
+    target = BY_NAME["optimizer_step"]
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "none")
+    monkeypatch.setattr(evidence, "NEW", tmp_path)
+    file = tmp_path / "optimizer_step.json"
+    assert not evidence.is_current(target)
+    result = {
+        **{"commit": "0" * 40, "date": "2026-01-02", "passed": 1, "failed": 0},
+        **{"measures": list(target.measures), "digest": digest(measured_files(target.measures))},
+    }
+    for change in ({}, {"failed": 1}, {"digest": "0"}, {"commit": "0" * 40 + "+dirty"}):
+        file.write_text(json.dumps({**result, **change}))
+        assert evidence.is_current(target) == (not change)
+    assert not evidence.is_current(BY_NAME["gpu-check"])  # has no result to go by
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys) -> None:

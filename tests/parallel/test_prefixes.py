@@ -11,6 +11,7 @@ from moe.align import routes_of_trace, with_native_rows
 from mrl.sampling_mask import SamplingMask
 from mrl.shared_prefixes import SharedPrefixes
 from mrl.types import Sample, TokenRoutes
+from parallel import prefixes
 from parallel.context import context_slice
 from parallel.dims import ParallelDims
 from parallel.packing import num_rows, pack
@@ -109,6 +110,30 @@ def test_samples_without_routes_and_with_native_rows(group: list[Sample]) -> Non
     other = with_native_rows(routes[2], torch.arange(len(routes[2].captured)) == 4)
     other.expert_ids[4] = 99  # undefined where nothing was captured
     assert common_rows(group[1:3], [routes[1], other])[0].tolist() == [0, 12]
+
+
+@pytest.mark.parametrize("kind", ["equal", "branch at one row", "two lengths"])
+def test_many_samples_are_compared_with_few_others_each(
+    kind: str, group: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervised batch may have a thousand samples of a prompt."""
+    first, num = group[0], 40
+    many = [dataclasses.replace(first) for _ in range(num)]
+    if kind == "branch at one row":
+        places = torch.arange(len(first.token_ids))
+        ids = [torch.where(places == 9, 1000 + n, first.token_ids) for n in range(num)]
+        many = [dataclasses.replace(first, token_ids=each) for each in ids]
+    elif kind == "two lengths":
+        short = with_prefix(make_sample(torch.Generator(), 14, 9), first, 14)
+        many = [dataclasses.replace((first, short)[n % 2]) for n in range(num)]
+    counted: list[int] = []
+    real = prefixes._compare
+    monkeypatch.setattr(
+        prefixes, "_compare", lambda *given: counted.append(given[2]) or real(*given)
+    )
+    found = common(many)
+    assert found == by_definition(many)
+    assert len(counted) <= 2 * num
 
 
 def test_gate_weights_count_byte_by_byte(group: list[Sample]) -> None:

@@ -164,7 +164,8 @@ def test_the_comparison_in_short(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "7 passed, 0 failed"
-    runs = json.loads((tmp_path / "lora.json").read_text())["runs"]
+    result = json.loads((tmp_path / "lora.json").read_text())
+    runs = result["runs"]
     assert [len(run["rewards"]) for run in runs] == [2] * len(ARMS) * (len(RATES) + 2)
     assert max(run["rewards"][0] for run in runs) < 0.3
-    assert NOT_RUN not in (tmp_path / "lora.md").read_text()
+    assert NOT_RUN not in lora.pages("lora", result)[lora.PAGE]

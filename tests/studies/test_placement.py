@@ -251,5 +251,6 @@ def test_the_study_in_short(tmp_path: Path) -> None:
             0.05 < each[0] < (2 if row["arm"] == "colocated" else 1.05)
             for each in row["busy_cores"]
         )
-    assert (tmp_path / "placement.svg").read_text().count("<polyline") == 2 * len(arms)
-    assert NOT_RUN not in (tmp_path / "placement.md").read_text()
+    pages = placement.pages("placement", result)
+    assert pages[placement.PLOT].count("<polyline") == 2 * len(arms)
+    assert NOT_RUN not in pages[placement.PAGE]

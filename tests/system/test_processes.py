@@ -13,7 +13,7 @@ from mrl.errors import InputError
 from mrl.system.json_worker import JsonWorker
 from mrl.system.process_search import find_by_variable
 from mrl.system.worker_process import MARK, WorkerLost
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 
 
 def test_a_worker_never_gets_sigusr1() -> None:
@@ -91,7 +91,12 @@ def test_what_a_worker_leaves_in_a_session_of_its_own_ends_with_it(
     (tmp_path / "leaving_worker.py").write_text(LEAVES)
     with closing(JsonWorker("leaving_worker", "a worker", "spec")) as worker:
         assert worker.call({}, LIMIT_S) == {"done": 1}
-        (left,) = {*find_by_variable(MARK, worker._process.mark)} - {worker.pid}
+
+        def what_it_left() -> set[int]:
+            return {*find_by_variable(MARK, worker._process.mark)} - {worker.pid}
+
+        wait_until(what_it_left)  # a process shows no variables while it starts sleep
+        (left,) = what_it_left()
         if dies:
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)

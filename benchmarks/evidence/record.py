@@ -1,0 +1,89 @@
+"""This module makes new results the committed ones: `python -m benchmarks.evidence --record NAME`.
+
+A benchmark writes what it found to runs/results/, which Git ignores, so that whoever repeats a
+measurement changes no file of the repository. Recording copies it to benchmarks/results/ and writes the
+pages that are made from it: a benchmark's module has a function `pages(name, result)` for that, which
+returns the new text of each file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.catalog import Target
+from benchmarks.evidence.digest import ROOT, digest, measured_files
+from benchmarks.evidence.result import NEW, RESULTS
+from benchmarks.evidence.staleness import PAGE, marked, states
+
+COUNTS = re.compile(r"\b\d+ passed, \d+ failed\b")
+BESIDE = "_machine"
+"""Ends the name of a result whose rows are in a file of their own, with the name without it."""
+
+
+def record(targets: Sequence[Target], new: Path = NEW, committed: Path = RESULTS) -> list[str]:
+    """Make the new results of `targets` the committed ones, write their pages, and mark the results.
+
+    Return a line for each result. A target without a new result is passed over.
+    """
+    lines = []
+    for target in targets:
+        for name in target.results:
+            file = new / f"{name}.json"
+            if not file.is_file():
+                continue
+            result = json.loads(file.read_text())
+            for each in (name, name.removesuffix(BESIDE)):
+                if (new / f"{each}.json").is_file():
+                    committed.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(new / f"{each}.json", committed / f"{each}.json")
+            pages = pages_of(target, name, result)
+            for page, text in pages.items():
+                page.write_text(text)
+            lines.append(_line(name, result, pages))
+    mark(committed)
+    return lines
+
+
+def pages_of(target: Target, name: str, result: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the text of each file that is made from the result `name`: pages and plots of the docs,
+    and the counts in docs/results.md."""
+    module = importlib.import_module(target.arguments[0])
+    made = module.pages(name, result) if hasattr(module, "pages") else {}
+    return {**made, PAGE: with_counts(PAGE.read_text(), name, result)}
+
+
+def with_counts(page: str, name: str, result: Mapping[str, Any]) -> str:
+    """Return docs/results.md with the counts of `result` in the row that names it."""
+    if "passed" not in result:
+        return page
+    counts = f"{result['passed']} passed, {result['failed']} failed"
+    return "\n".join(
+        COUNTS.sub(counts, line, count=1) if f"`{name}.json`, " in line or f"`{name}.json` |" in line
+        else line
+        for line in page.split("\n")
+    )  # fmt: skip
+
+
+def mark(results: Path = RESULTS) -> bool:
+    """Write into docs/results.md which results are stale. Return whether that changed it."""
+    page = PAGE.read_text()
+    new = marked(page, states(results))
+    if new != page:
+        PAGE.write_text(new)
+    return new != page
+
+
+def _line(name: str, result: Mapping[str, Any], pages: Mapping[Path, str]) -> str:
+    written = ", ".join(page.relative_to(ROOT).as_posix() for page in pages)
+    line = f"{name}: recorded, and written into {written}"
+    if result["commit"].endswith("+dirty"):
+        line += "; it was made with changes that were not committed"
+    elif digest(measured_files(result["measures"])) != result["digest"]:
+        line += "; the code that it measures has changed since"
+    return line
