@@ -76,6 +76,7 @@ CASES = [
     ("qwen3", {}, Layout(2, {}, BF16, distributed_optimizer=True)),
     ("qwen3_moe", {"tie_word_embeddings": True}, Layout(4, TP2 | {"pipeline": 2}, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16)),
+    ("olmoe", {}, Layout(2, TP2, BF16)),
     ("deepseek_v3", {"q_lora_rank": None}, Layout(4, TP2 | {"pipeline": 2, "expert": 2} | ENDS)),
 ]
 
