@@ -77,8 +77,9 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
     embedding scatters its output in the forward pass and gathers the gradient in the backward pass. The
     output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers its
-    compressed vectors instead of [N, H]. Gradients of parameters that every rank holds are all-reduced
-    in fp32.
+    compressed vectors instead of [N, H]. A norm over all queries or all keys all-reduces one fp32
+    number per token, and its gradient. Gradients of parameters that every rank holds are all-reduced in
+    fp32.
 
     With an adapter, inputs are not gathered again, because frozen weights get no gradient. For the same
     reason the frozen embedding communicates nothing in the backward pass. Layers whose weight rows are
@@ -98,13 +99,15 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
         forward, ends_back = forward + low, stage.has_output * hidden
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
     unit = ring(dims.tp, tokens * work.weight_bytes)
+    norms = 2 * attention * shape.norms_whole_projections  # of queries and of keys
+    squares = norms * 2 * ring(dims.tp, 4 * tokens)
     return Volume(
         "tensor parallel",
         dims.tp,
         dims.tp,
-        forward=unit * (forward + ends),
-        backward=unit * (backward + ends_back),
-        recomputed=unit * forward,
+        forward=unit * (forward + ends) + squares,
+        backward=unit * (backward + ends_back) + squares,
+        recomputed=unit * forward + squares,
         update=2 * ring(dims.tp, 4 * stage.whole),
     )
 

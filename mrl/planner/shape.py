@@ -6,7 +6,7 @@ Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
@@ -125,6 +125,8 @@ class ModelShape:
     """Number of columns of all shared experts together; 0 if there are none."""
     tied: bool
     qk_norm: bool = False
+    norms_whole_projections: bool = False
+    """Whether the norms of queries and keys are over all heads together, as in OLMoE."""
     qkv_bias: bool = False
     shared_gate: bool = False
     """Whether a sigmoid gate [H -> 1] scales the shared expert, as in Qwen2-MoE."""
@@ -217,6 +219,8 @@ class ModelShape:
         matrices, m = self.attention_sizes, self.mla
         if m is None:
             norms = [self.head_dim] * (2 * self.qk_norm)
+            if self.norms_whole_projections:
+                norms = [self.query_width, self.kv_heads * self.head_dim]
             bias = [self.query_width + self.kv_width] * self.qkv_bias
             return [
                 _all("attention", "tensor", *matrices, is_muons=True),
@@ -286,7 +290,7 @@ def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelS
     architecture = architecture or find_architecture(hf)
     try:
         _check_numbers(hf)
-        return _shape(hf, architecture.transformer_config(hf), architecture.sizes(hf))
+        return _shape(hf, architecture)
     except KeyError as error:
         kind = architecture.model_type
         raise InputError(f"config.json of a {kind} lacks the key {error}; add it") from None
@@ -304,8 +308,8 @@ def _check_numbers(hf: HfConfig) -> None:
             raise InputError(f"config.json: {key} is {value!r}, expected a whole number >= {least}")
 
 
-def _shape(hf: HfConfig, settings: dict[str, Any], sizes: ModelSizes) -> ModelShape:
-    """Build the shape. `settings` are the arguments of Megatron's TransformerConfig."""
+def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
+    settings, sizes = architecture.transformer_config(hf), architecture.sizes(hf)
     latent = None
     if settings.get("multi_latent_attention"):
         latent = LatentAttention(
@@ -332,6 +336,7 @@ def _shape(hf: HfConfig, settings: dict[str, Any], sizes: ModelSizes) -> ModelSh
         shared_ffn=sizes.shared_expert_ffn_size,
         tied=bool(hf.get("tie_word_embeddings")),
         qk_norm=settings.get("qk_layernorm", False),
+        norms_whole_projections=architecture.norms_whole_projections,
         qkv_bias=settings.get("add_qkv_bias", False),
         shared_gate=settings.get("moe_shared_expert_gate", False),
         expert_bias=settings.get("moe_router_enable_expert_bias", False),
