@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async elastic placement lora tenants slurm stability quantization rollout-bench peers smollm agents tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
+.PHONY: help setup demo test check-py312 test-py312 test-all test-times lint compat evidence bench training-pass layouts conformance faults kills soak watchdog process-table fuzz async elastic placement lora tenants slurm stability collapse quantization rollout-bench peers smollm agents tinker tinker-smollm gpu-check gpu-stack audit wheel site clean
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -129,6 +129,9 @@ slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6
 
 stability: setup  ## MoE stability: 6 corrections x 5 seeds, bf16 engine, fp32 trainer; 30 minutes
 	$(BIN)/python -W ignore -m studies.stability $(BENCH_ARGS)
+
+collapse: setup  ## Does router mismatch make MoE RL collapse: 7 arms x 3 rates x 5 seeds, pre-registered, continues; 7 hours. BENCH_ARGS="--model smollm": a pretrained model
+	$(BIN)/python -W ignore -m studies.collapse $(BENCH_ARGS)
 
 quantization: setup  ## quantised engines: 4 formats x 4 corrections x 5 seeds, continues; 80 minutes. BENCH_ARGS="--model smollm": a pretrained model, an hour
 	$(BIN)/python -W ignore -m studies.quantization $(BENCH_ARGS)

@@ -13,6 +13,7 @@ log-probs of the sampled tokens, which they can do only if no token was tokenise
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,10 @@ from rich.table import Table
 
 from benchmarks.episode_runs.run import train
 from benchmarks.evidence.digest import ROOT
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from mrl.toy_model import write_toy_model
 
+PAGE, MARKER = ROOT / "docs/environments_elsewhere.md", "agent runs"
 RECIPES = "launch/recipes/agents"
 MISMATCH_LIMIT = 1e-3
 """Of the largest difference of a log-prob in fp32. Other tokens differ by 0.1 and more."""
@@ -73,10 +75,26 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(
             row["tells"], " ".join(f"{reward:.2f}" for reward in row["rewards"]),
-            f"{sum(row['turns']) / len(row['turns']):.1f}", str(row["lost"]),
-            f"{row['mismatch']:.1e}", f"{sum(row['seconds']) / len(row['seconds']):.0f}",
+            f"{statistics.fmean(row['turns']):.1f}", str(row["lost"]),
+            f"{row['mismatch']:.1e}", f"{statistics.fmean(row['seconds']):.0f}",
         )  # fmt: skip
     Console(width=130).print(table)
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of agent_runs.json."""
+    lines = [
+        "| run | reward of the steps | turns | episodes lost | largest mismatch | s a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["runs"]:
+        rewards = ", ".join(f"{reward:.2f}" for reward in row["rewards"])
+        turns, seconds = (statistics.fmean(row[key]) for key in ("turns", "seconds"))
+        lines.append(
+            f"| {row['tells']} | {rewards} | {turns:.1f} | {row['lost']} | {row['mismatch']:.1e} "
+            f"| {seconds:.0f} |"
+        )
+    return {PAGE: between_markers(PAGE.read_text(), MARKER, "\n".join(lines))}
 
 
 def main() -> None:

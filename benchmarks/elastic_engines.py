@@ -20,8 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.elastic_runs import (
     RandomChanges,
     command,
@@ -32,13 +30,10 @@ from benchmarks.elastic_runs import (
     num_compared,
     start,
 )
-from benchmarks.evidence.catalog import TARGETS
 from benchmarks.evidence.digest import ROOT
-from benchmarks.evidence.machine import describe
 from benchmarks.evidence.result import finish as finish_command
-from benchmarks.evidence.result import provenance, summary
+from benchmarks.evidence.result import summary, write_result
 from mrl.drill.job import Unexpected, num_rows
-from mrl.system.files import write_whole
 from mrl.toy_model import write_toy_model
 
 AHEAD = ("async.deterministic=true", "algorithm.importance=tis")
@@ -49,7 +44,7 @@ CASES: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 """For each case the keys of the recipe, and whether engines are also removed with `--now`, which keeps
 the bits up to one step ahead."""
-MEASURES = next(target.measures for target in TARGETS if target.name == "elastic")
+NUM_STEPS = 100
 MOST = 3
 PACE_S = 1.0
 
@@ -118,7 +113,7 @@ def described(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="steps of each run")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--pace", type=float, default=PACE_S, help="seconds of a group's reward")
     parser.add_argument("--seed", type=int, default=1)
@@ -138,14 +133,12 @@ def main() -> None:
         rows.append(row)
         print(described(row), flush=True)
     good = sum(map(is_good, rows))
-    found = {
-        **describe(torch.device("cpu"), ("torch", "megatron-core", "sglang")),
-        **provenance(MEASURES),
-        "passed": good,
-        "failed": len(rows) - good,
-        "cases": rows,
-    }
-    write_whole(args.out or args.work / "elastic_engines.json", json.dumps(found, indent=1) + "\n")
+    is_whole = (args.steps, args.cases) == (NUM_STEPS, list(CASES))
+    write_result(
+        "elastic", {"cases": rows}, passed=good, failed=len(rows) - good,
+        packages=("torch", "megatron-core", "sglang"),
+        path=args.out or (None if is_whole else args.work / "elastic.json"),
+    )  # fmt: skip
     finish_command(good, len(rows) - good)
 
 

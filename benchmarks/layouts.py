@@ -74,6 +74,10 @@ BFLOAT16 = [
         Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
     )
 ]  # fmt: skip
+MUON_SPARSE = [
+    Layout(4, ETP2 | EP2, optimizer="muon"),
+    Layout(4, TP2 | PP2, distributed_optimizer=True, optimizer="muon"),
+]
 SPARSE = [
     Layout(8, TP2 | PP2 | EP2),
     Layout(4, TP2 | CP2 | EP2, distributed_optimizer=True),
@@ -82,7 +86,8 @@ SPARSE = [
 DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)]
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
-    "qwen2_moe": SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE,
+    "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
+    "olmoe": SPARSE, "glm4_moe": SPARSE,
 }  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}}
 """What differs from the tiny models of tests/parallel/models.py."""
@@ -93,6 +98,16 @@ def lora(experts: Experts, layouts: Iterable[Layout]) -> list[Layout]:
     return [dataclasses.replace(layout, lora=experts) for layout in layouts]
 
 
+MUON = [
+    dataclasses.replace(layout, optimizer="muon")
+    for layout in (
+        Layout(2), Layout(2, TP2), Layout(2, VPP2), Layout(2, CP2), Layout(4, ETP2 | EP2),
+        Layout(2, distributed_optimizer=True), Layout(4, TP2 | EP2, distributed_optimizer=True),
+        Layout(4, ETP2, distributed_optimizer=True),
+        Layout(8, TP2 | PP2 | EP2, distributed_optimizer=True),
+        Layout(2, EP2, dtype="bfloat16", distributed_optimizer=True),
+    )
+]  # fmt: skip
 LORA = [
     *lora("none", [
         Layout(2, TP2), Layout(2, CP2), Layout(8, TP2 | PP2 | CP2),
@@ -131,7 +146,7 @@ LORA_ARCHITECTURES = {
         ("qwen3", "qwen2", "llama"),
         lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
     ),
-    **dict.fromkeys(("qwen2_moe", "mixtral", "deepseek_v3"), LORA_SPARSE),
+    **dict.fromkeys(("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"), LORA_SPARSE),
 }
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),
@@ -178,7 +193,7 @@ def measure() -> dict[str, Any]:
 def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
     """Yield the rows of all layouts, or of those called `only`; writes the models to `folder`."""
     model, samples = write_model(folder / "qwen3_moe"), make_samples()
-    cases = [(model, samples, [*FLOAT32, *BFLOAT16, *LORA])]
+    cases = [(model, samples, [*FLOAT32, *BFLOAT16, *MUON, *LORA])]
     for model_type, layouts in ARCHITECTURES.items():
         tiny = write_tiny(model_type, folder / model_type, **CHANGES.get(model_type, {}))
         cases.append((tiny, tiny_samples(tiny), layouts + LORA_ARCHITECTURES[model_type]))
@@ -196,11 +211,12 @@ def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterat
         out = model.parent / "out"
         return run_ranks(layout.world, train_layout, model, layout, samples, folder=out)[0]
 
-    ones: dict[tuple[str, Experts | None], dict[str, Any]] = {}
+    ones: dict[tuple[str, str, Experts | None], dict[str, Any]] = {}
     for layout in layouts:
-        kind = layout.dtype, layout.lora
+        kind = layout.dtype, layout.optimizer, layout.lora
         if kind not in ones:
-            ones[kind] = run(Layout(1, dtype=layout.dtype, lora=layout.lora))
+            dtype, optimizer, adapter = layout.dtype, layout.optimizer, layout.lora
+            ones[kind] = run(Layout(1, dtype=dtype, optimizer=optimizer, lora=adapter))
         sides: tuple[dict[str, Tensor], dict[str, Tensor] | None] = base, None
         if layout.lora is not None:
             sides = adapters[layout.lora], base

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,19 @@ def write_start(model: Path, scratch: Path, recipe_file: Path, shape: dict[str, 
     """
     shutil.rmtree(scratch, ignore_errors=True)
     write_toy_model(scratch / "model", **shape)
+    write_after_sft(model, scratch, recipe_file)
+
+
+def write_after_sft(
+    model: Path, scratch: Path, recipe_file: Path, more: Sequence[str] = ()
+) -> None:
+    """Move the model SCRATCH/model, after the supervised steps of a recipe, to `model`.
+
+    `more` are overrides of the recipe. The weights become one file in float32. The process becomes a
+    rank, so it must be a new one.
+    """
     keys = [f"model.path={scratch / 'model'}", f"output_dir={scratch}/run"]
-    recipe = load_recipe(recipe_file, keys)
+    recipe = load_recipe(recipe_file, [*keys, *more])
     plan = check(recipe, 1)
     assert recipe.sft is not None
     prepare()
@@ -43,6 +55,8 @@ def write_start(model: Path, scratch: Path, recipe_file: Path, shape: dict[str, 
         for bucket in policy.export(0, 1 << 30)
         for name, tensor in bucket.tensors
     }
+    for file in (scratch / "model").glob("model*.safetensors*"):
+        file.unlink()
     save_file(weights, scratch / "model/model.safetensors", metadata={"format": "pt"})
     (scratch / "model").rename(model)
 

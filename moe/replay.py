@@ -59,8 +59,15 @@ class LayerReplay:
     The recomputes of the micro-batches must come in the order of their forward passes.
     """
 
-    def __init__(self, layer_number: int, keep_for_recompute: bool) -> None:
+    def __init__(
+        self,
+        layer_number: int,
+        keep_for_recompute: bool,
+        scores_are_probabilities: bool = False,
+    ) -> None:
         self.layer_number = layer_number
+        self.scores_are_probabilities = scores_are_probabilities
+        """Whether the router selects experts by the softmax of its logits, and not by the logits."""
         self.native_ids: Tensor | None = None
         """i64[n, K]: the router's own choice in the last forward pass, whether or not a route was
         replayed instead."""
@@ -72,29 +79,35 @@ class LayerReplay:
         None unless `begin_forward` was called with `watch`."""
         self.routing_map: Tensor | None = None
         """bool[n, E]: the experts to which the router sent each row in the last forward pass."""
+        self.scores: Tensor | None = None
+        """[n, E]: the scores by which the router selects experts, in the current forward pass; None
+        unless `begin_forward` was called with `scores`."""
         self._probs: Tensor | None = None
         self._keep = keep_for_recompute
         self._forward: Route | None = None
         self._used: Route | None = None
-        self._in_forward = self._watch = False
+        self._in_forward = self._watch = self._keep_scores = False
         self._recompute: deque[Route | None] = deque()
 
-    def begin_forward(self, target: Route | None, with_grad: bool, watch: bool = False) -> None:
+    def begin_forward(
+        self, target: Route | None, with_grad: bool, watch: bool = False, scores: bool = False
+    ) -> None:
         """Prepare the next forward pass.
 
         target: the route to replay; None lets the router choose the experts.
         with_grad: whether a backward pass follows. If it does and the model recomputes activations,
         `target` is also kept for the recompute.
-        watch: whether to record `margins`.
+        watch: whether to record `margins`. scores: whether to keep `scores` until `end_forward`.
         """
         self._forward, self._in_forward, self._watch = target, True, watch
+        self._keep_scores = scores
         self.margins = None
         if self._keep and with_grad:
             self._recompute.append(target)
 
     def end_forward(self) -> None:
         """End the forward pass. Router calls before the next `begin_forward` count as recomputes."""
-        self._forward, self._in_forward, self._probs = None, False, None
+        self._forward, self._in_forward, self._probs, self.scores = None, False, None, None
 
     @property
     def num_pending(self) -> int:
@@ -133,6 +146,7 @@ class LayerReplay:
         if self._in_forward:
             self.native_ids = native.detach()
             self.margins = margins(scores.detach(), native) if self._watch else None
+            self.scores = scores.detach() if self._keep_scores else None
             self._used = self._forward
         else:
             assert self._recompute, f"router {self.layer_number} recomputed more than it ran"
@@ -182,7 +196,8 @@ class ReplayedChunk:
             if router is None:
                 continue
             _check(router.config)
-            replay = LayerReplay(layer.layer_number, keep_for_recompute)
+            softmax_first = bool(router.config.moe_router_pre_softmax)
+            replay = LayerReplay(layer.layer_number, keep_for_recompute, softmax_first)
             self._routers.append((router, replay))
             self.layers[layer.layer_number] = replay
         self.attach()
@@ -201,14 +216,17 @@ class ReplayedChunk:
         for router, _ in self._routers:
             router.router_replay = None
 
-    def begin_forward(self, routes: Routes | None, with_grad: bool, watch: bool = False) -> None:
+    def begin_forward(
+        self, routes: Routes | None, with_grad: bool, watch: bool = False, scores: bool = False
+    ) -> None:
         """Set the route that each layer replays in the next forward pass.
 
         The router chooses the experts itself in layers that `routes` does not have, and in all
-        layers if `routes` is None. For `with_grad` and `watch` see `LayerReplay.begin_forward`.
+        layers if `routes` is None. For the other arguments see `LayerReplay.begin_forward`.
         """
         for number, layer in self.layers.items():
-            layer.begin_forward(None if routes is None else routes.get(number), with_grad, watch)
+            route = None if routes is None else routes.get(number)
+            layer.begin_forward(route, with_grad, watch, scores)
 
     def end_forward(self) -> None:
         """End the forward pass of every layer."""

@@ -38,6 +38,16 @@ def ids_of(route: Route) -> Tensor:
 
 
 @dataclass(frozen=True)
+class RouterScores:
+    """The experts that a pass used, and how probable the routers found them (`moe.router_shift`)."""
+
+    ids: Tensor
+    """i16[n, L, K]: the experts of L layers."""
+    logprobs: Tensor
+    """f32[n, L, K]: the logarithms of the routers' softmax, over all experts, at `ids`."""
+
+
+@dataclass(frozen=True)
 class Replay:
     """The routes that a pass replays: none (`Replay.off`), the engine's (`Replay.rollout`), or
     those that an earlier pass recorded (`Replay.recorded(routes)`)."""
@@ -45,6 +55,9 @@ class Replay:
     kind: Literal["off", "rollout", "recorded"]
     routes: tuple[Routes, ...] = ()
     """One entry per micro-batch if `kind` is `recorded`, otherwise empty."""
+    scores: tuple[RouterScores, ...] = ()
+    """One entry per micro-batch if the training pass compares its routers with those of an earlier
+    pass, otherwise empty."""
 
     off: ClassVar[Replay]
     """Every router chooses the experts itself."""
@@ -61,7 +74,12 @@ class Replay:
 
     def of_batches(self, share: slice) -> Replay:
         """Return the replay for a part of the micro-batches, which the slice `share` selects."""
-        return Replay(self.kind, self.routes[share])
+        return Replay(self.kind, self.routes[share], self.scores[share])
+
+    def compared_with(self, scores: Sequence[RouterScores]) -> Replay:
+        """Return this replay for a pass that also compares its routers with those of an earlier
+        pass."""
+        return Replay(self.kind, self.routes, tuple(scores))
 
 
 Replay.off = Replay("off")

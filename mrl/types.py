@@ -231,12 +231,13 @@ class MicroBatch:
     """f32[N]: the frozen reference model's log-probs, on the last pipeline stage."""
     token_advantages: Tensor | None = None
     """f32[N]: one advantage per token, on the last pipeline stage; replaces `advantages` if given."""
-    old_values: Tensor | None = None
-    """f32[N]: the critic's values before the update, on the last pipeline stage."""
+    old_values: Tensor | None = None  # f32[N]: the critic's, before the update, on the last stage
     returns: Tensor | None = None
     """f32[N]: the critic's targets, on the last pipeline stage."""
     entropy: Tensor | None = None
     """f32[N] in nats, with gradient: the current policy's entropy; set while the loss is computed."""
+    router_shift: Tensor | None = None
+    """f32[N]: how far the routers moved (`moe.router_shift`); set while the loss is computed."""
     nll_weight: Tensor | None = None
     """f32[B]: weight of each sequence's log-likelihood term in the loss, already normalised."""
     version: int | None = None
@@ -266,8 +267,7 @@ class TrainBatch:
     """The data of one optimizer step that this data-parallel rank trains on."""
 
     micro_batches: list[MicroBatch]
-    num_loss_tokens: int
-    """Number of loss tokens, over all data-parallel ranks."""
+    num_loss_tokens: int  # over all data-parallel ranks
     num_samples: int
     """Number of samples with at least one loss token, over all data-parallel ranks."""
 

@@ -81,12 +81,17 @@ SHAPES: dict[str, Shapes] = {
 }
 """Maps the name of a Megatron parameter, as in the architecture's rules, to the shapes of its HF
 tensors."""
-GROUPED: dict[str, Shapes] = {
+PER_HEAD: dict[str, Shapes] = {
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
     _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
 }
-"""Maps the norms of query and key to their shapes in grouped-query attention. In latent attention
-`q_layernorm` has another shape."""
+"""Maps the norms of query and key to their shapes in grouped-query attention, if each head is
+normalised by itself. In latent attention `q_layernorm` has another shape."""
+WHOLE_PROJECTIONS: dict[str, Shapes] = {
+    _ATTENTION + "q_layernorm.weight": lambda s: ((s.qkv()[0],),),
+    _ATTENTION + "k_layernorm.weight": lambda s: ((s.qkv()[1],),),
+}
+"""Maps the norms of query and key to their shapes if they are over all heads together."""
 _QUERY_LATENT: dict[str, Shapes] = {
     _ATTENTION + "linear_q_down_proj.weight": lambda s: ((s.get("q_lora_rank"), s.hidden),),
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.get("q_lora_rank"),),),
@@ -124,7 +129,8 @@ def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Sha
     sizes = _Sizes(model)
     table = dict(SHAPES)
     if not sizes.get("multi_latent_attention"):
-        table |= GROUPED
+        whole = model.architecture.norms_whole_projections
+        table |= WHOLE_PROJECTIONS if whole else PER_HEAD
     else:
         table |= _KEY_VALUE | (_QUERY_LATENT if sizes.get("q_lora_rank") else _QUERY_WHOLE)
     for rule in model.architecture.rules(model.config):

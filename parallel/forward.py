@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe.align import RouterRows, local_routes, router_rows, row_slice
 from moe.replay import ReplayedChunk
+from moe.router_shift import router_scores, router_shift
 from moe.routes import Replay, Route, Routes, ids_of
 from moe.statistics import RoutingCounter
 from mrl.system.heartbeat import beat
@@ -80,18 +81,19 @@ class _Pass:
     observe: Observe | None
     output: PassOutput
     counter: RoutingCounter
+    keep_scores: bool
 
-    def finish(self, given: HeadInput) -> tuple[Tensor, Tensor, dict]:
+    def finish(self, given: HeadInput, shift: Tensor | None) -> tuple[Tensor, Tensor, dict]:
         """Return the sum of the loss, a token count and metrics, in the form that Megatron expects.
 
-        mrl uses neither the count nor the metrics.
+        mrl uses neither the count nor the metrics. `shift` is `MicroBatch.router_shift`.
         """
         found = self.head(given, self.output)
         result = found.result
         num_tokens = torch.zeros((), dtype=torch.int, device=result.device)
         if self.loss is None:
             return result.sum(), num_tokens, {}
-        batch = dataclasses.replace(given.batch, entropy=found.entropy)
+        batch = dataclasses.replace(given.batch, entropy=found.entropy, router_shift=shift)
         loss = self.loss(result, batch)
         # A clone, because Megatron scales the loss in place.
         self.output.losses.append(LossOutput(loss.loss_sum.detach().clone(), loss.stats))
@@ -136,12 +138,14 @@ class PipelineRunner:
         replay: Replay = Replay.off,
         head: Head | None = None,
         observe: Observe | None = None,
+        keep_scores: bool = False,
     ) -> PassOutput:
         """Run all micro-batches forward, and backward if there is a `loss`. A collective.
 
-        `head` replaces the model's own head in this pass. Raises ValueError for micro-batches of
-        different lengths if the layout needs equal lengths, and for samples that lack the routes or
-        gate weights that `replay` needs.
+        `head` replaces the model's own head in this pass. With `keep_scores` the output has
+        `router_scores`; that and `replay.scores` need whole rows and layers on this rank. Raises
+        ValueError for micro-batches of different lengths if the layout needs equal lengths, and for
+        samples that lack the routes or gate weights that `replay` needs.
         """
         lengths = sorted({num_rows(batch) for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
@@ -150,7 +154,8 @@ class PipelineRunner:
                 "min_rows of parallel.packing.pack"
             )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
-        current = _Pass(loss, replay, head or self.head, observe, output, RoutingCounter())
+        counter, head = RoutingCounter(), head or self.head
+        current = _Pass(loss, replay, head, observe, output, counter, keep_scores)
         numbered = list(enumerate(batches))
         feeds = [iter(numbered) for _ in self.chunks]
         train = loss is not None
@@ -166,7 +171,6 @@ class PipelineRunner:
             )
         for replayed in self.replays.values():
             replayed.check_drained()
-        counter = current.counter
         output.routing = counter.statistics(self.mesh.pp) | self._loads(counter)
         if train:
             output.routing |= self.router_losses.end_step()
@@ -194,7 +198,13 @@ class PipelineRunner:
             routes = current.replay.routes[number]
         routes = self._with_gates_or_not(routes)
         rows = router_rows(batch, *self._row_places(context))
-        replayed.begin_forward(routes, with_grad=train, watch=current.observe is not None)
+        compares = train and bool(current.replay.scores)
+        replayed.begin_forward(
+            routes,
+            with_grad=train,
+            watch=current.observe is not None,
+            scores=compares or current.keep_scores,
+        )
         if train:
             self.router_losses.begin_forward(unwrap(chunk), rows)
         states = chunk(
@@ -206,6 +216,9 @@ class PipelineRunner:
         )
         if not train and kind == "off":
             current.output.native_routes[number] |= self._native_routes(replayed)
+        if current.keep_scores:
+            current.output.router_scores.append(router_scores(replayed))
+        shift = router_shift(replayed, current.replay.scores[number]) if compares else None
         replayed.end_forward()
         compared = captured if captured is not None else routes
         current.counter.add(number, replayed, compared, rows, replays=routes is not None)
@@ -213,7 +226,7 @@ class PipelineRunner:
             current.output.observed[number] |= _observed(replayed, captured, rows)
         projection = self.projections[id(chunk)]
         return states, lambda tensor: current.finish(
-            HeadInput(tensor, batch, on_cpu, context, projection)
+            HeadInput(tensor, batch, on_cpu, context, projection), shift
         )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:

@@ -12,7 +12,7 @@ from mrl.errors import InputError
 from mrl.system.json_text import parse_json
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
-from parallel.architectures.common import rope_scaling_factor, rope_settings
+from parallel.architectures.common import rope_scaling_factor, rope_settings, rotary_fraction
 from parallel.dims import ModelSizes
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -166,7 +166,7 @@ class HfModel:
             _ = model.sizes, model.context_len
             stored_quantization(config, str(folder))
             _check_positive(config, model.rotary_base, folder / "config.json")
-            _ = model.rope_scaling_factor
+            _ = model.rope_scaling_factor, model.rotary_fraction
             settings = model.architecture.transformer_config(config)
         except KeyError as error:
             raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None
@@ -222,6 +222,7 @@ class HfModel:
             **dataclasses.asdict(self.sizes),
             "rope_theta": self.rotary_base,
             "rope_scaling_factor": self.rope_scaling_factor,
+            "partial_rotary_factor": self.rotary_fraction,
             "tie_word_embeddings": self.tied_embeddings,
             **self.architecture.transformer_config(self.config),
         }
@@ -244,6 +245,11 @@ class HfModel:
     def rotary_base(self) -> float:
         """RoPE theta, from the key of transformers 4 or 5."""
         return rope_settings(self.config)["rope_theta"]
+
+    @property
+    def rotary_fraction(self) -> float:
+        """The fraction of a head's dimensions that RoPE rotates."""
+        return rotary_fraction(self.config)
 
     @property
     def rope_scaling_factor(self) -> float | None:

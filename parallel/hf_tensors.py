@@ -65,6 +65,10 @@ class HfTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a weight is stored in fp8 blocks, so that reading dequantises it."""
+        return name in self._scales
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading the tensor."""
         return tuple(self._where[name].get_slice(name).get_shape())

@@ -96,7 +96,7 @@ class MegatronModel:
         base.take(self, 0 if lora is None else lora.seed)
         if lora is not None:
             self.lora = self.attachments.add(Adaptation(lora, model, mesh, base.chunks))
-        distributed = optimizer is not None and optimizer.use_distributed_optimizer
+        distributed = optimizer is not None and optimizer.divides_ranges
         ddp = None if optimizer is None else build_ddp_config(distributed, options)
         if ddp is not None:
             # A copy: Megatron's schedules read this model's functions in it. Layers have the base's.
@@ -179,7 +179,7 @@ class MegatronModel:
         self._require_trainable()
         self.require_state()
         self.optimizer, self.scheduler = build_optimizer(
-            config, self.chunks, self.base.dtype, self._options
+            config, self.chunks, self.base.dtype, self.weights, self._options
         )
         self._settings.grad_scale_func = self.optimizer.scale_loss
 
@@ -234,15 +234,14 @@ class MegatronModel:
         *,
         head: Head | None = None,
         observe: Observe | None = None,
+        keep_scores: bool = False,
     ) -> PassOutput:
-        """Run all micro-batches forward under the current weights, without gradient.
-
-        `head` replaces the model's own head in this pass.
-        """
+        """Run all micro-batches forward under the current weights, without gradient. For `head` and
+        `keep_scores` see `PipelineRunner.run`."""
         self.require_parameters()
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay, head, observe)
+        return self.runner.run(batches, None, replay, head, observe, keep_scores)
 
     def train_step(
         self,

@@ -48,10 +48,18 @@ def build_chunks(
         vp_stage = virtual if dims.vpp > 1 else None
         chunk: torch.nn.Module = GPTModel(
             config,
-            block_spec(config, implementation, vp_stage, true_on_policy, experts_in_order),
+            block_spec(
+                config,
+                implementation,
+                vp_stage,
+                true_on_policy,
+                experts_in_order,
+                model.architecture.norms_whole_projections,
+            ),
             vocab_size=model.sizes.vocab_size,
             max_sequence_length=model.context_len,
             position_embedding_type="rope",
+            rotary_percent=model.rotary_fraction,
             rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
             rope_scaling=model.rope_scaling_factor is not None,
             rope_scaling_factor=model.rope_scaling_factor or 1.0,

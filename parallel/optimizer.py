@@ -13,7 +13,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config import OptimizerConfig
 from parallel.adam_step import NO_CLIPPING
+from parallel.muon import MuonAndAdam
+from parallel.muon_setup import build_muon
 from parallel.options.read import MegatronOptions
+from parallel.weights import WeightMap
 
 
 def build_optimizer_config(
@@ -22,7 +25,10 @@ def build_optimizer_config(
     use_distributed_optimizer: bool,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> MegatronOptimizerConfig:
-    """Return Megatron's settings for Adam. The recipe's `options` override all other settings."""
+    """Return Megatron's settings for Adam, also where Muon updates the matrices.
+
+    The recipe's `options` override all other settings.
+    """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -43,17 +49,21 @@ def build_optimizer(
     config: OptimizerConfig,
     chunks: list[Any],
     dtype: torch.dtype,
+    weights: WeightMap,
     options: MegatronOptions = MegatronOptions(),  # noqa: B008
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Return Megatron's optimizer for the chunks, and its learning-rate schedule at step 0.
 
-    If the learning rate decays, `config.lr_decay_steps` must be set.
+    `weights` maps the parameters of the chunks to their places in the whole model. If the learning
+    rate decays, `config.lr_decay_steps` must be set.
     """
     # The chunks decide how gradients are reduced; `config` may be that of SFT and differ.
     distributed = chunks[0].ddp_config.use_distributed_optimizer
-    optimizer = get_megatron_optimizer(
-        build_optimizer_config(config, dtype, distributed, options), chunks
-    )
+    settings = build_optimizer_config(config, dtype, distributed, options)
+    if config.name == "muon":
+        optimizer = build_muon(config, settings, chunks, weights)
+    else:
+        optimizer = get_megatron_optimizer(settings, chunks)
     use_fused_kernels(optimizer)
     return optimizer, build_schedule(config, optimizer)
 
@@ -98,5 +108,6 @@ def torch_adams(optimizer: Any) -> Iterator[torch.optim.Adam]:
     """Yield the torch Adam optimizers inside Megatron's optimizer, such as one for dense parameters
     and one for experts."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(inner := getattr(part, "optimizer", None), torch.optim.Adam):
-            yield inner
+        outer = getattr(part, "optimizer", None)
+        inside = outer.sub_optimizers if isinstance(outer, MuonAndAdam) else [outer]
+        yield from (inner for inner in inside if isinstance(inner, torch.optim.Adam))

@@ -1,11 +1,12 @@
-"""Adam's state by parameter, whichever of Megatron's optimizers holds it.
+"""The optimizer's state by parameter, whichever of Megatron's optimizers holds it.
 
 Megatron keeps the state in three forms: for the parameter itself (FP32Optimizer), for an fp32 main
 parameter (Float16OptimizerWithFloat16Params), or only for the range of a flattened shard that this
 data-parallel rank owns (DistributedOptimizer). Torch's or TransformerEngine's Adam updates this
 state. With `optimizer_cpu_offload` there are several Adams in a HybridDeviceOptimizer, which may
-update separate fp32 copies. This module presents all of these
-in one form: a range of the flattened parameter, and fp32 tensors over this range.
+update separate fp32 copies. With Muon there is a Muon beside the Adam (`parallel.muon.MuonAndAdam`).
+This module presents all of these in one form: a range of the flattened parameter, and fp32 tensors
+over this range.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from parallel import scaled_state
+from parallel.layer_wise import LayerWiseOptimizer
+from parallel.muon import Muon, MuonAndAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = ("momentum_buffer",)
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that count the steps in one tensor per parameter. The fused Adams of apex and
 TransformerEngine count them in the parameter group."""
@@ -37,11 +41,11 @@ class OptimizerShard:
     start: int
     """Index of the part's first element in the flattened shard of the parameter."""
     tensors: dict[str, Tensor]
-    """`exp_avg`, `exp_avg_sq`, and `main` (the fp32 main parameter) unless the parameter itself is
-    fp32."""
+    """`exp_avg` and `exp_avg_sq` of Adam or `momentum_buffer` of Muon, and `main` (the fp32 main
+    parameter) unless the parameter itself is fp32."""
     sharded: bool
-    """Whether the state is divided over data-parallel ranks; otherwise all data-parallel ranks have
-    the same state."""
+    """Whether the state is divided over data-parallel ranks, by ranges or by whole parameters;
+    otherwise all data-parallel ranks have the same state."""
     write_back: Callable[[], None] | None = None
     """A function to call after the contents of `tensors` have changed. None if `tensors` are the
     state itself and there are no copies of it."""
@@ -51,10 +55,12 @@ def optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
     """Return this rank's part of each parameter's state, by `id(parameter)`. Moments are created as
     zeros if no step has created them yet."""
     shards = {}
-    for part in _parts(optimizer):
-        sharded = isinstance(part, DistributedOptimizer)
+    for part in parts_of(optimizer):
+        sharded = isinstance(optimizer, LayerWiseOptimizer) or isinstance(
+            part, DistributedOptimizer
+        )
         stepped_by = _stepped_by(part.optimizer)
-        for parameter, main, start in _main_parameters(part):
+        for parameter, main, start in main_parameters(part):
             inner, adam = stepped_by[id(main)]
             if scaled_state.is_kept_by(adam):
                 tensors, write_back = scaled_state.read(adam, inner)
@@ -84,7 +90,7 @@ def free_gradient_copies(optimizer: Any) -> None:
     the device.
     """
     optimizer.zero_grad()
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer) and part.optimizer.gpu_optimizer:
             part.optimizer.gpu_optimizer.zero_grad()
 
@@ -121,15 +127,17 @@ def set_step(optimizer: Any, step: int) -> None:
             holder["step"] = step
 
 
-def _parts(optimizer: Any) -> Iterator[Any]:
+def parts_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the parts of Megatron's optimizer that have parameters on this rank, such as one for dense
+    parameters and one for experts."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(part, "is_stub_optimizer", False):
             yield part
 
 
 def _adams(optimizer: Any) -> list[Any]:
-    if isinstance(optimizer, HybridDeviceOptimizer):
-        return optimizer.sub_optimizers
+    if isinstance(optimizer, (HybridDeviceOptimizer, MuonAndAdam)):
+        return list(optimizer.sub_optimizers)
     return [optimizer]
 
 
@@ -151,14 +159,15 @@ def _stepped_by(optimizer: Any) -> dict[int, tuple[Tensor, Any]]:
 
 def _state(adam: Any, inner: Tensor) -> dict[str, Tensor]:
     state = adam.state[inner]
-    for name in MOMENTS:
+    names = MOMENTUM if isinstance(adam, Muon) else MOMENTS
+    for name in names:
         if name not in state:
             state[name] = torch.zeros_like(inner, dtype=torch.float32)
     if isinstance(adam, TORCH_ADAM) and "step" not in state:
         # Fused kernels read the step on their own device.
         on_device = any(group["fused"] for group in adam.param_groups)
         state["step"] = torch.zeros((), device=inner.device if on_device else "cpu")
-    return {name: state[name] for name in MOMENTS}
+    return {name: state[name] for name in names}
 
 
 def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]:
@@ -177,13 +186,15 @@ def _refresh(main: Tensor, inner: Tensor, is_weight: bool) -> Callable[[], None]
 
 
 def _step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         for adam in _adams(part.optimizer):
-            is_torch = isinstance(adam, TORCH_ADAM)
-            yield from adam.state.values() if is_torch else adam.param_groups
+            if isinstance(adam, TORCH_ADAM):
+                yield from adam.state.values()
+            elif not isinstance(adam, Muon):  # whose update does not depend on the number of steps
+                yield from (group for group in adam.param_groups if group["params"])
 
 
-def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+def main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield (parameter, main parameter, start) for each parameter.
 
     The main parameter is the tensor that the optimizer updates: an fp32 copy of the parameter or

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from moe.routes import Route
+from moe.routes import Route, RouterScores
 from mrl.types import LossOutput, Statistics
 
 Observe = Literal["counts", "rows"]
@@ -59,6 +59,8 @@ class PassOutput:
     native_routes: list[dict[int, Route]] = field(default_factory=list)
     """The routers' own choices by micro-batch and layer number. `Replay.recorded` replays them.
     They are recorded only in a pass without gradient and without replay."""
+    router_scores: list[RouterScores] = field(default_factory=list)
+    """The routers' scores by micro-batch, in a pass that keeps them; on one rank's model only."""
     observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
     """Routes by micro-batch and layer number, in a pass that observes `rows`. They take 4 K + 4
     bytes for each row and layer of this rank. The dict of a micro-batch without captured routes is

@@ -16,19 +16,18 @@ weights than without.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from studies.quantization_models import STUDIES, UPCYCLE, Model, Study, start_of
-from studies.stability import open_folder, open_results, run_all
+from studies.stability import open_folder
 from studies.stability_study.arms import CORRECTIONS, ROOT, Job
+from studies.stability_study.jobs import make_missing, open_results
 from studies.stability_study.report import FIGURES, Result
 
 DOCUMENT = ROOT / "docs/quantization.md"
@@ -46,7 +45,7 @@ def jobs(
             num_steps,
             str(start),
             str(folder / "runs" / f"{arm}_{seed}"),
-            more,
+            (*CORRECTIONS[arm], *more),
             str(model.recipe),
             model.is_moe,
         )
@@ -83,20 +82,14 @@ def run_format(
     there = {(result["arm"], result["seed"]) for result in results}
     every = jobs(folder, model_folder, model, name, num_seeds, num_steps)
     missing = [job for job in every if (job.arm, job.seed) not in there]
-    start, failed = time.monotonic(), 0
-    for job, result in run_all(folder, missing, study.num_workers):
-        where = f"{model.name} {name} {job.arm} seed {job.seed}"
-        if isinstance(result, str):
-            failed += 1
-            print(f"FAILED {where}: {result}", flush=True)
-            continue
-        results.append(result)
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps(result) + "\n")
+
+    def tell(result: Result) -> str:
         found = {key: FIGURES[key](result) for key in figures_of(model, study)}
         figures = ", ".join(f"{key} {value:.2g}" for key, value in found.items())
-        print(f"[{(time.monotonic() - start) / 60:.1f} min] {where}: {figures}", flush=True)
-    return results, failed
+        return f"{model.name} {name} {result['arm']} seed {result['seed']}: {figures}"
+
+    failed = make_missing(folder, results, missing, tell, num_workers=study.num_workers)
+    return results, len(failed)
 
 
 def figures_of(model: Model, study: Study) -> list[str]:

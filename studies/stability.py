@@ -14,23 +14,15 @@ was seen, and fails nothing.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
-import queue
-import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.result import NEW, between_markers, finish, summary, write_result
 from mrl.config import load_recipe
-from mrl.system.json_worker import JsonWorker, WorkerLost
 from studies.stability_study.arms import ARMS, RECIPE, ROOT, SHAPE, Job
+from studies.stability_study.jobs import make_missing, open_results
 from studies.stability_study.plot import svg
 from studies.stability_study.report import (
     checks,
@@ -43,9 +35,6 @@ from studies.stability_study.report import (
 
 DOCUMENT, PLOT = ROOT / "docs/stability.md", ROOT / "docs/stability.svg"
 NUM_SEEDS = 5
-NUM_WORKERS = 2
-"""The most worker processes; each has a core of its own."""
-RUN_TIMEOUT_S = 1200.0
 
 
 def settings_of(num_steps: int) -> dict[str, Any]:
@@ -66,78 +55,20 @@ def open_folder(folder: Path, num_steps: int, *, fresh: bool) -> list[dict[str, 
     return results
 
 
-def open_results(folder: Path, settings: dict[str, Any], *, fresh: bool) -> list[dict[str, Any]]:
-    """Make the folder of a study, and return the results that are on file there. Exits if they were
-    made with other settings; `fresh` forgets them instead."""
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    file, wanted = folder / "settings.json", json.dumps(settings, indent=1)
-    if file.exists() and file.read_text() != wanted:
-        sys.exit(
-            f"error: {folder} holds a study of other settings; give --fresh, or another --folder"
-        )
-    file.write_text(wanted)
-    return read_lines(folder / "results.jsonl")
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return all whole lines: the last one may have been cut short."""
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def jobs(folder: Path, num_seeds: int, num_steps: int) -> list[Job]:
     """Return all jobs, seed after seed: what was made before an interruption has all arms."""
     return [
-        Job(arm, seed, num_steps, str(folder / "start"), str(folder / "runs" / f"{arm}_{seed}"))
+        Job(
+            arm,
+            seed,
+            num_steps,
+            str(folder / "start"),
+            str(folder / "runs" / f"{arm}_{seed}"),
+            tuple(ARMS[arm]),
+        )
         for seed in range(num_seeds)
         for arm in ARMS
     ]
-
-
-def work(cores: str, folder: Path, waiting: queue.Queue[Job], done: queue.Queue[Any]) -> None:
-    """Run job after job in one worker process, from a thread; the worker exits when the thread ends.
-    `cores` are those of the worker, such as `0` or `0+1`."""
-    worker = JsonWorker("studies.stability_study.worker", "stability study", str(folder), cores)
-    try:
-        while True:
-            job = waiting.get_nowait()
-            shutil.rmtree(job.folder, ignore_errors=True)
-            try:
-                done.put((job, worker.call(dataclasses.asdict(job), RUN_TIMEOUT_S)))
-            except WorkerLost as error:
-                done.put((job, f"the worker was lost: {error}; see {folder}/worker_{cores}.log"))
-            shutil.rmtree(job.folder, ignore_errors=True)
-    except queue.Empty:
-        pass
-    finally:
-        worker.close()
-        done.put(None)
-
-
-def run_all(
-    folder: Path, wanted: Iterable[Job], num_workers: int = NUM_WORKERS
-) -> Iterable[tuple[Job, dict[str, Any] | str]]:
-    """Yield each result as it comes, or why there is none. With one worker it has all cores."""
-    waiting: queue.Queue[Job] = queue.Queue()
-    done: queue.Queue[tuple[Job, dict[str, Any] | str] | None] = queue.Queue()
-    for job in wanted:
-        waiting.put(job)
-    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    shares = ["+".join(cores)] if num_workers == 1 else cores[:num_workers]
-    threads = [
-        # Daemons: after Ctrl-C nothing is waited for, and the workers die with their threads.
-        threading.Thread(target=work, args=(share, folder, waiting, done), daemon=True)
-        for share in shares[: waiting.qsize()]
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        while (one := done.get()) is not None:
-            yield one
-    for thread in threads:
-        thread.join()
 
 
 def line_of(result: dict[str, Any]) -> str:
@@ -192,22 +123,11 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget earlier results of the folder")
     arguments = parser.parse_args()
     folder, num_steps = arguments.folder.absolute(), arguments.steps
-    start = time.monotonic()
     results = open_folder(folder, num_steps, fresh=arguments.fresh)
     every = jobs(folder, arguments.seeds, num_steps)
     there = {(result["arm"], result["seed"]) for result in results}
     missing = [job for job in every if (job.arm, job.seed) not in there]
-    failed: list[str] = []
-    for job, result in run_all(folder, missing):
-        if isinstance(result, str):
-            failed.append(f"{job.arm} seed {job.seed}: {result}")
-            print(f"FAILED {failed[-1]}", flush=True)
-            continue
-        results.append(result)
-        with (folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        minutes = (time.monotonic() - start) / 60
-        print(f"[{len(results)}/{len(every)} {minutes:.1f} min] {line_of(result)}", flush=True)
+    failed = make_missing(folder, results, missing, line_of)
     if not results:
         sys.exit("no run was made; 0 passed, 1 failed")
     is_whole = (arguments.seeds, num_steps) == whole and not failed

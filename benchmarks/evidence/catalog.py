@@ -48,6 +48,8 @@ class Target:
     group: str = ""
     """The Makefile target that runs it together with others."""
     needs_gpu: bool = False
+    only_by_name: bool = False
+    """Whether it takes so long that it runs only where it is named."""
 
 
 TARGETS = (
@@ -133,6 +135,18 @@ TARGETS = (
            (*STEP, "mrl/algorithms", "launch/recipes/stability.yaml", *STEPPED,
             "studies/stability.py", "studies/stability_study", "benchmarks/start_model.py"), 30,
            short="tests/loop/test_stability.py"),
+    Target("collapse", "does router mismatch make MoE RL collapse: 7 arms x 3 rates x 5 seeds",
+           ("studies.collapse",), (),
+           (*STEP, "mrl/algorithms", "launch/recipes/collapse.yaml", *STEPPED, "studies/collapse.py",
+            "studies/collapse_study", "studies/stability_study", "benchmarks/start_model.py"), 420,
+           short="tests/studies/test_collapse.py", only_by_name=True),
+    Target("collapse-smollm", "the same on a pretrained model as a MoE: GRPO, R3, GSPO, 2 seeds",
+           ("studies.collapse", "--model", "smollm"), (),
+           (*STEP, "mrl/algorithms", "parallel/upcycle.py", "launch/recipes/smollm.yaml",
+            "launch/recipes/last_number.py", "benchmarks/smollm/sums.py", *STEPPED,
+            "studies/collapse.py", "studies/collapse_study", "studies/stability_study",
+            "benchmarks/start_model.py"), 420,
+           short="tests/studies/test_collapse.py", only_by_name=True),
     Target("quantization", "4 formats of an engine's weights x 4 corrections x 5 seeds",
            ("studies.quantization",), ("quantization",),
            (*STEP, "mrl/quantization.py", "mrl/weight_sync/quantize.py", "mrl/algorithms",
@@ -246,6 +260,15 @@ TARGETS = (
            ("benchmarks.elastic_engines",), (),
            (*ROLLOUT, "mrl/engine_pool", "mrl/scheduling", "mrl/trainer.py", RECIPE,
             "benchmarks/elastic_*.py"), 40, short="tests/disaggregated/test_elastic.py"),
+    Target("agent_runs", "ten steps of agents and environments from elsewhere on a pretrained model",
+           ("benchmarks.agent_runs",), (),
+           (*STEP, "mrl/environments", "launch/recipes/agents", "benchmarks/agent_runs.py",
+            "benchmarks/episode_runs"), 30, short="tests/endpoint/test_runs.py"),
+    Target("episodes", "a slow environment among fast ones, and 1,000 episodes at one time",
+           ("benchmarks.episodes",), (),
+           (*STEP, "mrl/environments", "mrl/engine_pool", "mrl/scheduling",
+            "launch/recipes/multi_turn.yaml", "benchmarks/episodes.py", "benchmarks/episode_runs"),
+           15, short="tests/environments/test_rollout.py"),
     Target("optimizer_step", "Adam in three forms: time and memory",
            ("studies.optimizer_step",), ("optimizer_step",),
            ("parallel/optimizer.py", "studies/optimizer_step.py"), 1,
@@ -278,11 +301,14 @@ def target_of(result: str) -> Target:
 
 
 def chosen(names: list[str]) -> list[Target]:
-    """Return the targets of these names or groups, in the order of the table; all where none is given.
+    """Return the targets of these names or groups, in the order of the table; where none is given, all
+    but those that run only by name.
 
     Raises ValueError where a name is neither a target nor a group.
     """
     known = {*BY_NAME, *(target.group for target in TARGETS if target.group)}
     if unknown := sorted(set(names) - known):
         raise ValueError(f"got {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
-    return [t for t in TARGETS if not names or t.name in names or t.group in names]
+    if not names:
+        return [t for t in TARGETS if not t.only_by_name]
+    return [t for t in TARGETS if t.name in names or t.group in names]

@@ -30,6 +30,7 @@ _PARTS = (
     "kl",
     "logprob_pass",
     "ratio_loss",
+    "router_shift",
     "signal",
     "value_loss",
 )

@@ -14,6 +14,7 @@ _NOT_FOR_ALL = (
     "clip_low",
     "clip_high",
     "dual_clip",
+    "router_shift_floor",
     "tau_positive",
     "tau_negative",
     "gamma",

@@ -9,6 +9,7 @@ from mrl.config import AlgorithmConfig
 
 ICEPOP = "IcePop, arXiv 2510.18855"
 DPPO = "DPPO, arXiv 2602.04879: binary TV, the ratio against the engine's log-probs"
+RSPO = "RSPO's, arXiv 2510.23027"
 DPPO_BOUND = 20.0
 """Upper bound of the importance ratio in verl's recipe for DPPO."""
 
@@ -29,6 +30,8 @@ def describe(config: AlgorithmConfig) -> str:
         low, high = mask_range(mask)
         parts.append(f"{mask.name} above {high:g}" if mask.name == "opsm"
                      else f"{mask.name} {low:g} / {high:g}")  # fmt: skip
+    if config.router_shift_floor is not None:
+        parts.append(f"router-shift weights of at least {config.router_shift_floor:g} ({RSPO})")
     if is_published_dppo(config):
         parts.append(f"together {DPPO}")
     if config.turn_rewards:

@@ -33,5 +33,6 @@ def needs_logprob_pass(recipe: Recipe, algorithm: Algorithm, *, update_serves: b
         or recipe.moe.routing_replay == "r2"
         or (config.kl_coef > 0 and config.kl_in == "reward")
         or config.turn_rewards
+        or config.router_shift_floor is not None  # the pass before the update has the old scores
         or known.needs_critic  # while the critic warms up, no update has a pass of the policy
     )

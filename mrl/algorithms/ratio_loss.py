@@ -11,12 +11,13 @@ from torch import Tensor
 from mrl.algorithms.base import or_default
 from mrl.algorithms.corrections import importance_weight, masked_advantages, sequence_advantages
 from mrl.algorithms.kl import kl_penalty, unbiased_kl, uses_unbiased
+from mrl.algorithms.router_shift import log_router_shift_weight
 from mrl.config import AlgorithmConfig
 from mrl.kernels import Clip, ImportanceWeight, KlPenalty, PolicyLoss, RatioKind, policy_loss
 from mrl.types import LossOutput, Max, Mean, MicroBatch, Statistics
 
-PPO_CLIP_KEYS = ("clip_low", "clip_high", "dual_clip")
-"""Fields of AlgorithmConfig that `ppo_clip` reads."""
+PPO_CLIP_KEYS = ("clip_low", "clip_high", "dual_clip", "router_shift_floor")
+"""Fields of AlgorithmConfig that concern a ratio that is clipped as in PPO."""
 
 
 def ppo_clip(config: AlgorithmConfig, low: float, high: float) -> Clip:
@@ -51,9 +52,11 @@ def ratio_loss(
     that sampled the tokens. That policy may be an older version.
 
     In the KL term, tokens have the same weights as in the rest of the loss, but masks and
-    importance weights do not affect the KL term. Statistics: `ratio/...`; `mask/...`; `kl/ref`, the
-    mean KL estimate over loss tokens; `importance/mean`, the mean importance weight after bounding;
-    and `importance/clip_frac`, the share of importance weights that were out of range.
+    importance weights do not affect the KL term. With `config.router_shift_floor`, the ratio is that
+    of the policies times the token's router-shift weight. Statistics: `ratio/...`; `mask/...`;
+    `router_shift/...`; `kl/ref`, the mean KL estimate over loss tokens; `importance/mean`, the mean
+    importance weight after bounding; and `importance/clip_frac`, the share of importance weights that
+    were out of range.
 
     Raises ValueError if log-probs or advantages that are needed are None.
     """
@@ -61,16 +64,22 @@ def ratio_loss(
         old = _old_logprobs(batch)
     importance = importance or importance_weight(config)
     kl = kl_penalty(config)
-    mask_stats: Statistics = {}
+    more_stats: Statistics = {}
     if config.masks:
-        advantages, mask_stats = masked_advantages(logprobs, old, batch, config)
+        advantages, more_stats = masked_advantages(logprobs, old, batch, config)
     elif batch.token_advantages is not None:
         advantages = batch.token_advantages
     else:
         advantages = sequence_advantages(batch)
+    divisor, rollout = old, batch.rollout_logprobs
+    if config.router_shift_floor is not None:
+        # exp(logp - (old - log w)) = ratio w, and exp((old - log w) - (rollout - log w)) is unchanged.
+        shift, shift_stats = log_router_shift_weight(batch, config.router_shift_floor)
+        divisor, rollout = old - shift, rollout - shift
+        more_stats = more_stats | shift_stats
     result = policy_loss(
         logprobs,
-        old,
+        divisor,
         batch.loss_mask,
         batch.cu_seqlens,
         advantages,
@@ -80,10 +89,10 @@ def ratio_loss(
         token_advantages=bool(config.masks) or batch.token_advantages is not None,
         ref_logprobs=batch.ref_logprobs if kl else None,
         kl=kl,
-        rollout_logprobs=batch.rollout_logprobs if importance else None,
+        rollout_logprobs=rollout if importance else None,
         importance=importance,
     )
-    loss, stats = result.loss, mask_stats | _statistics(result, batch, kl, importance)
+    loss, stats = result.loss, more_stats | _statistics(result, batch, kl, importance)
     if uses_unbiased(config):
         term, total = unbiased_kl(logprobs, old, batch, ratio)
         loss = loss + config.kl_coef * term

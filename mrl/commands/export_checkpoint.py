@@ -51,6 +51,8 @@ def export(
     print(
         f"wrote the {done.what} after {done.step} steps to {target}: {done.num_tensors} tensors in "
         f"{done.num_files} file(s)"
+        + f", {done.num_untrained} of them untrained, as in the base model"
+        * bool(done.num_untrained)
     )
 
 

@@ -28,6 +28,7 @@ from mrl.planner.workload import Workload, recipe_workload
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.lora import check_lora
 from mrl.preflight.moe import check_moe
+from mrl.preflight.optimizer import check_optimizer
 from mrl.preflight.roles import roles_of
 from mrl.run import console
 from parallel.architectures import find_architecture
@@ -160,6 +161,7 @@ def read_plan(
     )
     shape = read_shape(config, model.architecture)
     check_moe(recipe, model)
+    check_optimizer(recipe)
     if adapter := check_lora(recipe, model):
         shape = dataclasses.replace(shape, adapter=count_adapter(model, adapter))
     trainers = roles_of(recipe, world).num_trainers

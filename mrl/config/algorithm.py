@@ -114,6 +114,11 @@ class AlgorithmConfig(Branch):
     importance_high: float | None = Field(default=None, gt=0)
     """Upper end of the range of `importance`. Null takes 2 for `tis`. For `mis`, null takes 5 with
     token weights and 1.002 with sequence weights."""
+    router_shift_floor: float | None = Field(default=None, gt=0, le=1)
+    """Multiply the probability ratio of each token, before it is clipped, by RSPO's router-shift
+    weight (arXiv 2510.23027): `exp(-shift)`, and at least this number. The shift says how far the
+    routers have moved since the pass before the update, at the experts that were active then. 0.8 is
+    usual. Null leaves the weight out."""
     masks: tuple[MaskConfig, ...] = ()
     """Masks in addition to `importance`; each name may occur once. The metric `mask/NAME` is the
     share of loss tokens that this mask masks, even if other masks mask the same tokens."""

@@ -54,6 +54,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "grad_clip": ("optimizer.clip_grad", ""),
     "adam_epsilon": ("optimizer.adam_eps", ""),
     "betas": ("optimizer.adam_beta1", "and optimizer.adam_beta2"),
+    "optimizer_type": ("optimizer.name", "adam or muon"),
+    "muon_nesterov": ("optimizer.muon_use_nesterov", ""),
     # Rollout.
     "generation_batch_size": ("rollout.prompts_per_step", _ON_GROUPS),
     "gen_batch_size": ("rollout.prompts_per_step", _ON_GROUPS),

@@ -98,8 +98,12 @@ class TrainConfig(Branch):
 
 
 class OptimizerConfig(Branch):
+    name: Literal["adam", "muon"] = "adam"
+    """`adam` updates all parameters with AdamW. `muon` updates the weight matrices of attention, MLPs
+    and experts with Muon, and everything else with AdamW; see docs/muon.md."""
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate of Adam after the warm-up; it then decays according to `lr_decay_style`."""
+    """Learning rate after the warm-up, of Adam and of Muon; it then decays according to
+    `lr_decay_style`."""
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = (
@@ -122,7 +126,7 @@ class OptimizerConfig(Branch):
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """How the learning rate falls during the last `wsd_decay_steps` steps of `WSD`."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Coefficient of AdamW's weight decay; 0 turns weight decay off."""
+    """Coefficient of the decoupled weight decay of AdamW and of Muon; 0 turns weight decay off."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -132,8 +136,42 @@ class OptimizerConfig(Branch):
     smaller one would be 0 in float32, and weights without a gradient would become NaN."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Maximum global gradient norm; 0 turns clipping off."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of Muon's momentum."""
+    muon_use_nesterov: bool = True
+    """Whether Muon's momentum is Nesterov's."""
+    muon_num_ns_steps: int = Field(default=5, ge=1, le=99)
+    """Number of Newton-Schulz iterations that orthogonalise an update."""
+    muon_coefficient_type: Literal["simple", "quintic"] = "simple"
+    """Coefficients of the iterations. `simple`: the three of Keller Jordan's Muon, which torch and
+    Moonlight use. `quintic`: five sets of three, Megatron's default; `muon_num_ns_steps` must be a
+    multiple of 5."""
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """Scale of an orthogonalised update of m outputs and n inputs. `spectral`: sqrt(max(m, n)).
+    `shape_scaling`: sqrt(max(1, m / n)). `unit_rms_norm`: sqrt(m / n)."""
+    muon_extra_scale_factor: float = Field(default=0.2, gt=0)
+    """Factor of the scale. 0.2 with `spectral` gives updates of about AdamW's size (Moonlight, arXiv
+    2502.16982), so that `lr` and `weight_decay` of AdamW can be kept. Megatron's default is 1."""
+    muon_split_qkv: bool = True
+    """Whether the queries, keys and values of a layer are three matrices for Muon, or one."""
     use_distributed_optimizer: bool = False
-    """Shard the optimizer state (fp32 weights, moments) over the data-parallel ranks."""
+    """Shard the optimizer state (fp32 weights, moments) over the data-parallel ranks. With Muon each
+    rank keeps the state of some whole parameters."""
+
+    @property
+    def divides_ranges(self) -> bool:
+        """Whether Megatron's distributed optimizer shards flattened buffers, as it does for Adam."""
+        return self.use_distributed_optimizer and self.name == "adam"
+
+    def with_defaults(self, lr: float) -> OptimizerConfig:
+        """Return the same kind of optimizer with the learning rate `lr`, and with defaults for the
+        schedule, Adam, weight decay and clipping."""
+        kept = {
+            key: value
+            for key, value in self.model_dump().items()
+            if key.startswith("muon_") or key in ("name", "use_distributed_optimizer")
+        }
+        return OptimizerConfig(lr=lr, **kept)
 
 
 class MoeConfig(Branch):

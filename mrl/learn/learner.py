@@ -231,9 +231,11 @@ class Learner:
         observe = self.diagnosis.observe(step)
         if self._needs_pass(step, data):
             with phase("logprobs"), clock.part("logprob"):
-                before = self.policy.forward_only(flat, replay, observe=observe)
+                keep = recipe.algorithm.router_shift_floor is not None
+                before = self.policy.forward_only(flat, replay, observe=observe, keep_scores=keep)
             if recipe.moe.routing_replay == "r2":
                 replay = Replay.recorded(before.native_routes)
+            replay = replay.compared_with(before.router_scores)
             flat = with_old_logprobs(flat, before)
         if not self._trainer_is_old:
             flat = with_rollout_as_old(flat)

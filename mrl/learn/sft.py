@@ -14,7 +14,7 @@ import torch
 
 from moe.routes import Replay
 from mrl.algorithms import nll
-from mrl.config import OptimizerConfig, Recipe, SftConfig
+from mrl.config import Recipe, SftConfig
 from mrl.data import SftExample
 from mrl.learn.batching import make_train_batch
 from mrl.learn.guards import UpdateGuard
@@ -38,7 +38,7 @@ def run_sft(
     samples = [_sample(example) for example in examples]
     # The name in the seed is historical; another name would give other batches.
     order = random.Random(f"warm start/{recipe.seed}")
-    policy.make_optimizer(OptimizerConfig(lr=config.lr))
+    policy.make_optimizer(recipe.optimizer.with_defaults(config.lr))
 
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> LossOutput:
         return nll.loss(logprobs, batch, recipe.algorithm)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from mrl.kernels.vp_logprob import tile_size
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, expert_data_parallel, router_bias_bytes
+from mrl.planner.state import shards_of
 from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
@@ -60,6 +61,7 @@ def volumes(shape: ModelShape, dims: ParallelDims, work: Workload, stage: Stage)
         *context_parallel(shape, dims, work, stage),
         pipeline(shape, dims, work, stage),
         *data_parallel(shape, dims, work, stage),
+        *muon_gathers(dims, work, stage),
         expert_adapters(dims, stage),
         tied_embedding(shape, dims, stage),
     ]
@@ -75,8 +77,9 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
     embedding scatters its output in the forward pass and gathers the gradient in the backward pass. The
     output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers its
-    compressed vectors instead of [N, H]. Gradients of parameters that every rank holds are all-reduced
-    in fp32.
+    compressed vectors instead of [N, H]. A norm over all queries or all keys all-reduces one fp32
+    number per token, and its gradient. Gradients of parameters that every rank holds are all-reduced in
+    fp32.
 
     With an adapter, inputs are not gathered again, because frozen weights get no gradient. For the same
     reason the frozen embedding communicates nothing in the backward pass. Layers whose weight rows are
@@ -96,13 +99,15 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
         forward, ends_back = forward + low, stage.has_output * hidden
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
     unit = ring(dims.tp, tokens * work.weight_bytes)
+    norms = 2 * attention * shape.norms_whole_projections  # of queries and of keys
+    squares = norms * 2 * ring(dims.tp, 4 * tokens)
     return Volume(
         "tensor parallel",
         dims.tp,
         dims.tp,
-        forward=unit * (forward + ends),
-        backward=unit * (backward + ends_back),
-        recomputed=unit * forward,
+        forward=unit * (forward + ends) + squares,
+        backward=unit * (backward + ends_back) + squares,
+        recomputed=unit * forward + squares,
         update=2 * ring(dims.tp, 4 * stage.whole),
     )
 
@@ -198,13 +203,16 @@ def data_parallel(
     copy of the parameter. With the distributed optimizer the gradients are reduce-scattered, and
     the new weights are gathered in their own dtype. Megatron chains an optimizer for dense
     parameters and one for experts, and each of these two optimizers gathers all weights of the
-    rank. So a rank with experts gathers its weights twice.
+    rank. So a rank with experts gathers its weights twice. With Muon, ranks that divide whole
+    parameters all-reduce the gradients and broadcast the new weights.
 
     Routers with a balancing bias also sum the token count of each expert, in fp32, over all ranks of
     the stage.
     """
     gathers = 1 + (stage.expert > 0)
-    bytes_each = 4 + gathers * work.weight_bytes if work.distributed_optimizer else 8
+    bytes_each = 4 + gathers * work.weight_bytes if work.divides_ranges else 8
+    if work.distributed_optimizer and work.state.muon:
+        bytes_each += work.weight_bytes  # the broadcasts of `parallel.layer_wise`
     replicas = dims.world // dims.pp
     return [
         Volume(name, copies, replicas, 0.0, update=ring(copies, num_bytes))
@@ -214,6 +222,26 @@ def data_parallel(
             ("expert counts", replicas, 2 * router_bias_bytes(shape, stage.layers)),
         )
     ]
+
+
+def muon_gathers(dims: ParallelDims, work: Workload, stage: Stage) -> list[Volume]:
+    """Return the traffic of Muon's orthogonalisations.
+
+    The ranks that split a matrix gather its update in the dtype of the weights. If data-parallel ranks
+    divide the matrices, the result is the mean over these ranks.
+    """
+    if not work.state.muon:
+        return []
+    shards = shards_of(dims, work.distributed_optimizer)
+    dense, expert = (
+        work.weight_bytes * sum(p.num for p in stage.trained if p.is_muons and p.sharing == sharing)
+        for sharing in ("tensor", "expert")
+    )
+    return [
+        Volume("gather for Muon", dims.tp, dims.tp, 0.0, update=ring(dims.tp, dense) / shards.dense),
+        Volume("gather for Muon, experts", dims.etp, dims.etp, 0.0,
+               update=ring(dims.etp, expert / dims.ep) / shards.expert),
+    ]  # fmt: skip
 
 
 def expert_adapters(dims: ParallelDims, stage: Stage) -> Volume:

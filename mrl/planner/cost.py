@@ -16,10 +16,11 @@ from mrl.planner.engine_adapter import pool_bytes, slot_elements
 from mrl.planner.flops import model_flops, stage_flops, stage_training_flops
 from mrl.planner.hardware import EFFICIENCY, Hardware
 from mrl.planner.memory import gradient_bytes, optimizer_bytes, weight_bytes
+from mrl.planner.muon import newton_schulz_flops
 from mrl.planner.prefixes import prefix_speed
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, stages
-from mrl.planner.state import ADAM_MOMENTS, optimizer_shard
+from mrl.planner.state import ADAM_MOMENTS
 from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
@@ -164,7 +165,8 @@ def step_cost(shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardwa
 def update_seconds(
     shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware, held: list[Stage]
 ) -> float:
-    """Estimate the seconds of one update by Adam, which is bound by HBM bandwidth.
+    """Estimate the seconds of one update: Adam's, which is bound by HBM bandwidth, and the products of
+    Muon's orthogonalisations.
 
     `held` has all pipeline stages; the stage that moves the most bytes determines the time.
 
@@ -180,11 +182,17 @@ def update_seconds(
         for stage in held
     )
     away = work.state.offload_fraction * max(
-        optimizer_shard(stage, dims, work.distributed_optimizer).num for stage in held
+        work.optimizer_shard(stage, dims).num for stage in held
     )
     over = away * (4 + work.weight_bytes) / (gpu.host * EFFICIENCY.host)
     on_host = away * (4 + 2 * (4 + 4 * ADAM_MOMENTS)) / EFFICIENCY.host_memory
-    return moved / (gpu.hbm * EFFICIENCY.hbm) + over + on_host
+    products = max(newton_schulz_flops(shape, stage, dims, work) for stage in held)
+    return (
+        moved / (gpu.hbm * EFFICIENCY.hbm)
+        + over
+        + on_host
+        + products / (gpu.flops * EFFICIENCY.flops)
+    )
 
 
 def sync_seconds(

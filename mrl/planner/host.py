@@ -13,9 +13,10 @@ from moe.route_rows import route_bytes
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape, Part, Tensors
 from mrl.planner.stages import Stage, is_expert, local_tensors
-from mrl.planner.state import ADAM_MOMENTS, host_bytes_each, optimizer_shard, shards_of
+from mrl.planner.state import ADAM_MOMENTS, host_bytes_each, kept_tensors, shards_of
 from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
+from parallel.owners import num_states
 
 PROCESS_BYTES = 4 << 30
 """Assumed bytes of libraries and Python objects in one trainer process."""
@@ -73,7 +74,7 @@ def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Wo
     """
     each, exact = work.weight_bytes, work.exact_pinned
     dense, experts = stage_tensors(stage.trained, dims)
-    if work.distributed_optimizer:
+    if work.divides_ranges:
         dense, experts = (
             ((dims.vpp, stage.dense // dims.vpp),),
             ((dims.vpp, stage.expert // dims.vpp),),
@@ -108,6 +109,13 @@ def pinned_optimizer(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     The state that Megatron's option `optimizer_cpu_offload` keeps on the host is not included.
     """
     options = work.state
+    if options.muon:
+        return sum(
+            num_states(is_muons=is_muons, has_main=work.weight_bytes < 4)
+            * pinned_bytes(4 * numel, work.exact_pinned)
+            for tensors in kept_tensors(stage, dims, work.distributed_optimizer, work.weight_bytes)
+            for numel, is_muons in tensors
+        )
     kept = 1 - options.offload_fraction
     sizes = [options.exp_avg_bytes, options.exp_avg_sq_bytes] if options.precision_aware else [4, 4]
     found = sum(pinned_state(stage, dims, work, size, kept) for size in sizes)
@@ -122,7 +130,7 @@ def offloaded_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> tuple[i
     """Return (pinned, not pinned) bytes of the state that `optimizer_cpu_offload` keeps on the host."""
     share = work.state.offload_fraction
     pinned, plain = host_bytes_each(work.state)
-    num = optimizer_shard(stage, dims, work.distributed_optimizer).num
+    num = work.optimizer_shard(stage, dims).num
     buffers = pinned // 4 * pinned_state(stage, dims, work, 4, share) if share else 0
     return buffers, int(share * plain * num)
 
@@ -138,8 +146,9 @@ def saved_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
     aware = options.precision_aware and not options.offload_fraction
     moments = options.exp_avg_bytes + options.exp_avg_sq_bytes if aware else 4 * ADAM_MOMENTS
     main = 0 if work.weight_bytes == 4 else 4
-    shard = optimizer_shard(stage, dims, work.distributed_optimizer).num
-    return work.weight_bytes * stage.num_trained + (main + moments) * shard
+    shard = work.optimizer_shard(stage, dims)
+    state = (main + moments) * shard.num - 4 * shard.muon
+    return work.weight_bytes * stage.num_trained + state
 
 
 def trainer_host_rows(

@@ -14,7 +14,7 @@ from mrl.planner.prefixes import prefix_row
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, expert_data_parallel, is_expert, router_bias_bytes
-from mrl.planner.state import optimizer_row, optimizer_shard
+from mrl.planner.state import optimizer_row
 from mrl.planner.workload import Workload, quantized_bytes
 from parallel.dims import ParallelDims
 
@@ -62,8 +62,8 @@ def padding_bound(
 
 
 def optimizer_bytes(stage: Stage, dims: ParallelDims, work: Workload) -> int:
-    """Return the bytes of optimizer state on the device: Adam's moments and the main parameters."""
-    shard = optimizer_shard(stage, dims, work.distributed_optimizer)
+    """Return the bytes of optimizer state on the device: moments or momentum, and main parameters."""
+    shard = work.optimizer_shard(stage, dims)
     return optimizer_row(shard, work.state, work.weight_bytes).num_bytes
 
 
@@ -167,12 +167,12 @@ def trainer_rows(
     shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload
 ) -> tuple[Row, ...]:
     """Return the memory-plan rows of everything that a trainer keeps on the device while it works."""
-    shard = optimizer_shard(stage, dims, work.distributed_optimizer)
+    shard = work.optimizer_shard(stage, dims)
     each, size = work.state.gradient_bytes, work.weight_bytes
     dense, experts = stage_tensors(stage.trained, dims)
     frozen = f", {stage.frozen} of them frozen" if stage.frozen else ""
     padding = 0
-    if work.distributed_optimizer:
+    if work.divides_ranges:
         parameters = sum(count for count, _ in (*dense, *experts))
         copies = dims.dp * dims.cp * expert_data_parallel(dims)
         padding = padding_bound(parameters, 2 * dims.vpp, copies, size + each)

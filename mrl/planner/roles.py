@@ -21,6 +21,7 @@ from mrl.planner.engine_adapter import adapter_pool_rows
 from mrl.planner.hardware import Hardware
 from mrl.planner.host import PROCESS_BYTES, routes_per_token, trainer_host_rows
 from mrl.planner.memory import export_buffer_bytes, export_row, pass_rows, trainer_rows
+from mrl.planner.muon import muon_rows
 from mrl.planner.quantized import replacement_rows
 from mrl.planner.rows import ASSUMPTION, Phase, Role, Row, present, times, total
 from mrl.planner.runtime import (
@@ -36,7 +37,7 @@ from mrl.planner.runtime import (
 )
 from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, stages
-from mrl.planner.state import optimizer_shard, step_rows
+from mrl.planner.state import step_rows
 from mrl.planner.workload import Workload
 from parallel.dims import ParallelDims
 
@@ -85,7 +86,7 @@ def _stage_phases(
     """Return the phases of one rank of `stage`. In a colocated run the rank also generates."""
     own, export = trainer_rows(shape, stage, dims, work), export_row(shape, dims, work)
     runtime = runtime_rows(shape, dims, work, gpu.gpus_per_node)
-    shard = optimizer_shard(stage, dims, work.distributed_optimizer)
+    shard = work.optimizer_shard(stage, dims)
     if work.rollout_ranks:
         contents = {"sync": (*own, export, comparison_row(work))}
     else:
@@ -103,7 +104,11 @@ def _stage_phases(
     contents |= {
         "log-probs": (*own, *passes, *measured),
         "train": (*own, *pass_rows(shape, stage, dims, work, training=True)),
-        "update": (*own, *step_rows(shard, work.state, work.weight_bytes)),
+        "update": (
+            *own,
+            *step_rows(shard, work.state, work.weight_bytes),
+            *muon_rows(stage, dims, work),
+        ),
     }
     role = "trainer" if work.rollout_ranks else "both"
     return [_phase(name, stage.index, (*rows, *runtime), role) for name, rows in contents.items()]

@@ -6,7 +6,7 @@ Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
@@ -43,6 +43,9 @@ class Part:
     """Number and sizes of Megatron's parameters before any sharding (see `Tensors`)."""
     num_active: int
     """Number of elements that are used for one token."""
+    is_muons: bool = False
+    """Whether Muon updates the parameters if the recipe trains with it: all are weight matrices of a
+    layer (`parallel.muon_setup.matrices_of`)."""
 
     @property
     def num(self) -> int:
@@ -122,6 +125,8 @@ class ModelShape:
     """Number of columns of all shared experts together; 0 if there are none."""
     tied: bool
     qk_norm: bool = False
+    norms_whole_projections: bool = False
+    """Whether the norms of queries and keys are over all heads together, as in OLMoE."""
     qkv_bias: bool = False
     shared_gate: bool = False
     """Whether a sigmoid gate [H -> 1] scales the shared expert, as in Qwen2-MoE."""
@@ -199,7 +204,7 @@ class ModelShape:
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
         parts.append(_all("router", "whole", self.hidden * self.num_experts))
-        parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2)))
+        parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2), is_muons=True))
         if self.shared_ffn:
             parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
@@ -207,19 +212,32 @@ class ModelShape:
         return parts
 
     def _mlp(self, name: str, columns: int) -> Part:
-        return _all(name, "tensor", 2 * self.hidden * columns, self.hidden * columns)
+        sizes = 2 * self.hidden * columns, self.hidden * columns
+        return _all(name, "tensor", *sizes, is_muons=True)
 
     def _attention(self) -> list[Part]:
         matrices, m = self.attention_sizes, self.mla
         if m is None:
             norms = [self.head_dim] * (2 * self.qk_norm)
+            if self.norms_whole_projections:
+                norms = [self.query_width, self.kv_heads * self.head_dim]
             bias = [self.query_width + self.kv_width] * self.qkv_bias
-            return [_all("attention", "tensor", *matrices, *bias), _all("norms", "whole", *norms)]
+            return [
+                _all("attention", "tensor", *matrices, is_muons=True),
+                _all("attention", "tensor", *bias),
+                _all("norms", "whole", *norms),
+            ]
         down = [self.hidden * m.q_rank] * (m.q_rank > 0)
         # Megatron replicates the down projections on all tensor-parallel ranks.
         return [
-            _all("attention", "tensor", *matrices),
-            _all("attention", "whole", *down, self.hidden * (m.kv_rank + m.rope_dim)),
+            _all("attention", "tensor", *matrices, is_muons=True),
+            _all(
+                "attention",
+                "whole",
+                *down,
+                self.hidden * (m.kv_rank + m.rope_dim),
+                is_muons=True,
+            ),
             _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
         ]
 
@@ -256,9 +274,9 @@ class ModelShape:
         return active - self.tied * self.vocab * self.hidden
 
 
-def _all(name: str, sharing: Sharing, *numels: int) -> Part:
+def _all(name: str, sharing: Sharing, *numels: int, is_muons: bool = False) -> Part:
     """Return a part with one tensor for each size in `numels`. Every token uses all elements."""
-    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels))
+    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels), is_muons)
 
 
 def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:
@@ -272,7 +290,7 @@ def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelS
     architecture = architecture or find_architecture(hf)
     try:
         _check_numbers(hf)
-        return _shape(hf, architecture.transformer_config(hf), architecture.sizes(hf))
+        return _shape(hf, architecture)
     except KeyError as error:
         kind = architecture.model_type
         raise InputError(f"config.json of a {kind} lacks the key {error}; add it") from None
@@ -290,8 +308,8 @@ def _check_numbers(hf: HfConfig) -> None:
             raise InputError(f"config.json: {key} is {value!r}, expected a whole number >= {least}")
 
 
-def _shape(hf: HfConfig, settings: dict[str, Any], sizes: ModelSizes) -> ModelShape:
-    """Build the shape. `settings` are the arguments of Megatron's TransformerConfig."""
+def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
+    settings, sizes = architecture.transformer_config(hf), architecture.sizes(hf)
     latent = None
     if settings.get("multi_latent_attention"):
         latent = LatentAttention(
@@ -318,6 +336,7 @@ def _shape(hf: HfConfig, settings: dict[str, Any], sizes: ModelSizes) -> ModelSh
         shared_ffn=sizes.shared_expert_ffn_size,
         tied=bool(hf.get("tie_word_embeddings")),
         qk_norm=settings.get("qk_layernorm", False),
+        norms_whole_projections=architecture.norms_whole_projections,
         qkv_bias=settings.get("add_qkv_bias", False),
         shared_gate=settings.get("moe_shared_expert_gate", False),
         expert_bias=settings.get("moe_router_enable_expert_bias", False),

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mrl.planner.rows import Row
-from mrl.planner.stages import Stage, expert_data_parallel
+from mrl.planner.stages import Stage, expert_data_parallel, is_expert, local_tensors
 from parallel.dims import ParallelDims
+from parallel.owners import assign, num_states
 
 ADAM_MOMENTS = 2
 DTYPE_BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bfloat16": 2, "bf16": 2, "uint8": 1,
@@ -39,6 +40,9 @@ class StateOptions:
     offload_fraction: float = 0.0
     """`optimizer_offload_fraction` with `optimizer_cpu_offload`: the share of the elements whose state
     stays on the host, where Adam runs on the CPU."""
+    muon: bool = False
+    """Whether Muon updates the matrices of the layers, with one fp32 momentum instead of Adam's two
+    moments (`optimizer.name: muon`)."""
 
     @property
     def small_state(self) -> int:
@@ -51,7 +55,9 @@ class StateOptions:
         return sum(1 for part in parts if part < 4) if self.precision_aware else 0
 
 
-def read_state(megatron: Mapping[str, Any], weight_bytes: int) -> StateOptions:
+def read_state(
+    megatron: Mapping[str, Any], weight_bytes: int, *, muon: bool = False
+) -> StateOptions:
     """Read the options of a recipe's `megatron:` section; absent keys have Megatron's defaults."""
     aware = bool(megatron.get("use_precision_aware_optimizer", False))
     offload = bool(megatron.get("optimizer_cpu_offload", False))
@@ -65,6 +71,7 @@ def read_state(megatron: Mapping[str, Any], weight_bytes: int) -> StateOptions:
         exp_avg_bytes=dtype_bytes(megatron.get("exp_avg_dtype", "float32")),
         exp_avg_sq_bytes=dtype_bytes(megatron.get("exp_avg_sq_dtype", "float32")),
         offload_fraction=float(megatron.get("optimizer_offload_fraction", 0.0)) * offload,
+        muon=muon,
     )
 
 
@@ -75,30 +82,93 @@ def dtype_bytes(name: Any) -> int:
 
 
 class Shard(NamedTuple):
-    """Two numbers: one for a stage's dense parameters, and one for the parameters of its experts."""
+    """Numbers for a stage's dense parameters and for the parameters of its experts."""
 
     dense: int
     expert: int
+    muon: int = 0
+    """How many elements of both have a momentum instead of two moments."""
 
     @property
     def num(self) -> int:
         return self.dense + self.expert
 
 
-def shards_of(dims: ParallelDims, distributed: bool) -> Shard:
+class Ways(NamedTuple):
+    """Over how many ranks the state of a dense parameter and of an expert's parameter is sharded."""
+
+    dense: int
+    expert: int
+
+
+def shards_of(dims: ParallelDims, distributed: bool) -> Ways:
     """Return the number of ranks over which the optimizer state of one parameter is sharded.
 
     The two numbers are for a dense parameter and for a parameter of an expert: dp x cp and world /
     (etp ep pp) with the distributed optimizer (`distributed`). Otherwise every rank keeps the whole
     state of its parameters, and both are 1.
     """
-    return Shard(dims.dp * dims.cp, expert_data_parallel(dims)) if distributed else Shard(1, 1)
+    return Ways(dims.dp * dims.cp, expert_data_parallel(dims)) if distributed else Ways(1, 1)
 
 
-def optimizer_shard(stage: Stage, dims: ParallelDims, distributed: bool) -> Shard:
-    """Return the number of elements whose optimizer state one rank of the stage keeps."""
+def optimizer_shard(
+    stage: Stage,
+    dims: ParallelDims,
+    distributed: bool,
+    weight_bytes: int = 2,
+    *,
+    muon: bool = False,
+) -> Shard:
+    """Return the number of elements whose optimizer state one rank of the stage keeps.
+
+    With Muon, a rank keeps the state of whole parameters. The result is then for a rank that has both
+    the largest share of the dense parameters and the largest share of the experts'.
+    """
+    if muon:
+        kept = kept_tensors(stage, dims, distributed, weight_bytes)
+        dense, experts = (sum(n for n, _ in tensors) for tensors in kept)
+        return Shard(
+            dense, experts, sum(n for tensors in kept for n, is_muons in tensors if is_muons)
+        )
     shards = shards_of(dims, distributed)
     return Shard(-(-stage.dense // shards.dense), -(-stage.expert // shards.expert))
+
+
+def kept_tensors(
+    stage: Stage, dims: ParallelDims, distributed: bool, weight_bytes: int
+) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
+    """Return the (dense, experts') parameters whose state a rank keeps with Muon, each as (number of
+    elements, whether it is Muon's): those of the rank with the most state of dense parameters, and
+    those of the rank with the most state of experts."""
+    shards = shards_of(dims, distributed)
+    dense, experts = (
+        _largest_share(
+            [
+                (numel, part.is_muons)
+                for part in stage.trained
+                if is_expert(part) == of_experts
+                for count, numel in local_tensors(part, dims)
+                for _ in range(count)
+            ],
+            ways,
+            has_main=weight_bytes < 4,
+        )
+        for ways, of_experts in ((shards.dense, False), (shards.expert, True))
+    )
+    return dense, experts
+
+
+def _largest_share(
+    items: list[tuple[int, bool]], ways: int, *, has_main: bool
+) -> list[tuple[int, bool]]:
+    """Return the items of the rank with the most state, if `ways` ranks divide them as
+    `parallel.layer_wise` does."""
+    costs = [n * num_states(is_muons=is_muons, has_main=has_main) for n, is_muons in items]
+    sums, shares = [0] * ways, [[] for _ in range(ways)]
+    for item, cost, rank in zip(items, costs, assign(costs, ways), strict=True):
+        sums[rank] += cost
+        shares[rank].append(item)
+    return shares[sums.index(max(sums))]
 
 
 def device_bytes_each(options: StateOptions, weight_bytes: int) -> float:
@@ -127,10 +197,11 @@ def host_bytes_each(options: StateOptions) -> tuple[int, int]:
 def optimizer_row(shard: Shard, options: StateOptions, weight_bytes: int) -> Row:
     """Return the row of the optimizer state that stays on the device between updates."""
     each = device_bytes_each(options, weight_bytes)
+    less = f", less 4 B x {shard.muon} that have a momentum only" if shard.muon else ""
     return Row(
         "optimizer",
-        int(each * shard.num),
-        f"{each:g} B x {shard.num} elements whose state this rank keeps",
+        int(each * shard.num) - 4 * shard.muon,
+        f"{each:g} B x {shard.num} elements whose state this rank keeps{less}",
         "mrl.planner.state.device_bytes_each; counted in tests/planner",
         managed=True,
     )
@@ -153,8 +224,9 @@ def step_rows(shard: Shard, options: StateOptions, weight_bytes: int) -> list[Ro
         rows.append(
             Row(
                 "state in fp32 for the update",
-                4 * options.small_state * max(shard),
-                f"{options.small_state} x 4 B x {max(shard)}: state below fp32 is converted to fp32",
+                4 * options.small_state * max(shard.dense, shard.expert),
+                f"{options.small_state} x 4 B x {max(shard.dense, shard.expert)}: state below fp32 is "
+                "converted to fp32",
                 "TransformerEngine optimizers/fused_adam.py, FusedAdam.step",
                 managed=True,
             )

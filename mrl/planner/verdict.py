@@ -188,7 +188,7 @@ def _leaner_work(work: Workload) -> list[tuple[str, dict[str, Any], bool]]:
             "use_precision_aware_optimizer=true",
             {"state": offloaded},
             # `parallel.options.rules` refuses it for fp32 weights.
-            work.distributed_optimizer and state.offload_fraction < 1 and work.weight_bytes < 4,
+            work.divides_ranges and state.offload_fraction < 1 and work.weight_bytes < 4,
         ),
         ("megatron.grad_reduce_in_fp32=false", {"state": narrow}, narrow != state),
         (

@@ -10,7 +10,8 @@ from mrl.algorithms import load_algorithm
 from mrl.algorithms.logprob_pass import needs_logprob_pass, update_can_serve
 from mrl.config import Recipe
 from mrl.planner.shape import ModelShape
-from mrl.planner.state import StateOptions, read_state
+from mrl.planner.stages import Stage
+from mrl.planner.state import Shard, StateOptions, optimizer_shard, read_state
 from parallel.dims import ParallelDims, round_up
 
 
@@ -106,6 +107,17 @@ class Workload:
         return self.sent_bytes(shape) - matrices * self.weight_bytes
 
     @property
+    def divides_ranges(self) -> bool:
+        """Whether Megatron's distributed optimizer shards flattened buffers. With Muon, ranks divide
+        whole parameters instead."""
+        return self.distributed_optimizer and not self.state.muon
+
+    def optimizer_shard(self, stage: Stage, dims: ParallelDims) -> Shard:
+        """Return the number of elements whose optimizer state one rank of the stage keeps."""
+        distributed, muon = self.distributed_optimizer, self.state.muon
+        return optimizer_shard(stage, dims, distributed, self.weight_bytes, muon=muon)
+
+    @property
     def sequence_len(self) -> int:
         return self.prompt_len + self.response_len
 
@@ -181,7 +193,7 @@ def recipe_workload(
         recompute=recipe.train.recompute,
         recompute_modules=tuple(modules) if selective else (),
         logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
-        state=read_state(megatron, weight_bytes),
+        state=read_state(megatron, weight_bytes, muon=recipe.optimizer.name == "muon"),
         async_save=recipe.checkpoint.async_save,
         distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
         weight_bytes=weight_bytes,

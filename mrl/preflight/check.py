@@ -42,6 +42,7 @@ from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
 from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
+from mrl.preflight.optimizer import check_optimizer
 from mrl.preflight.output import check_output
 from mrl.preflight.plan import Plan
 from mrl.preflight.profile import check_profile
@@ -171,6 +172,7 @@ def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bo
     if not elsewhere:
         choose_implementation(recipe.model.transformer_impl)
     check_moe(recipe, model)
+    check_optimizer(recipe)
     check_megatron(recipe, dims, model, elsewhere=elsewhere)
     return model
 

@@ -50,6 +50,11 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
             "the reference of an adapter is its base model without the adapter; leave it out",
         ),
         (
+            "optimizer.name=muon",
+            recipe.optimizer.name == "muon",
+            "A and B are factors of an update, and Muon's rule is for whole matrices; leave it at adam",
+        ),
+        (
             "megatron.overlap_param_gather=true",
             bool(recipe.megatron.get("overlap_param_gather")),
             "it needs hooks that the matrices of an adapter do not have; leave it out",

@@ -37,7 +37,7 @@ def check_megatron(
         dims=dims,
         implementation=implementation,
         dtype=choose_dtype(recipe.model.dtype),
-        distributed_optimizer=recipe.optimizer.use_distributed_optimizer,
+        distributed_optimizer=recipe.optimizer.divides_ranges,
         recompute=recipe.train.recompute,
         replays_order="order" in recipe.moe.replay,
         true_on_policy=recipe.rollout.true_on_policy,

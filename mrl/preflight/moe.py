@@ -15,6 +15,7 @@ def check_moe(recipe: Recipe, model: HfModel) -> None:
             "set it to off"
         )
     _check_capture(recipe, model)
+    _check_router_shift(recipe, model)
     check_balancing(recipe.moe, model)
 
 
@@ -40,6 +41,39 @@ def _check_capture(recipe: Recipe, model: HfModel) -> None:
         raise InputError(
             f"moe.replay is {replay} with moe.routing_replay=r3, but the engine returns only expert "
             "ids; set rollout.return_routing_weights=true (engines on CPUs), or moe.routing_replay=r2"
+        )
+
+
+def _check_router_shift(recipe: Recipe, model: HfModel) -> None:
+    """Raise InputError if `algorithm.router_shift_floor` is set and the model's routers, or the rows of
+    one rank, do not give the shift."""
+    if recipe.algorithm.router_shift_floor is None:
+        return
+    start = f"algorithm.router_shift_floor is {recipe.algorithm.router_shift_floor:g}, but"
+    if not model.moe_layer_numbers:
+        raise InputError(f"{start} {model.path} has no MoE layers; leave it out")
+    settings = model.architecture.transformer_config(model.config)
+    scores = settings.get("moe_router_score_function", "softmax")
+    if scores != "softmax":
+        raise InputError(
+            f"{start} the routers of {model.architecture.model_type} score by {scores}, and the shift "
+            "is defined for softmax; leave it out"
+        )
+    layout = recipe.parallel
+    for key in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
+        if getattr(layout, key) > 1:
+            raise InputError(
+                f"{start} parallel.{key} is {getattr(layout, key)}: the shift of a token is computed "
+                "on a rank that has its whole row in all layers; set it to 1, or leave the floor out"
+            )
+    if recipe.train.share_prefixes != "off":
+        raise InputError(
+            f"{start} train.share_prefixes is {recipe.train.share_prefixes}: tokens that share a row "
+            "are not told apart; set it to off"
         )
 
 

@@ -147,7 +147,9 @@ def _dtype(asked: Literal["auto", "float32", "bfloat16"], elsewhere: bool) -> st
 
 def _updates(recipe: Recipe) -> str:
     steps, passes = recipe.train.num_steps_per_rollout, recipe.train.num_epochs_per_rollout
-    return f"{steps} optimizer step(s)" + (f" in each of {passes} passes" if passes > 1 else "")
+    of_muon = " of Muon" if recipe.optimizer.name == "muon" else ""
+    each = f" in each of {passes} passes" if passes > 1 else ""
+    return f"{steps} optimizer step(s){of_muon}{each}"
 
 
 def _passes(plan: Plan) -> str:

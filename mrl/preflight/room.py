@@ -19,7 +19,8 @@ from parallel.hf_tensors import HfTensors
 from parallel.implementation import choose_dtype
 
 STATE_BYTES = 8
-"""Bytes per parameter of Adam's two moments, which are float32."""
+"""Bytes per parameter of Adam's two moments, which are float32. Muon has a single one for most
+parameters, so that its checkpoints are smaller than estimated."""
 
 
 def check_room(plan: Plan, warn: Callable[[str], None]) -> str:

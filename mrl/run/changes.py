@@ -117,6 +117,7 @@ RULES = (
         ),
     ),
     Rule(Kind.ALLOW, "the optimizer and its learning rate", ("optimizer", "critic")),
+    Rule(Kind.NEVER, "Adam or Muon, whose state is in the checkpoints", ("optimizer.name",)),
     Rule(Kind.ALLOW, "optimizer steps in a rollout", ("train",)),
     Rule(Kind.ALLOW, "algorithm, clipping, KL, corrections", ("algorithm",)),
     Rule(Kind.ALLOW, "reference of the KL", ("algorithm.reference_path",), by_contents=True),

@@ -35,7 +35,7 @@ UNITS = (
     ("value/squared_error", "return²"),
     ("value/explained_variance", "at most 1"),
     ("value/(mean|return_mean|advantage_mean)", "return"),
-    ("(ratio|importance)/(mean|max)", "ratio"),
+    ("(ratio|importance|router_shift)/(mean|max)", "ratio"),
     ("mismatch/chi2", "number"),
     ("(mismatch|guard)/ess", "share"),
     ("entropy|kl/.*|nll/.*|mismatch/.*|.*/(logprob_abs_mean|k3)|guard/ratio_error.*", "nats"),

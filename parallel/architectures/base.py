@@ -60,7 +60,11 @@ class Architecture:
     """Returns Megatron's 1-based numbers of the MoE layers."""
     unread: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
     """Returns the tensors of a checkpoint that mrl does not read, as a dict from a prefix of tensor
-    names to the explanation that the plan (`mrl check --plan`) shows."""
+    names to the explanation that the plan (`mrl check --plan`) shows. `mrl export` copies them from
+    the model folder."""
+    norms_whole_projections: bool = False
+    """Whether the norms of queries and keys (Megatron's `qk_layernorm`) are over all heads together,
+    as in OLMoE. Otherwise each head is normalised by itself."""
 
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:

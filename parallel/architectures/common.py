@@ -42,6 +42,19 @@ def rope_settings(hf: HfConfig) -> dict[str, Any]:
     return {**rope, "rope_type": kind, "rope_theta": float(theta)}
 
 
+def given_rotary_fraction(hf: HfConfig) -> float | None:
+    """Return `partial_rotary_factor` of config.json; None if there is none."""
+    own = rope_settings(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    return None if own is None else float(own)
+
+
+def rotary_fraction(hf: HfConfig) -> float:
+    """Return the fraction of a head's dimensions that RoPE rotates, the first ones:
+    `partial_rotary_factor`, by default 1."""
+    own = given_rotary_fraction(hf)
+    return 1.0 if own is None else own
+
+
 def rope_scaling_factor(hf: HfConfig) -> float | None:
     """Return the factor of RoPE type llama3; None for all other types.
 
@@ -87,16 +100,28 @@ def refuse(hf: HfConfig, findings: Iterable[tuple[Any, str]]) -> None:
             raise InputError(f"config.json of this {hf['model_type']} model: {text}")
 
 
-def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ROPE_TYPES) -> None:
+def refuse_unsupported(
+    hf: HfConfig,
+    rope_types: tuple[str, ...] = ROPE_TYPES,
+    *,
+    attention_bias: bool = False,
+    partial_rotary: bool = False,
+) -> None:
     """Raise InputError for settings that no architecture in mrl supports, and for a RoPE type that
-    is not in `rope_types`."""
-    rope = rope_settings(hf)
-    kind, act = rope["rope_type"], hf.get("hidden_act", "silu")
+    is not in `rope_types`.
+
+    `attention_bias` and `partial_rotary`: whether the architecture supports the key `attention_bias`,
+    and RoPE on a part of each head.
+    """
+    kind, act = rope_settings(hf)["rope_type"], hf.get("hidden_act", "silu")
     dropout = hf.get("attention_dropout")
     refuse(
         hf,
         (
-            (hf.get("attention_bias"), "attention_bias is not supported; use a model without it"),
+            (
+                not attention_bias and hf.get("attention_bias"),
+                "attention_bias is not supported; use a model without it",
+            ),
             (
                 hf.get("use_sliding_window")
                 or any(kind != "full_attention" for kind in hf.get("layer_types") or ()),
@@ -108,7 +133,7 @@ def refuse_unsupported(hf: HfConfig, rope_types: tuple[str, ...] = ROPE_TYPES) -
                 f"RoPE type {kind!r} is not supported, only {' and '.join(rope_types)}",
             ),
             (
-                rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0,
+                not partial_rotary and rotary_fraction(hf) != 1.0,
                 "partial_rotary_factor is not supported, only 1.0",
             ),
             (act != "silu", f"hidden_act {act!r} is not supported, only 'silu'"),

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from parallel.checkpoint.hf_writer import copy_files, new_folder, write_safetens
 from parallel.checkpoint.manifest import read_manifest, step_of
 from parallel.checkpoint.model_identity import saved_adapter
 from parallel.checkpoint.saved_tensors import SavedTensors
-from parallel.hf_config import HfModel
+from parallel.hf_config import HfModel, has_weights
+from parallel.hf_tensors import HfTensors
 from parallel.lora.merge import merged_tensors
 from parallel.lora.peft_folder import write_peft_folder
 from parallel.lora.rules import adapter_rules
@@ -44,6 +46,8 @@ class Exported:
     """The contents of the folder: `weights`, `adapter`, or `base with the adapter merged`."""
     num_files: int
     num_tensors: int
+    num_untrained: int = 0
+    """Number of the tensors that were copied from the model folder (`untrained_tensors`)."""
 
 
 def export_checkpoint(
@@ -61,10 +65,11 @@ def export_checkpoint(
 
     An adapter's checkpoint becomes a PEFT folder or, with `merged`, a model folder whose weights
     include the adapter. `base` is the model folder that has the tokenizer and the frozen weights;
-    by default it is the folder that the run trained from. `notes` are additional rows of the model
-    card's table. `architecture` says where the file of the recipe's `model.architecture` is now; by
-    default it is where the run found it. Each weight file has at most `max_bytes`, unless a single
-    tensor is larger. `target` gets its name only when it is complete. `quantization` is `none`,
+    by default it is the folder that the run trained from. Tensors of that folder that mrl does not
+    train, such as those of multi-token-prediction layers, are copied. `notes` are additional rows of
+    the model card's table. `architecture` says where the file of the recipe's `model.architecture` is
+    now; by default it is where the run found it. Each weight file has at most `max_bytes`, unless a
+    single tensor is larger. `target` gets its name only when it is complete. `quantization` is `none`,
     `fp8_block` or `fp8_block_ue8m0` (see `rollout.quantization`).
 
     Raises InputError
@@ -95,6 +100,7 @@ def export_checkpoint(
             f"--quantization {quantization}: checkpoint {folder} is an adapter, which is not "
             "quantised; leave it out, or add --merged"
         )
+    num_untrained = 0
     with new_folder(target) as partial:
         if adapter is not None and not merged:
             what, tensors = "adapter", adapter_tensors(saved, model, adapter)
@@ -105,10 +111,12 @@ def export_checkpoint(
             if adapter is not None:
                 what = "base with the adapter merged"
                 tensors = merged_tensors(saved, model, adapter, getattr(torch, content["dtype"]))
+            tensors = chain(tensors, untrained_tensors(model, getattr(torch, content["dtype"])))
             if quantization != "none":
                 tensors = quantized_tensors(tensors, SCHEMES[quantization])
             where = write_safetensors(partial, tensors, max_bytes)
             num_files, num_tensors = len(set(where.values())), len(where)
+            num_untrained = sum(name.startswith(_unread_prefixes(model)) for name in where)
             _write_config(partial, model.config, content["dtype"], quantization, where)
             copy_files(model.path, partial)
         name = Path(os.path.abspath(target)).name
@@ -121,7 +129,7 @@ def export_checkpoint(
             is_moe=bool(model.moe_layer_numbers),
         )
         (partial / "README.md").write_text(card)
-    return Exported(step_of(folder), what, num_files, num_tensors)
+    return Exported(step_of(folder), what, num_files, num_tensors, num_untrained)
 
 
 def _read_model(content: dict[str, Any], base: Path | None, architecture: str | None) -> HfModel:
@@ -185,6 +193,26 @@ def hf_tensors(
         parts = split(saved[f"model.{name}"], rule.split, num_groups, heads_per_group)
         names = [hf.format(layer=layer, expert=expert) for hf in rule.hf]
         yield from zip(names, parts, strict=True)
+
+
+def untrained_tensors(model: HfModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the model folder that mrl does not read (`Architecture.unread`), as they are
+    stored. Those that are stored in fp8 blocks are dequantised to `dtype`.
+
+    There are none if the folder has no weights.
+    """
+    prefixes = _unread_prefixes(model)
+    if not prefixes or not has_weights(model.path):
+        return
+    with HfTensors(model) as tensors:
+        for name in sorted(tensors.names):
+            if name.startswith(prefixes):
+                tensor = tensors[name]
+                yield name, tensor.to(dtype) if tensors.is_quantized(name) else tensor
+
+
+def _unread_prefixes(model: HfModel) -> tuple[str, ...]:
+    return tuple(model.architecture.unread(model.config))
 
 
 def _place(name: str, rules: list[tuple[re.Pattern[str], Rule]]) -> tuple[int, int, str, Rule]:

@@ -1,9 +1,10 @@
 """A model's weights and optimizer state, as the rectangles of whole tensors that a checkpoint stores.
 
-The key of a tensor is its kind (`model`, `main`, `exp_avg`, `exp_avg_sq`) and the Megatron name of the
-parameter in the whole model (`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that
-nothing on disk depends on the layout, the optimizer's class or the implementation of the layers. A
-critic's kinds have a prefix (`critic_model`).
+The key of a tensor is its kind (`model`, `main`, `exp_avg` and `exp_avg_sq` of Adam, or
+`momentum_buffer` of Muon) and the Megatron name of the parameter in the whole model
+(`decoder.layers.7.mlp.experts.local_experts.5.linear_fc1.weight`), so that nothing on disk depends on
+the layout, the optimizer's class or the implementation of the layers. A critic's kinds have a prefix
+(`critic_model`).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from parallel.layers.attention import PackedAttention, RotaryAttention
 from parallel.layers.dispatch import NativeMoELayer, OrderedMoELayer
 from parallel.layers.experts import GroupedExperts
 from parallel.layers.latent_attention import LatentAttention
+from parallel.layers.projection_norm import normalise_projections
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -45,11 +46,13 @@ def block_spec(
     vp_stage: int | None,
     true_on_policy: bool,
     experts_in_order: bool,
+    norms_whole_projections: bool = False,
 ) -> Any:
     """Return the spec of one chunk's decoder layers.
 
     With `true_on_policy`, mrl's own layers compute each token as the engine does. With
     `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route.
+    With `norms_whole_projections`, the norms of queries and keys are over all heads together.
     """
     engine = implementation == "transformer_engine"
     spec: Any = get_gpt_decoder_block_spec(
@@ -61,6 +64,8 @@ def block_spec(
             _native_layer(parts, config, true_on_policy, experts_in_order)
         elif experts_in_order and _has_experts(parts):
             parts.mlp = _of_module(parts.mlp, OrderedMoELayer)
+        if norms_whole_projections:
+            normalise_projections(parts.self_attention.submodules, config)
     if not engine:
         spec.layer_norm = SequenceParallelRMSNorm
     return spec

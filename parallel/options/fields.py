@@ -39,7 +39,12 @@ OWNED: dict[str, str] = {
     "moe_layer_recompute": "megatron.recompute_granularity=selective with recompute_modules=[moe]",
     **{name: f"optimizer.{name}" for name in (
         "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad",
+        "muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_coefficient_type",
+        "muon_scale_mode", "muon_extra_scale_factor", "muon_split_qkv",
         "use_distributed_optimizer")},
+    "optimizer": "optimizer.name",
+    "muon_nesterov": "optimizer.muon_use_nesterov",
+    "use_layer_wise_distributed_optimizer": "optimizer.use_distributed_optimizer",
     "main_grads_dtype": "megatron.grad_reduce_in_fp32=false, which gives bf16 gradients",
     **dict.fromkeys((
         "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
@@ -107,13 +112,12 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "grad_norm_skip_threshold",),
     "the learning rate is optimizer.lr for every parameter": (
         "decoupled_lr", "decoupled_min_lr"),
-    "mrl trains with Adam, and its checkpoints, ledger and memory plan support no other state": (
-        "optimizer", "sgd_momentum", "muon_momentum", "muon_split_qkv", "muon_use_nesterov",
-        "muon_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
-        "muon_tp_mode", "muon_extra_scale_factor", "muon_coefficient_type",
-        "muon_scalar_optimizer", "lion_beta1", "lion_beta2", "soap_shampoo_beta",
+    "Muon orthogonalises whole matrices in the dtype of the weights, and Adam updates the rest": (
+        "muon_fp32_matmul_prec", "muon_tp_mode", "muon_scalar_optimizer"),
+    "mrl trains with Adam or Muon; its checkpoints, ledger and memory plan support no other state": (
+        "sgd_momentum", "lion_beta1", "lion_beta2", "soap_shampoo_beta",
         "soap_precondition_frequency", "soap_use_kl_shampoo", "adaptive_muon_moment2_method",
-        "adaptive_muon_beta2", "adaptive_muon_eps", "use_layer_wise_distributed_optimizer",
+        "adaptive_muon_beta2", "adaptive_muon_eps",
         "qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
     "model.dtype is float32 or bfloat16, which need no loss scale": (
         "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,15 @@ class Job:
     folder: str
     """The run's own folder; new or empty."""
     more: tuple[str, ...] = ()
-    """Overrides on top of the arm's."""
+    """Overrides of the recipe, those of the arm among them."""
     recipe: str = str(RECIPE)
     is_moe: bool = True
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Columns of the result beside `arm` and `seed`, which tell it from those of other jobs."""
+    router_noise: float = 0.0
+    """The scale of the disturbance of the engine's routers (`studies.collapse`)."""
+
+    @property
+    def name(self) -> str:
+        """The job in words."""
+        return " ".join([*map(str, self.columns.values()), self.arm, f"seed {self.seed}"])

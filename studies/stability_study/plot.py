@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -16,6 +16,7 @@ COLORS = {"off": "#c0392b", "TIS": "#e08e0b", "R2": "#8e44ad", "R3": "#1f78b4", 
           "R3+GSPO": "#1b9e77"}  # fmt: skip
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 300, 200, 46, 44, 30, 18
 Step = dict[str, Any]
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Panel:
     title: str
     value: Callable[[Step], float]
     log: bool = False
+    shows: Callable[[Result], bool] = lambda result: True
+    """Tells which runs are drawn."""
 
 
 PANELS = (
@@ -34,11 +37,13 @@ FLOOR = 1e-7
 """The smallest value on a logarithmic axis: smaller ones and 0 are drawn there."""
 
 
-def curves(results: Sequence[dict[str, Any]], panel: Panel) -> dict[str, list[tuple[float, ...]]]:
+def curves(
+    results: Sequence[Result], panel: Panel, arms: Iterable[str]
+) -> dict[str, list[tuple[float, ...]]]:
     """(median, smallest, largest) over seeds of each step of each arm; runs may end early."""
     found: dict[str, list[tuple[float, ...]]] = {}
-    for arm in COLORS:
-        runs = [r["steps"] for r in results if r["arm"] == arm]
+    for arm in arms:
+        runs = [r["steps"] for r in results if r["arm"] == arm and panel.shows(r)]
         columns = [
             [panel.value(run[i]) for run in runs if i < len(run)]
             for i in range(max(map(len, runs), default=0))
@@ -48,24 +53,33 @@ def curves(results: Sequence[dict[str, Any]], panel: Panel) -> dict[str, list[tu
     return found
 
 
-def svg(results: Sequence[dict[str, Any]]) -> str:
-    """Draw all panels side by side under one legend."""
-    width = LEFT + len(PANELS) * (WIDTH + LEFT) - LEFT + GAP
+def svg(
+    results: Sequence[Result],
+    colors: Mapping[str, str] = COLORS,
+    panels: Sequence[Panel] = PANELS,
+) -> str:
+    """Draw all panels side by side under one legend. `colors` has the color of each arm."""
+    width = LEFT + len(panels) * (WIDTH + LEFT) - LEFT + GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + BOTTOM}" '
         'font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{TOP + HEIGHT + BOTTOM}" fill="#fff"/>',
     ]
-    for i, (arm, color) in enumerate(COLORS.items()):
+    for i, (arm, color) in enumerate(colors.items()):
         x = LEFT + i * 90
         parts.append(f'<rect x="{x}" y="8" width="14" height="4" fill="{color}"/>')
         parts.append(f'<text x="{x + 18}" y="14">{escape(arm)}</text>')
-    for i, panel in enumerate(PANELS):
-        parts += _panel(panel, curves(results, panel), LEFT + i * (WIDTH + LEFT))
+    for i, panel in enumerate(panels):
+        parts += _panel(panel, curves(results, panel, colors), colors, LEFT + i * (WIDTH + LEFT))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(panel: Panel, lines: dict[str, list[tuple[float, ...]]], left: float) -> list[str]:
+def _panel(
+    panel: Panel,
+    lines: dict[str, list[tuple[float, ...]]],
+    colors: Mapping[str, str],
+    left: float,
+) -> list[str]:
     scale = math.log10 if panel.log else float
     points = [max(v, FLOOR) if panel.log else v for line in lines.values() for p in line for v in p]
     low, high = (scale(min(points)), scale(max(points))) if points else (0.0, 1.0)
@@ -94,11 +108,11 @@ def _panel(panel: Panel, lines: dict[str, list[tuple[float, ...]]], left: float)
     for arm, line in lines.items():
         band = [at(i, p[2]) for i, p in enumerate(line)]
         band += [at(i, p[1]) for i, p in reversed(list(enumerate(line)))]
-        parts.append(f'<polygon points="{" ".join(band)}" fill="{COLORS[arm]}" opacity="0.10"/>')
+        parts.append(f'<polygon points="{" ".join(band)}" fill="{colors[arm]}" opacity="0.10"/>')
     for arm, line in lines.items():
         middle = " ".join(at(i, p[0]) for i, p in enumerate(line))
         parts.append(
-            f'<polyline points="{middle}" fill="none" stroke="{COLORS[arm]}" stroke-width="1.6"/>'
+            f'<polyline points="{middle}" fill="none" stroke="{colors[arm]}" stroke-width="1.6"/>'
         )
     return parts
 

@@ -30,7 +30,7 @@ from mrl.run.folder import RunFolder
 from mrl.system.clock import Clock
 from mrl.types import LossOutput, Mean, MicroBatch, SampleGroup
 from parallel.mesh import Mesh, init_mesh
-from studies.stability_study.arms import ARMS, CORRECTIONS, Job
+from studies.stability_study.arms import Job
 from tests.loop.stepped import SteppedRun
 
 TAU = 2.0
@@ -142,6 +142,11 @@ class Run(SteppedRun):
             plain.critic,
         )
 
+    def both_ways(self, groups: list[SampleGroup]) -> dict[str, dict[str, float]]:
+        """Compare engine and trainer on the groups (`PairedLearner.both_ways`)."""
+        assert isinstance(self.learner, PairedLearner)
+        return self.learner.both_ways(groups)
+
     @property
     def paired(self) -> dict[str, dict[str, float]]:
         assert isinstance(self.learner, PairedLearner)
@@ -155,7 +160,7 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
         [
             f"model.path={job.start}", f"output_dir={job.folder}", f"seed={job.seed}",
             f"train.num_steps={job.num_steps}", "sft=null", "guards.max_nonfinite_steps=1",
-            *{**ARMS, **CORRECTIONS}[job.arm], *job.more,
+            *job.more,
         ],
     )  # fmt: skip
     plan = check(recipe, 1)
@@ -169,8 +174,8 @@ def make_run(job: Job, mesh: Mesh | None) -> Run:
 def start_engine(job: Job) -> tuple[RolloutEngine, Mesh]:
     """Start the engine for all runs of this process; of a MoE it records routes, whatever the arm of
     `job`."""
-    arm = "R3" if job.is_moe else "off"
-    run = make_run(dataclasses.replace(job, arm=arm, folder=f"{job.folder}_engine"), None)
+    more = (*job.more, f"moe.routing_replay={'r3' if job.is_moe else 'off'}")
+    run = make_run(dataclasses.replace(job, more=more, folder=f"{job.folder}_engine"), None)
     return run.begin(None), run.mesh
 
 

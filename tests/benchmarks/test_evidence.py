@@ -322,7 +322,8 @@ def test_unknown_names_are_refused(monkeypatch, capsys) -> None:
         evidence.main()
     assert left.value.code == 2
     assert (
-        "--only: got layout; expected some of async, bench, conformance" in capsys.readouterr().err
+        "--only: got layout; expected some of agent_runs, async, bench, collapse"
+        in capsys.readouterr().err
     )
     with pytest.raises(ValueError, match="got x;"):
         chosen(["x", "layouts"])

@@ -71,7 +71,7 @@ def test_the_toy_recipe_is_the_documented_run():
         ("moe.routing_replay=r4", "'off', 'r2' or 'r3', got 'r4'"),
         ("train.num_steps=2.5", "train.num_steps: Input should be a valid integer"),
         ("algorithm.name=3", "algorithm.name: expected text, got 3"),
-        ("optimizer=3", "optimizer: expected a mapping of keys, such as optimizer.lr, got 3"),
+        ("optimizer=3", "optimizer: expected a mapping of keys, such as optimizer.name, got 3"),
         (
             "algorithm=grpo",
             "algorithm: expected a mapping of keys; did you mean algorithm.name, got",

@@ -45,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
             "parallel.expected_tensors",
             "parallel.hf_config",
             "parallel.lora.rules",
+            "parallel.owners",
         ),
     },
     "mrl.run": {"moe.trace", "parallel.checkpoint"},

@@ -21,6 +21,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {**TIED, "rope_parameters": LLAMA3}),
     "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {"rope_parameters": LLAMA3}),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True}),
     "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1, "rope_parameters": LLAMA3}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [], "rope_parameters": LLAMA3}),
 }
@@ -52,9 +54,13 @@ def write_model(name: str, folder: Path) -> Toy:
         release("qwen2", False),
         release("qwen3", False),
         release("mixtral", False),
+        release("olmoe", False),
+        release("glm4_moe", False),
         ("qwen2_moe", False),
         release("qwen3_moe", False),
         release("mixtral", True),
+        release("olmoe", True),
+        release("glm4_moe", True),
         release("qwen2_moe", True),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.evidence.result import between_markers
 from mrl.toy_model import write_toy_model
-from studies.stability import line_of, read_lines
+from studies.stability import line_of
 from studies.stability_study.arms import ARMS, Job
+from studies.stability_study.jobs import read_lines
 from studies.stability_study.plot import PANELS, svg
 from studies.stability_study.report import (
     checks,
@@ -46,7 +47,8 @@ def two_runs(folder: Path) -> list[dict[str, Any]]:
     results = []
     try:
         for arm in ("off", "R3"):
-            mine = dataclasses.replace(job, arm=arm, folder=str(folder / arm))
+            more = (*SMALL, *ARMS[arm])
+            mine = dataclasses.replace(job, arm=arm, folder=str(folder / arm), more=more)
             run = make_run(mine, mesh)
             run.begin(engine)
             results.append(result_of(run, mine))

@@ -81,6 +81,7 @@ class Layout:
     recompute: bool = True
     true_on_policy: bool = False
     replay: Literal["ids", "ids_order_weights"] = "ids"
+    optimizer: Literal["adam", "muon"] = "adam"
     lora: Experts | None = None
     """Train an adapter of all projections, with these matrices of the experts."""
     loops: bool = False
@@ -99,23 +100,19 @@ class Layout:
         text = "x".join(parts)
         if ends := [f"{n} {key}" for key in ("first", "last") if (n := self.sizes.get(key))]:
             text += f" ({', '.join(ends)})"
-        if dispatcher := self.sizes.get("dispatcher"):
-            text += f" {dispatcher}"
-        if self.distributed_optimizer:
-            text += " distributed optimizer"
-        if not self.recompute:
-            text += " no recompute"
-        if self.true_on_policy:
-            text += " true on-policy"
-        if self.replay != "ids":
-            text += f" {self.replay}"
-        if self.lora is not None:
-            text += f" LoRA, experts {self.lora}"
-        if self.loops:
-            text += " one by one"
-        if self.share_prefixes:
-            text += " shared prefixes"
-        return text + (" bf16" if self.dtype == "bfloat16" else "")
+        more = [
+            ("dispatcher" in self.sizes, f" {self.sizes.get('dispatcher')}"),
+            (self.optimizer == "muon", " Muon"),
+            (self.distributed_optimizer, " distributed optimizer"),
+            (not self.recompute, " no recompute"),
+            (self.true_on_policy, " true on-policy"),
+            (self.replay != "ids", f" {self.replay}"),
+            (self.lora is not None, f" LoRA, experts {self.lora}"),
+            (self.loops, " one by one"),
+            (self.share_prefixes, " shared prefixes"),
+            (self.dtype == "bfloat16", " bf16"),
+        ]
+        return text + "".join(words for is_on, words in more if is_on)
 
 
 def parallel_config(sizes: dict[str, Any]) -> ParallelConfig:
@@ -135,6 +132,7 @@ def build(
     *,
     dtype: Any = "float32",
     distributed_optimizer: bool = False,
+    optimizer: Literal["adam", "muon"] = "adam",
     true_on_policy: bool = False,
     replay: Literal["ids", "ids_weights", "ids_order_weights"] = "ids",
     megatron: Mapping[str, Any] = MappingProxyType({}),
@@ -148,6 +146,7 @@ def build(
         # A larger epsilon than Adam's usual one: its first step would otherwise be the sign of the
         # gradient, and rounding noise around 0 would come out as a full step.
         OptimizerConfig(
+            name=optimizer,
             lr=1e-3,
             weight_decay=0.01,
             clip_grad=0.05,
@@ -260,6 +259,7 @@ def train_layout(model_path: Path, layout: Layout, samples: list[Sample]) -> dic
         layout.recompute,
         dtype=layout.dtype,
         distributed_optimizer=layout.distributed_optimizer,
+        optimizer=layout.optimizer,
         true_on_policy=layout.true_on_policy,
         replay=layout.replay,
         # One process is what the others are held against: with all logits.

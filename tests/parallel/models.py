@@ -74,6 +74,24 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 3}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {**COMMON["rope_parameters"], "partial_rotary_factor": 0.5},
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {

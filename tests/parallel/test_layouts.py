@@ -49,6 +49,27 @@ LAYOUTS = [
     release(Layout(4, {"tensor": 2, "context": 2})),
     release(Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"})),
 ]
+MUON = [
+    Layout(2, {"tensor": 2, "expert_tensor": 2}, optimizer="muon"),
+    Layout(2, distributed_optimizer=True, optimizer="muon"),
+    release(
+        Layout(
+            8,
+            {"tensor": 2, "pipeline": 2, "expert": 2},
+            distributed_optimizer=True,
+            optimizer="muon",
+        )
+    ),
+    release(Layout(4, {"tensor": 2, "expert_tensor": 2, "expert": 2}, optimizer="muon")),
+    release(
+        Layout(
+            4,
+            {"pipeline": 2, "virtual_pipeline": 2},
+            distributed_optimizer=True,
+            optimizer="muon",
+        )
+    ),
+]
 LORA = [
     Layout(2, {"tensor": 2, "expert_tensor": 2}, lora="per_expert"),
     Layout(2, {"expert": 2}, lora="shared_outer", distributed_optimizer=True),
@@ -95,6 +116,28 @@ def test_layout_matches_one_process(
     assert result.replay_coverage == 1.0
     assert result.worst < TOLERANCE
     assert ours["routing"] == pytest.approx(reference["routing"], rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def muons_reference(
+    model_path: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    layout, out = Layout(1, optimizer="muon"), tmp_path_factory.mktemp("muon")
+    return run_ranks(1, train_layout, model_path, layout, samples, folder=out)[0]
+
+
+@pytest.mark.parametrize("layout", MUON, ids=lambda layout: layout.name)
+def test_muon_matches_one_process(
+    layout: Layout,
+    model_path: Path,
+    samples: list[Sample],
+    muons_reference: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    ours = run_ranks(layout.world, train_layout, model_path, layout, samples, folder=tmp_path)[0]
+    result = agreement(ours, muons_reference, load_file(model_path / "model.safetensors"))
+    assert result.worst < TOLERANCE
+    assert result.weights < 1e-6
 
 
 Reference = Callable[[Layout], tuple[dict[str, Any], dict[str, Tensor]]]

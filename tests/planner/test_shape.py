@@ -23,6 +23,8 @@ MLA = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_hea
        "v_head_dim": 10, "num_key_value_heads": 4, "first_k_dense_replace": 1,
        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
        "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}  # fmt: skip
+GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}  # fmt: skip
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", MOE | {"mlp_only_layers": [1]}),
     "qwen3_moe, every second layer": ("qwen3_moe", MOE | {"decoder_sparse_step": 2}),
@@ -30,6 +32,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", MOE | {"shared_expert_intermediate_size": 24, "head_dim": 8}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8}),
+    "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True}),
+    "glm4_moe with norms": ("glm4_moe", GLM | {"use_qk_norm": True, "first_k_dense_replace": 2}),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3, whole queries": ("deepseek_v3", MLA | {"q_lora_rank": None}),
 }

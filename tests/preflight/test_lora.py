@@ -36,6 +36,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "model.transformer_impl=transformer_engine",
             ["only mrl's native layers", "leave it at auto"],
         ),
+        ("optimizer.name=muon", ["Muon's rule is for whole matrices", "leave it at adam"]),
         ("moe.expert_bias_update_rate=0.001", ["it would change the base", "set it to 0"]),
         (
             "megatron.overlap_param_gather=true",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import importlib.util
 import string
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,6 @@ from mrl.engines.sglang.decode import (
     Expected,
     RouteShape,
     decode_completion,
-    refuse_unfaithful,
     route_shape,
 )
 from mrl.engines.sglang.engine import Engine
@@ -96,34 +94,6 @@ def test_route_shape_of_architectures():
     assert route_shape(config) == RouteShape(3, (2, 3), 16, 4)
     with pytest.raises(InputError, match="routing_replay=off"):
         route_shape(SimpleNamespace(num_hidden_layers=2, model_type="llama"))
-
-
-def test_architectures_that_sglang_runs_in_part():
-    mixtral, qwen = SimpleNamespace(model_type="mixtral"), SimpleNamespace(model_type="qwen2_moe")
-    with pytest.raises(
-        InputError, match=r"SGLang 0.5.21 cannot record its routes; install SGLang 0.5.22 or later"
-    ):
-        refuse_unfaithful(mixtral, on_gpu=True, return_routes=True, release="0.5.21")
-    refuse_unfaithful(mixtral, on_gpu=False, return_routes=False, release="0.5.21")
-    refuse_unfaithful(mixtral, on_gpu=False, return_routes=True)
-    refuse_unfaithful(qwen, on_gpu=False, return_routes=True)
-    deepseek = SimpleNamespace(model_type="deepseek_v3")
-    with pytest.raises(InputError, match="latent attention is wrong"):
-        refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "llama"])
-def test_what_sglang_ignores_in_a_config(model_type):
-    sizes = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}
-    tied = SimpleNamespace(**sizes, tie_word_embeddings=True)
-    wide = SimpleNamespace(**sizes, head_dim=16)
-    for config, is_refused, match in (
-        (tied, model_type != "llama", "would not tie its output layer"),
-        (wide, model_type in ("mixtral", "qwen2_moe"), "head_dim 16: SGLang would take"),
-        (SimpleNamespace(**sizes, head_dim=8), False, ""),
-    ):
-        with pytest.raises(InputError, match=match) if is_refused else nullcontext():
-            refuse_unfaithful(config, on_gpu=True, return_routes=True)
 
 
 def spans(*spans):

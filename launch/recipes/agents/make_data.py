@@ -1,8 +1,8 @@
 """Writes the rows of the recipes in this folder: `python launch/recipes/agents/make_data.py`.
 
 sums.jsonl: sums and differences of one digit. sums_demonstrations.jsonl shows the toy model how to
-call the calculator for them, and to say what it answers. word_sums.jsonl and shell.jsonl are for a
-pretrained model, which an example in the prompt shows what to do.
+call the calculator for them, and to say what it answers. long_sums.jsonl, with demonstrations of other
+sums, and shell.jsonl are for a pretrained model, which an example in the prompt shows what to do.
 """
 
 from __future__ import annotations
@@ -48,20 +48,36 @@ def demonstrations() -> Iterator[dict[str, Any]]:
         }
 
 
-def word_sums() -> Iterator[dict[str, Any]]:
-    """Sums of two digits for a pretrained model, with one solved example."""
-    example = [
-        message("user", "What is 20 + 31?"),
-        message("assistant", call_of(20, "+", 31)),
-        message("tool", "51"),
-        message("assistant", "20 + 31 = 51"),
+def solved(a: int, b: int) -> list[dict[str, str]]:
+    """Return how the sum of `a` and `b` is asked for, computed and answered."""
+    return [
+        message("user", f"What is {a} + {b}?"),
+        message("assistant", call_of(a, "+", b)),
+        message("tool", str(a + b)),
+        message("assistant", f"{a} + {b} = {a + b}"),
     ]
-    system = message("system", "Use the calculator: answer with a tool call.")
-    draw = random.Random(0)
-    for _ in range(64):
-        a, b = draw.randint(10, 99), draw.randint(10, 99)
-        question = message("user", f"What is {a} + {b}?")
-        yield {"prompt": [system, *example, question], "answer": str(a + b)}
+
+
+def sums_of_four_digits(seed: int, num: int) -> Iterator[tuple[int, int]]:
+    draw = random.Random(seed)
+    for _ in range(num):
+        yield draw.randint(1000, 9999), draw.randint(1000, 9999)
+
+
+BEFORE = [message("system", "Use the calculator: answer with a tool call."), *solved(2140, 3315)]
+
+
+def long_sums() -> Iterator[dict[str, Any]]:
+    """Sums that a small model does not compute itself, after one that is solved."""
+    for a, b in sums_of_four_digits(0, 64):
+        yield {"prompt": [*BEFORE, solved(a, b)[0]], "answer": str(a + b)}
+
+
+def long_demonstrations() -> Iterator[dict[str, Any]]:
+    for a, b in sums_of_four_digits(1, 64):
+        asked, called, told, answered = solved(a, b)
+        yield {"prompt": [*BEFORE, asked], "completion": called["content"]}
+        yield {"prompt": [*BEFORE, asked, called, told], "completion": answered["content"]}
 
 
 def shell() -> Iterator[dict[str, Any]]:
@@ -100,7 +116,8 @@ def shell() -> Iterator[dict[str, Any]]:
 FILES = {
     "sums.jsonl": sums,
     "sums_demonstrations.jsonl": demonstrations,
-    "word_sums.jsonl": word_sums,
+    "long_sums.jsonl": long_sums,
+    "long_sums_demonstrations.jsonl": long_demonstrations,
     "shell.jsonl": shell,
 }
 

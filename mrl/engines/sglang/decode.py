@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from mrl.engines.sglang.route_memory import RouteReader, find_reference
 from mrl.engines.sglang.spans import cut_spans, row_versions, version_spans
 from mrl.errors import InputError
 from mrl.sampling_mask import SamplingMask
-from mrl.system.releases import numbers
 from mrl.types import RoutingTrace, VersionSpan
 
 
@@ -56,64 +54,6 @@ def route_shape(config: Any, *, with_weights: bool = False) -> RouteShape:
         if i not in dense and i >= num_dense_first and (i + 1) % sparse_step == 0
     )
     return RouteShape(config.num_hidden_layers, layer_numbers, num_experts, topk, with_weights)
-
-
-ROUTES_OF_MIXTRAL_SINCE = "0.5.22"
-"""The first SGLang release whose Mixtral passes the layer numbers to the recorder of routes."""
-
-UNTIED = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""The model types whose output layer SGLang never ties to the embedding."""
-
-
-def refuse_unfaithful(
-    config: Any, *, on_gpu: bool, return_routes: bool, release: str | None = None
-) -> None:
-    """Raise InputError for a model that SGLang would run wrongly, or not at all.
-
-    `release` is the release of SGLang, by default the installed one. SGLang has these faults:
-
-    - The Qwen MoE models make every layer sparse, whatever config.json says. The experts of a dense
-      layer keep their random initialisation, and nothing is logged.
-    - Attention on CPUs uses the cached latents of a DeepSeek prompt as if they were values.
-    - The models in UNTIED do not tie the output layer to the embedding, and except for Qwen3-MoE they
-      ignore head_dim.
-    - Before 0.5.22, Mixtral passed no layer numbers to the recorder of routes.
-    """
-    release = release or version("sglang")
-    if (
-        config.model_type == "mixtral"
-        and return_routes
-        and numbers(release) < numbers(ROUTES_OF_MIXTRAL_SINCE)
-    ):
-        raise InputError(
-            f"model 'mixtral': SGLang {release} cannot record its routes; install SGLang "
-            f"{ROUTES_OF_MIXTRAL_SINCE} or later, or set moe.routing_replay=r2 or off"
-        )
-    if config.model_type == "deepseek_v3" and not on_gpu:
-        raise InputError(
-            "model 'deepseek_v3': SGLang's latent attention is wrong on a CPU; roll it out on GPUs"
-        )
-    if config.model_type in UNTIED and getattr(config, "tie_word_embeddings", False):
-        raise InputError(
-            f"model {config.model_type!r} with tie_word_embeddings: SGLang would not tie its output "
-            "layer; save the model with tie_word_embeddings=false and the embedding as lm_head.weight"
-        )
-    if config.model_type in ("mixtral", "qwen2_moe") and (
-        size := getattr(config, "head_dim", None)
-    ):
-        heads, hidden_size = config.num_attention_heads, config.hidden_size
-        if size * heads != hidden_size:
-            raise InputError(
-                f"model {config.model_type!r} with head_dim {size}: SGLang would take hidden_size / "
-                f"num_attention_heads, {hidden_size} / {heads}"
-            )
-    dense = list(getattr(config, "mlp_only_layers", None) or [])
-    sparse_step = getattr(config, "decoder_sparse_step", None) or 1
-    if config.model_type in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1):
-        raise InputError(
-            f"model {config.model_type!r} with mlp_only_layers={dense} and decoder_sparse_step="
-            f"{sparse_step}: SGLang would run every layer as MoE; expected [] and 1"
-        )
 
 
 def refuse_weights(*, on_gpu: bool, return_routes: bool) -> None:

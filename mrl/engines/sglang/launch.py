@@ -15,10 +15,11 @@ from mrl.config import RolloutConfig
 from mrl.config.adapter import AdapterLimits
 from mrl.engines.base import EngineConfig, engine_seed
 from mrl.engines.sglang.adapter.limits import refuse_layout
-from mrl.engines.sglang.decode import RouteShape, refuse_unfaithful, refuse_weights, route_shape
+from mrl.engines.sglang.decode import RouteShape, refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models
 from mrl.engines.sglang.quantized import check_quantization, dequantized_settings
 from mrl.engines.sglang.settings import server_environment, server_settings
+from mrl.engines.sglang.unfaithful import refuse_unfaithful
 from mrl.errors import InputError
 
 
@@ -76,7 +77,7 @@ def read_launch(
         )
     hf_config = _read_hf_config(config.model.path)
     on_gpu, return_routes = bool(gpu_ids), config.return_routes
-    refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
+    refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes, num_ranks=ranks)
     if config.adapter is not None:
         adapters = AdapterLimits.around([config.adapter])
     if adapters is not None:

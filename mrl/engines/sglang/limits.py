@@ -10,11 +10,12 @@ from typing import Any
 
 from mrl.config import RolloutConfig
 from mrl.engines.sglang.arguments import check_server_args
-from mrl.engines.sglang.decode import refuse_unfaithful, refuse_weights, route_shape
+from mrl.engines.sglang.decode import refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models, refuse_unknown
 from mrl.engines.sglang.quantized import check_gpu, check_quantization
 from mrl.engines.sglang.requests import longest_in_cache
 from mrl.engines.sglang.settings import CPU_MAX_TOTAL_TOKENS
+from mrl.engines.sglang.unfaithful import refuse_unfaithful
 from mrl.errors import InputError
 
 
@@ -42,7 +43,12 @@ def check_limits(
     except (OSError, ValueError) as error:
         raise InputError(f"model.path: {file} cannot be read: {error}") from None
     refuse_unknown(str(getattr(hf_config, "model_type", "")))
-    refuse_unfaithful(hf_config, on_gpu=on_gpu, return_routes=return_routes)
+    refuse_unfaithful(
+        hf_config,
+        on_gpu=on_gpu,
+        return_routes=return_routes,
+        num_ranks=config.tensor_parallel_size,
+    )
     _refuse_fused_rope(hf_config, config.server_args)
     check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
     if capability is not None:

@@ -30,7 +30,12 @@ EVERY: list[tuple[dict[str, Any], str]] = [
     ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *((name, changes, text) for name in SETTINGS for changes, text in EVERY),
+    *(
+        (name, changes, text)
+        for name in SETTINGS
+        for changes, text in EVERY
+        if not (name == "glm4_moe" and changes.keys() & {"attention_bias", "partial_rotary_factor"})
+    ),
     ("qwen3", {"rope_parameters": YARN}, "only default and llama3"),
     ("llama", {"rope_parameters": YARN}, "only default and llama3"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
@@ -42,19 +47,41 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 1}, "no gradient"),
     ("mixtral", {"sliding_window": 64}, "sliding_window 64 is shorter"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("olmoe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+    ("olmoe", {"head_dim": 16}, "4 heads of 16 are 64 columns, but"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "one epsilon"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "must equal num_attention_heads 4"),
-    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
-    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
-    ("deepseek_v3", {"first_k_dense_replace": 4}, "no MoE layer"),
-    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
-    ("deepseek_v3", {"norm_topk_prob": False}, "normalises exactly when"),
-    ("deepseek_v3", {"num_experts_per_tok": 1}, "normalises exactly when"),
-    ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
-    ("deepseek_v3", {"n_group": 3}, "n_group 3"),
-    ("deepseek_v3", {"num_experts_per_tok": 4}, "4 // 1 = 4 experts, the model by its best 2"),
+    *(
+        (name, changes, text)
+        for name in ("deepseek_v3", "glm4_moe")
+        for changes, text in (
+            ({"moe_layer_freq": 2}, "moe_layer_freq"),
+            ({"n_shared_experts": 0}, "n_shared_experts"),
+            ({"first_k_dense_replace": 4}, "no MoE layer"),
+            ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+            ({"topk_method": "greedy"}, "topk_method 'greedy'"),
+            ({"norm_topk_prob": False}, "normalises exactly when"),
+            ({"num_experts_per_tok": 1}, "normalises exactly when"),
+            ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+            ({"n_group": 3}, "n_group 3"),
+            ({"num_experts_per_tok": 4}, "4 // 1 = 4 experts, the model by its best 2"),
+        )
+    ),
+    (
+        "glm4_moe",
+        {"rope_parameters": {"rope_theta": 1e4}, "partial_rotary_factor": None},
+        "there is no partial_rotary_factor",
+    ),
+    *(
+        (
+            "glm4_moe",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": number}},
+            text,
+        )
+        for number, text in ((0.2, "of head_dim 16 rotates 3 dim"), (1.5, "rotates 24 dimensions"))
+    ),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": None}}, "both or none"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 1.0}}, "attention_factor"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate"),
@@ -93,10 +120,11 @@ def test_what_megatron_would_compute_otherwise_is_refused(
 def test_configs_of_transformers_4_mean_the_same(model_type: str, folders: dict[str, Path]) -> None:
     """There, theta stands beside rope_scaling, whose kind is called `type`."""
     new = json.loads((folders[model_type] / "config.json").read_text())["rope_parameters"]
-    yarn = {k: v for k, v in new.items() if k not in ("rope_theta", "rope_type")}
+    outside = {k: v for k, v in new.items() if k in ("rope_theta", "partial_rotary_factor")}
+    yarn = {k: v for k, v in new.items() if k not in (*outside, "rope_type")}
     old = {
         "rope_parameters": None,
-        "rope_theta": new["rope_theta"],
+        **outside,
         "rope_scaling": {"type": "yarn", **yarn} if yarn else None,
     }
     assert settings_of(folders[model_type], **old) == settings_of(folders[model_type])
@@ -132,6 +160,8 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "qwen3_moe": (48, 4, 16, 0),
         "qwen2_moe": (48, 4, 16, 24),
         "mixtral": (0, 4, 48, 0),
+        "olmoe": (0, 8, 48, 0),
+        "glm4_moe": (48, 8, 16, 32),
         "deepseek_v3": (48, 8, 16, 32),
     }
     layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
@@ -142,6 +172,8 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "qwen3_moe": (1, 3, 4),
         "qwen2_moe": (2, 4),
         "mixtral": (1, 2, 3, 4),
+        "olmoe": (1, 2, 3, 4),
+        "glm4_moe": (2, 3, 4),
         "deepseek_v3": (2, 3, 4),
     }
     assert sizes["deepseek_v3"].num_query_groups == 4
@@ -197,14 +229,15 @@ def test_only_the_files_of_the_index_are_read(folders: dict[str, Path], tmp_path
         HfTensors(model)
 
 
-def test_layers_of_multi_token_prediction_are_left_out_and_said_so(
-    folders: dict[str, Path],
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_layers_of_multi_token_prediction_are_not_read_and_said_so(
+    model_type: str, folders: dict[str, Path]
 ) -> None:
-    model = HfModel.read(folders["deepseek_v3"])
+    model = HfModel.read(folders[model_type])
     model.config["num_nextn_predict_layers"] = 1
     assert model.describe() == (
-        "deepseek_v3, 8 experts in 3 of 4 layers, a multi-token-prediction layer is neither trained "
-        "nor exported"
+        f"{model_type}, 8 experts in 3 of 4 layers, a multi-token-prediction layer is not trained, and "
+        "exported as it is"
     )
     check_names(model, {"model.layers.4.eh_proj.weight"})
     with pytest.raises(InputError, match=r"model\.layers\.5"):

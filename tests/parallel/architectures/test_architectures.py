@@ -64,6 +64,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"norm_topk_prob": True, "qkv_bias": False, "rope_parameters": LLAMA3},
     ),
     "qwen2_moe mlp_only": ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}),
+    "olmoe grouped queries, renormalised, llama3 rope": (
+        "olmoe",
+        {"num_key_value_heads": 2, "norm_topk_prob": True, "rope_parameters": LLAMA3},
+    ),
+    "glm4_moe norms, no biases, llama3 rope, no groups": (
+        "glm4_moe",
+        {
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "first_k_dense_replace": 2,
+            "n_group": 1,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.25},
+        },
+    ),
     "deepseek_v3 no q latent, no yarn, no groups": (
         "deepseek_v3",
         {
@@ -229,7 +244,7 @@ def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
 
 def gate_weights(config: dict[str, Any], logits: Tensor, ids: Tensor) -> Tensor:
     """The weights [n, K] that the papers give to experts `ids` [n, K], from router logits [n, E]."""
-    if config["model_type"] == "deepseek_v3":  # arXiv 2412.19437 eq. 12 to 16
+    if "routed_scaling_factor" in config:  # arXiv 2412.19437 eq. 12 to 16
         chosen = logits.sigmoid().gather(1, ids)
         return config["routed_scaling_factor"] * chosen / chosen.sum(1, keepdim=True)
     chosen = logits.softmax(1).gather(1, ids)

@@ -39,6 +39,8 @@ def model_of(model_type: str, **changes: Any) -> HfModel:
         (model_of("qwen3_moe"), QKVO, MLP),
         (model_of("qwen2_moe"), QKVO, MLP),
         (model_of("mixtral"), QKVO, ("w1", "w3", "w2")),
+        (model_of("olmoe"), QKVO, MLP),
+        (model_of("glm4_moe"), QKVO, MLP),
         (model_of("deepseek_v3"), LATENT, MLP),
         (model_of("deepseek_v3", q_lora_rank=None), ("q_proj", *LATENT[2:]), MLP),
     ],

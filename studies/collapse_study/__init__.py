@@ -1,0 +1,1 @@
+"""This package holds the parts of `python -m studies.collapse`."""

@@ -1,0 +1,50 @@
+"""Multi-token-prediction layers of a model folder: not trained, and exported as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mrl.cli import main
+from parallel.checkpoint.checkpoints import Checkpoints
+from tests.parallel.layouts import build, join_mesh
+from tests.parallel.models import write_tiny
+from tests.ranks import run_ranks
+
+MTP = {
+    "model.layers.4.eh_proj.weight": torch.randn(32, 64),
+    "model.layers.4.mlp.experts.3.up_proj.weight": torch.randn(16, 32).bfloat16(),
+}
+
+
+def saves(path: Path, root: Path) -> None:
+    mesh = join_mesh(path, {})
+    Checkpoints(root, mesh, keep=1).save(1, build(path, mesh), {})
+
+
+def test_an_export_has_the_layers_of_the_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, root = write_tiny("glm4_moe", tmp_path / "base"), tmp_path / "checkpoints"
+    config = json.loads((base / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (base / "config.json").write_text(json.dumps(config))
+    given = load_file(base / "model.safetensors")
+    save_file(MTP, base / "mtp.safetensors")
+    run_ranks(1, saves, base, root, folder=tmp_path / "out")
+
+    main(["export", str(root / "iter_0000001"), str(tmp_path / "hf")])
+    assert "2 of them untrained, as in the base model" in capsys.readouterr().out
+    found = load_file(next((tmp_path / "hf").glob("*.safetensors")))
+    assert found.keys() == given.keys() | MTP.keys()
+    for name, tensor in (given | MTP).items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+    (base / "mtp.safetensors").unlink()  # transformers leaves these layers out when it saves
+    main(["export", str(root / "iter_0000001"), str(tmp_path / "without")])
+    assert "untrained" not in capsys.readouterr().out
+    assert load_file(next((tmp_path / "without").glob("*.safetensors"))).keys() == given.keys()

@@ -1,0 +1,68 @@
+"""What SGLang would run otherwise than config.json says is refused before it starts."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.engines.sglang.unfaithful import refuse_unfaithful
+from mrl.errors import InputError
+
+
+def test_architectures_that_sglang_runs_in_part() -> None:
+    qwen = SimpleNamespace(model_type="qwen2_moe")
+    for late in (SimpleNamespace(model_type="mixtral"), SimpleNamespace(model_type="olmoe")):
+        with pytest.raises(
+            InputError, match=r"SGLang 0.5.21 cannot record its routes; install SGLang 0.5.22 or"
+        ):
+            refuse_unfaithful(late, on_gpu=True, return_routes=True, release="0.5.21")
+        refuse_unfaithful(late, on_gpu=False, return_routes=False, release="0.5.21")
+        refuse_unfaithful(late, on_gpu=False, return_routes=True)
+    refuse_unfaithful(qwen, on_gpu=False, return_routes=True)
+    deepseek = SimpleNamespace(model_type="deepseek_v3")
+    with pytest.raises(InputError, match="latent attention is wrong"):
+        refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "llama"])
+def test_what_sglang_ignores_in_a_config(model_type: str) -> None:
+    sizes = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}
+    tied = SimpleNamespace(**sizes, tie_word_embeddings=True)
+    wide = SimpleNamespace(**sizes, head_dim=16)
+    for config, is_refused, match in (
+        (tied, model_type != "llama", "would not tie its output layer"),
+        (wide, model_type in ("mixtral", "qwen2_moe"), "head_dim 16: SGLang would take"),
+        (SimpleNamespace(**sizes, head_dim=8), False, ""),
+    ):
+        with pytest.raises(InputError, match=match) if is_refused else nullcontext():
+            refuse_unfaithful(config, on_gpu=True, return_routes=True)
+
+
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-5,
+    "norm_topk_prob": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "match"),
+    [
+        ({}, 2, "over all heads on one rank only; set rollout.tensor_parallel_size=1"),
+        ({"num_key_value_heads": 8}, 1, "num_key_value_heads 8: SGLang supports only"),
+        ({"norm_topk_prob": True}, 1, "would not renormalise the gate weights"),
+        ({"rms_norm_eps": 1e-6}, 1, "rms_norm_eps 1e-06: SGLang would take 1e-05"),
+    ],
+)
+def test_what_sglang_has_fixed_in_olmoe(
+    changes: dict[str, Any], num_ranks: int, match: str
+) -> None:
+    refuse_unfaithful(SimpleNamespace(**OLMOE), on_gpu=True, return_routes=True)
+    config = SimpleNamespace(**(OLMOE | changes))
+    with pytest.raises(InputError, match=f"model 'olmoe' .*{match}"):
+        refuse_unfaithful(config, on_gpu=True, return_routes=True, num_ranks=num_ranks)
