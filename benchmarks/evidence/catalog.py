@@ -261,7 +261,7 @@ TARGETS = (
            (*ROLLOUT, "mrl/engine_pool", "mrl/scheduling", "mrl/trainer.py", RECIPE,
             "benchmarks/elastic_*.py"), 40, short="tests/disaggregated/test_elastic.py"),
     Target("agent_runs", "ten steps of agents and environments from elsewhere on a pretrained model",
-           ("benchmarks.agent_runs",), (),
+           ("benchmarks.agent_runs",), ("agent_runs",),
            (*STEP, "mrl/environments", "launch/recipes/agents", "benchmarks/agent_runs.py",
             "benchmarks/episode_runs"), 30, short="tests/endpoint/test_runs.py"),
     Target("episodes", "a slow environment among fast ones, and 1,000 episodes at one time",
