@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 Rule = Callable[[float, float], float]
@@ -47,12 +47,24 @@ class EngineMetrics:
     sync_bytes: float = _metric("rollout/sync_bytes", rounds=_newer)
     """Size of the newest weight sync in bytes."""
 
+    def __post_init__(self) -> None:
+        self._last_sync_bytes = self.sync_bytes
+
     def reset(self) -> None:
         """Set all values to zero except `sync_bytes`, which is kept because a step may have no
         weight sync of its own."""
         for each in fields(self):
             if each.name != "sync_bytes":
                 setattr(self, each.name, 0.0)
+
+    def take(self) -> EngineMetrics:
+        """Return a copy of these values, and reset them. A step in which no engine reports has the
+        `sync_bytes` of the step before."""
+        taken = replace(self, sync_bytes=self.sync_bytes or self._last_sync_bytes)
+        self._last_sync_bytes = taken.sync_bytes
+        self.reset()
+        self.sync_bytes = 0.0
+        return taken
 
     @contextmanager
     def recovering(self) -> Iterator[None]:

@@ -58,3 +58,12 @@ def test_times_of_blocks_count_unless_they_raise() -> None:
     with pytest.raises(RuntimeError), metrics.verifying():
         raise RuntimeError
     assert metrics.verify_s == before
+
+
+def test_a_step_in_which_no_engine_reports_has_the_bytes_of_the_step_before() -> None:
+    measured = EngineMetrics()
+    measured.add_worker(EngineMetrics(num_restarts=1, sync_bytes=100))
+    assert measured.take() == EngineMetrics(num_restarts=1, sync_bytes=100)
+    assert measured.take() == EngineMetrics(sync_bytes=100)  # its engine was removed
+    measured.add_worker(EngineMetrics(sync_bytes=20))
+    assert measured.take() == EngineMetrics(sync_bytes=20)

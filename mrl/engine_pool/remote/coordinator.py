@@ -241,7 +241,7 @@ class Coordinator(Generic[S]):
         """Return metrics by key: the workers' measurements since the last call, the groups and
         versions in flight now, and the metrics of the schedule."""
         with self._lock:
-            measured, self._measured = self._measured.as_dict(), EngineMetrics()
+            measured = self._measured.take().as_dict()
             loaded = [worker.version for worker in self._workers.values()]
             queue = oldest_versions(
                 group for delivered in self._items.delivered() for group in delivered.groups
