@@ -58,7 +58,7 @@ def slow(work: Path, repeats: int, steps: int) -> list[dict[str, Any]]:
     rows = []
     common = (
         f"model.path={work / 'model'}",
-        *(f"train.num_steps={steps}", "checkpoint.save_every=null"),
+        *(f"train.num_steps={steps}", "checkpoint.save_every=1000"),
         *(f"environment.name={ENVIRONMENT}", f"environment.arguments.wait_s={WAIT_S}"),
         "rollout.batch_invariant=false",
     )
@@ -88,7 +88,7 @@ def many(work: Path) -> list[dict[str, Any]]:
     sizes = (
         f"model.path={work / 'model'}",
         *(f"rollout.prompts_per_step={NUM_MANY // 8}", "rollout.samples_per_prompt=8"),
-        *("train.num_steps=2", "checkpoint.save_every=null"),
+        *("train.num_steps=2", "checkpoint.save_every=1000"),
     )
     record = work / "open"
     game = (
