@@ -41,8 +41,8 @@ ASYNC = (
 )
 
 
-def rows_file(path: Path, num_slow: int) -> Path:
-    rows = [{"prompt": "guess:", "slowness": SLOWNESS if n < num_slow else 1} for n in range(16)]
+def rows_file(path: Path, num_slow: int, num: int = 16) -> Path:
+    rows = [{"prompt": "guess:", "slowness": SLOWNESS if n < num_slow else 1} for n in range(num)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -94,6 +94,7 @@ def many(work: Path) -> list[dict[str, Any]]:
     game = (
         *(f"environment.name={ENVIRONMENT}", "environment.arguments.wait_s=0.5"),
         *(f"environment.arguments.record={record}", "environment.time_limit_s=120"),
+        f"data.path={rows_file(work / 'many.jsonl', 0, NUM_MANY // 8)}",
         "rollout.batch_invariant=false",
     )
     tools = (
