@@ -99,7 +99,7 @@ def many(work: Path) -> list[dict[str, Any]]:
     )
     tools = (
         *("sft=null", f"environment.num_agents={NUM_MANY}", "environment.episode_limit_s=1200"),
-        "environment.time_limit_s=120",
+        *("environment.time_limit_s=120", "environment.python=.venv/verifiers/bin/python"),
     )
     rows = []
     for name, recipe, keys in (("Python class", GAME, game), ("MCP, endpoint", TOOLS, tools)):
