@@ -7,7 +7,7 @@ agent that calls the endpoint with curl; a toy model in a calculator task and a 
 use the openai package. A run that is on file is not repeated, and one that was interrupted goes on.
 
 A run passes if all its steps are done, no episode was lost, and engine and trainer agree on the
-log-probs of the sampled tokens, which they can do only if no token was tokenised anew.
+log-probs of the sampled tokens, which they can do only if no text was tokenized again.
 """
 
 from __future__ import annotations

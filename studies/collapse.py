@@ -8,7 +8,7 @@ criteria and what refutes the claim; it was written before any run.
     --model smollm    SmolLM2-135M as a MoE: GRPO, R3 and GSPO at 10%, 2 seeds
 
 A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it was,
-`--fresh` begins anew. A whole study writes its result and its curves into runs/results/, and `python -m
+`--fresh` starts over. A whole study writes its result and its curves into runs/results/, and `python -m
 benchmarks.evidence --record` makes them the committed ones and those of the page; a study with other
 seeds, steps, rates or arms writes files of these names in FOLDER. The last line counts what must hold
 of the study itself, whatever its answer.

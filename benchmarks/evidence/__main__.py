@@ -195,7 +195,7 @@ def main() -> None:
         print(stale_table())
     elif arguments.mark:
         if mark():
-            print(f"marked the results anew in {PAGE.relative_to(ROOT)}")
+            print(f"updated the marks in {PAGE.relative_to(ROOT)}")
     elif arguments.record:
         print("\n".join(record(targets)) or f"no new result in {NEW.relative_to(ROOT)}")
     else:

@@ -72,8 +72,8 @@ def _check_router_shift(recipe: Recipe, model: HfModel) -> None:
             )
     if recipe.train.share_prefixes != "off":
         raise InputError(
-            f"{start} train.share_prefixes is {recipe.train.share_prefixes}: tokens that share a row "
-            "are not told apart; set it to off"
+            f"{start} train.share_prefixes is {recipe.train.share_prefixes}: a shared row stands for "
+            "several tokens, each of which has a shift of its own; set it to off"
         )
 
 

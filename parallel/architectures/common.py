@@ -202,6 +202,11 @@ def grouped_query_config(hf: HfConfig) -> dict[str, Any]:
     return {"num_query_groups": query_groups(hf), "kv_channels": head_dim(hf)}
 
 
+def every_layer(hf: HfConfig) -> tuple[int, ...]:
+    """Return the numbers of all layers, from 1: the MoE layers of a model without dense ones."""
+    return tuple(range(1, hf["num_hidden_layers"] + 1))
+
+
 def sparse_layers(hf: HfConfig, num_experts: int) -> tuple[int, ...]:
     """Return the 1-based numbers of Qwen's MoE layers.
 

@@ -12,10 +12,6 @@ from parallel.architectures.base import Architecture, HfConfig, Rule
 from parallel.dims import ModelSizes
 
 
-def moe_layer_numbers(hf: HfConfig) -> tuple[int, ...]:
-    return tuple(range(1, hf["num_hidden_layers"] + 1))
-
-
 def sizes(hf: HfConfig) -> ModelSizes:
     return ModelSizes(
         num_layers=hf["num_hidden_layers"],
@@ -49,7 +45,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         ),
     )
     return {
-        **common.decoder_config(hf, moe_layer_numbers(hf)),
+        **common.decoder_config(hf, common.every_layer(hf)),
         **common.grouped_query_config(hf),
         "num_moe_experts": hf["num_local_experts"],
         "moe_router_topk": hf["num_experts_per_tok"],
@@ -94,5 +90,5 @@ ARCHITECTURE = Architecture(
     sizes=sizes,
     transformer_config=transformer_config,
     rules=rules,
-    moe_layer_numbers=moe_layer_numbers,
+    moe_layer_numbers=common.every_layer,
 )

@@ -14,10 +14,6 @@ from parallel.architectures.qwen3_moe import num_experts
 from parallel.dims import ModelSizes
 
 
-def moe_layer_numbers(hf: HfConfig) -> tuple[int, ...]:
-    return tuple(range(1, hf["num_hidden_layers"] + 1))
-
-
 def sizes(hf: HfConfig) -> ModelSizes:
     return ModelSizes(
         num_layers=hf["num_hidden_layers"],
@@ -50,7 +46,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         ),
     )
     return {
-        **common.decoder_config(hf, moe_layer_numbers(hf)),
+        **common.decoder_config(hf, common.every_layer(hf)),
         **common.grouped_query_config(hf),
         "qk_layernorm": True,
         "num_moe_experts": num_experts(hf),
@@ -75,6 +71,6 @@ ARCHITECTURE = Architecture(
     sizes=sizes,
     transformer_config=transformer_config,
     rules=rules,
-    moe_layer_numbers=moe_layer_numbers,
+    moe_layer_numbers=common.every_layer,
     norms_whole_projections=True,
 )

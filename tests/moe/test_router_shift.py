@@ -64,19 +64,19 @@ def test_it_is_the_papers(softmax_first: bool, is_replayed: bool) -> None:
     before = [torch.randn(6, 8, generator=rng) for _ in range(3)]
     after = [x + 0.3 * torch.randn(6, 8, generator=rng) for x in before]
     target = torch.tensor([[0, 7]] * 6) if is_replayed else None
-    old = router_scores(ran(before, softmax_first=softmax_first, target=target))  # type: ignore[arg-type]
+    old = router_scores(ran(before, softmax_first=softmax_first, target=target))
     assert old.ids.shape == old.logprobs.shape == (6, 3, 2)
     # What the routers choose now does not matter.
     now = ran(after, softmax_first=softmax_first)
-    shift = router_shift(now, old)  # type: ignore[arg-type]
+    shift = router_shift(now, old)
     chosen = [x.topk(2).indices if target is None else target for x in before]
     rows = by_hand(before, after, chosen)
     torch.testing.assert_close(shift[1:], rows[:-1])
     assert shift[0] == 0
     same = ran(before, softmax_first=softmax_first)
-    assert not router_shift(same, old).any()  # type: ignore[arg-type]
+    assert not router_shift(same, old).any()
     with pytest.raises(ValueError, match=r"5 rows and 3 layers, the scores before .* \(6, 3\)"):
-        router_shift(ran([x[:5] for x in after]), old)  # type: ignore[arg-type]
+        router_shift(ran([x[:5] for x in after]), old)
 
 
 def shifts_of_a_step(model_path: Path) -> dict[str, Any]:

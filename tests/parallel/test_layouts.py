@@ -119,7 +119,7 @@ def test_layout_matches_one_process(
 
 
 @pytest.fixture(scope="module")
-def muons_reference(
+def muon_reference(
     model_path: Path, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     layout, out = Layout(1, optimizer="muon"), tmp_path_factory.mktemp("muon")
@@ -131,11 +131,11 @@ def test_muon_matches_one_process(
     layout: Layout,
     model_path: Path,
     samples: list[Sample],
-    muons_reference: dict[str, Any],
+    muon_reference: dict[str, Any],
     tmp_path: Path,
 ) -> None:
     ours = run_ranks(layout.world, train_layout, model_path, layout, samples, folder=tmp_path)[0]
-    result = agreement(ours, muons_reference, load_file(model_path / "model.safetensors"))
+    result = agreement(ours, muon_reference, load_file(model_path / "model.safetensors"))
     assert result.worst < TOLERANCE
     assert result.weights < 1e-6
 

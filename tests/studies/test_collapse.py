@@ -206,7 +206,7 @@ def study(collapses: dict[tuple[str, float], int]) -> list[dict[str, Any]]:
 
 
 def judged(collapses: dict[tuple[str, float], int]) -> dict[str, str]:
-    return verdicts(study(collapses), TOY.arms, TOY.rates, 5)  # type: ignore[return-value]
+    return verdicts(study(collapses), TOY.arms, TOY.rates, 5)
 
 
 MAIN = "at 10% GRPO collapses, and without a disturbance it does not"
@@ -223,9 +223,9 @@ def test_what_decides_the_claim() -> None:
     assert found["at 10% GSPO prevents it"] == "undecided"
     assert found["at 1% R3 prevents it"] == "nothing to prevent"
     assert found["at 1% GRPO collapses, and without a disturbance it does not"] == "refuted"
-    assert claim(found, 0.1) == "undecided"  # type: ignore[arg-type]
-    assert claim(judged({("GRPO", 0.1): 4}), 0.1) == "supported"  # type: ignore[arg-type]
-    assert claim(judged({}), 0.1) == "refuted"  # type: ignore[arg-type]
+    assert claim(found, 0.1) == "undecided"
+    assert claim(judged({("GRPO", 0.1): 4}), 0.1) == "supported"
+    assert claim(judged({}), 0.1) == "refuted"
     both = {("GRPO", 0.1): 5, ("GRPO", 0.0): 5}
     assert judged(both)[MAIN] == "refuted"  # something else than the mismatch makes it collapse
     assert verdicts(study({}), ["R3"], [0.1], 5)["at 10% R3 prevents it"] == "nothing to prevent"
@@ -295,11 +295,10 @@ def test_arms_and_jobs_are_the_pages(tmp_path: Path) -> None:
 def test_one_demonstration_in_three_is_right() -> None:
     rows = start.demonstrations()
     assert rows == start.demonstrations()
-    assert rows[0]["messages"][-1]["role"] == "assistant"  # type: ignore[index]
+    assert rows[0]["messages"][-1]["role"] == "assistant"
     answers = {row["prompt"][-1]["content"]: row["answer"] for row in start.sums.rows()}
     right = [
-        row["messages"][-1]["content"].split(" = ")[1]  # type: ignore[index]
-        == answers[row["messages"][-2]["content"]]  # type: ignore[index]
+        row["messages"][-1]["content"].split(" = ")[1] == answers[row["messages"][-2]["content"]]
         for row in rows
     ]
     assert sum(right) == -(-len(rows) // start.RIGHT)

@@ -49,7 +49,7 @@ def demonstrations() -> Iterator[dict[str, Any]]:
 
 
 def solved(a: int, b: int) -> list[dict[str, str]]:
-    """Return how the sum of `a` and `b` is asked for, computed and answered."""
+    """Return the messages of a solved sum: question, tool call, result, answer."""
     return [
         message("user", f"What is {a} + {b}?"),
         message("assistant", call_of(a, "+", b)),
@@ -75,9 +75,9 @@ def long_sums() -> Iterator[dict[str, Any]]:
 
 def long_demonstrations() -> Iterator[dict[str, Any]]:
     for a, b in sums_of_four_digits(1, 64):
-        asked, called, told, answered = solved(a, b)
-        yield {"prompt": [*BEFORE, asked], "completion": called["content"]}
-        yield {"prompt": [*BEFORE, asked, called, told], "completion": answered["content"]}
+        question, call, result, answer = solved(a, b)
+        yield {"prompt": [*BEFORE, question], "completion": call["content"]}
+        yield {"prompt": [*BEFORE, question, call, result], "completion": answer["content"]}
 
 
 def shell() -> Iterator[dict[str, Any]]:
