@@ -2,8 +2,9 @@
 
 slow: runs with free engines (one trainer rank, one engine) in which the environment takes 20 ms for
 each answer, and the same runs with one prompt in 16 whose environment takes 50 times as long. They
-are started in turn, and the throughput of the one divided by that of the other is reported. Steps
-without `async.max_staleness` wait for their slowest episode; that is shown beside it.
+are started in turn, and the throughput of the one divided by that of the other is reported. The limit
+holds for `async.in_flight_updates: interrupt`. With `finish`, an engine takes no new prompts until its
+slowest group has ended, and synchronous steps wait for their slowest episode; both are shown beside it.
 
 many: steps of 1,000 episodes that are all open at one time, none of which may be lost: as Python
 classes in one worker process, and over the endpoint with the tools of an MCP server (needs
@@ -39,6 +40,12 @@ ASYNC = (
     *("rollout.placement=disaggregated", "rollout.num_ranks=1", "async.max_staleness=2"),
     "algorithm.importance=tis",
 )
+SCHEDULES = {
+    "free engines, interrupt": (*ASYNC, "async.in_flight_updates=interrupt"),
+    "free engines, finish": ASYNC,
+    "synchronous": (),
+}
+"""With `finish`, an engine loads newer weights only when its slowest group has ended."""
 
 
 def rows_file(path: Path, num_slow: int, num: int = 16) -> Path:
@@ -62,12 +69,12 @@ def slow(work: Path, repeats: int, steps: int) -> list[dict[str, Any]]:
         *(f"environment.name={ENVIRONMENT}", f"environment.arguments.wait_s={WAIT_S}"),
         "rollout.batch_invariant=false",
     )
-    for schedule, keys in (("free engines", ASYNC), ("synchronous", ())):
+    for schedule, keys in SCHEDULES.items():
         speeds: dict[int, list[float]] = {0: [], 1: []}
         for repeat in range(repeats):
             for num_slow, measured in speeds.items():
                 data = rows_file(work / f"{num_slow}.jsonl", num_slow)
-                folder = work / f"{schedule.split()[0]}_{num_slow}_{repeat}"
+                folder = work / f"{schedule.replace(' ', '_')}_{num_slow}_{repeat}"
                 given = (*common, f"data.path={data}", *keys)
                 metrics = train(GAME, folder, given, 2 if keys else 1)
                 measured.append(samples_per_s(metrics, 16 * 8))
