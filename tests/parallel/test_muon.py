@@ -127,6 +127,22 @@ def test_unit_rms_norm() -> None:
     assert float((found.double() - wanted).norm() / wanted.norm()) < 1e-6
 
 
+def test_a_matrix_without_gradients_moves_in_full_until_its_momentum_has_decayed() -> None:
+    """The number of docs/muon.md: 250 steps after the last gradient it moves in full, after 350 not."""
+    _, [gradient] = draw(24, 16, count=1)
+    gradient *= 1e-3 / gradient.norm()
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    config = OptimizerConfig(name="muon", lr=LR)
+    optimizer = Muon([{"params": [parameter]}], {parameter: Matrix()}, config, torch.float32)
+    moved = []
+    for step in range(391):
+        before = parameter.detach().clone()
+        stepped(optimizer, [gradient if step < 41 else torch.zeros_like(gradient)])
+        moved.append(float((parameter.detach() - before).norm()))
+    assert moved[290] > 0.9 * moved[40]
+    assert moved[390] < 0.1 * moved[40]
+
+
 HEADS = (6, 3, 3)
 """Rows of queries, keys and values in each of two query groups."""
 
