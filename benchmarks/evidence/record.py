@@ -38,14 +38,17 @@ def record(targets: Sequence[Target], new: Path = NEW, committed: Path = RESULTS
             if not file.is_file():
                 continue
             result = json.loads(file.read_text())
+            pages = pages_of(target, name, result)
+            line = _line(
+                name, result, pages
+            )  # nothing is written where a part of the result is missing
             for each in (name, name.removesuffix(BESIDE)):
                 if (new / f"{each}.json").is_file():
                     committed.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(new / f"{each}.json", committed / f"{each}.json")
-            pages = pages_of(target, name, result)
             for page, text in pages.items():
                 page.write_text(text)
-            lines.append(_line(name, result, pages))
+            lines.append(line)
     mark(committed)
     return lines
 
