@@ -31,7 +31,7 @@ MAY_BE_NULL = frozenset({"num_key_value_heads", "head_dim"})
 
 LARGEST_COUNT = 2**31 - 1
 LARGEST_COUNTS = {
-    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 10_000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
 """The largest allowed values of some keys of config.json. They are lower than LARGEST_COUNT, the limit
@@ -168,6 +168,7 @@ class HfModel:
             _check_positive(config, model.rotary_base, folder / "config.json")
             _ = model.rope_scaling_factor, model.rotary_fraction
             settings = model.architecture.transformer_config(config)
+            model.architecture.unread(config)
         except KeyError as error:
             raise InputError(f"model.path: {folder}/config.json lacks the key {error}") from None
         except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:

@@ -15,6 +15,7 @@ Dimensions: G samples of a prompt, T tokens of a sample, B sequences of a micro-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def common_rows(
     result is 0.
     """
     common = torch.zeros(len(samples), len(samples), dtype=torch.int64)
+    route = cache(lambda sample, row: _route(routes[sample], row))
     tokens = pad_sequence([each.token_ids for each in samples], batch_first=True, padding_value=-1)
     for i in range(1, len(samples)):
         unknown = torch.arange(i)
@@ -47,10 +49,10 @@ def common_rows(
             common[i, unknown] = known
             if known >= most:
                 break
-            label = (
-                known + 1
-            )  # row `known` can be shared with those only whose next token is the same
+            label = known + 1  # what row `known` predicts must be the same
             unknown = unknown[tokens[unknown, label] == tokens[i, label]]
+            own = route(i, known)
+            unknown = unknown[[route(n, known) == own for n in unknown.tolist()]]
             if not len(unknown):
                 break
             other = int(unknown[0])
@@ -85,6 +87,14 @@ def _limit(sample: Sample) -> int:
     if sample.sampling_mask is None or not bool(sample.loss_mask.any()):
         return len(sample.token_ids)
     return max(0, int(sample.loss_mask.int().argmax()) - 1)
+
+
+def _route(routes: TokenRoutes | None, row: int) -> bytes | None:
+    """Return the chosen experts of a row, which differ only in rows that cannot be shared; None if no
+    route was captured."""
+    if routes is None or not bool(routes.captured[row]):
+        return None
+    return as_bytes(routes.expert_ids[row]).cpu().numpy().tobytes()
 
 
 def _compare(

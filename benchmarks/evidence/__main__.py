@@ -162,14 +162,18 @@ def stale_table() -> str:
 
 
 def is_current(target: Target) -> bool:
-    """Return whether all results of a target have passed with the code as it is now."""
-    found = {state.name: state for folder in (RESULTS, NEW) for state in states(folder)}
+    """Return whether all results of a target have passed with the code as it is now.
+
+    Results of other code are passed over; of the others a new one counts before a committed one.
+    """
+    found = {
+        state.name: state
+        for folder in (RESULTS, NEW)
+        for state in states(folder)
+        if not state.why and not state.commit.endswith("+dirty")
+    }
     own = [found.get(name) for name in target.results]
-    return bool(own) and all(
-        state is not None and not state.why and not state.commit.endswith("+dirty")
-        and state.num_failed == 0
-        for state in own
-    )  # fmt: skip
+    return bool(own) and all(state is not None and state.num_failed == 0 for state in own)
 
 
 def main() -> None:

@@ -38,14 +38,17 @@ def record(targets: Sequence[Target], new: Path = NEW, committed: Path = RESULTS
             if not file.is_file():
                 continue
             result = json.loads(file.read_text())
-            pages = pages_of(target, name, result)  # before anything is written: it may fail
+            pages = pages_of(target, name, result)
+            line = _line(
+                name, result, pages
+            )  # whatever is missing fails before anything is written
             committed.mkdir(parents=True, exist_ok=True)
             for each in {name, name.removesuffix(BESIDE)}:
                 if (new / f"{each}.json").is_file():
                     shutil.copyfile(new / f"{each}.json", committed / f"{each}.json")
             for page, text in pages.items():
                 page.write_text(text)
-            lines.append(_line(name, result, pages))
+            lines.append(line)
     mark(committed)
     return lines
 

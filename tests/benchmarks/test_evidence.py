@@ -314,6 +314,12 @@ def test_a_target_is_current_where_its_results_passed_with_this_code(tmp_path, m
         file.write_text(json.dumps({**result, **change}))
         assert evidence.is_current(target) == (not change)
     assert not evidence.is_current(BY_NAME["gpu-check"])  # has no result to go by
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "committed")
+    (tmp_path / "committed").mkdir()
+    (tmp_path / "committed" / file.name).write_text(json.dumps(result))
+    for change in ({}, {"failed": 1}, {"digest": "0"}):  # an old new one hides no committed one
+        file.write_text(json.dumps({**result, **change}))
+        assert evidence.is_current(target) == ("failed" not in change)
 
 
 def test_unknown_names_are_refused(monkeypatch, capsys) -> None:

@@ -112,7 +112,7 @@ def test_samples_without_routes_and_with_native_rows(group: list[Sample]) -> Non
     assert common_rows(group[1:3], [routes[1], other])[0].tolist() == [0, 12]
 
 
-@pytest.mark.parametrize("kind", ["equal", "branch at one row", "two lengths"])
+@pytest.mark.parametrize("kind", ["equal", "branch at one row", "two lengths", "other routes"])
 def test_many_samples_are_compared_with_few_others_each(
     kind: str, group: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +126,14 @@ def test_many_samples_are_compared_with_few_others_each(
     elif kind == "two lengths":
         short = with_prefix(make_sample(torch.Generator(), 14, 9), first, 14)
         many = [dataclasses.replace((first, short)[n % 2]) for n in range(num)]
+    elif kind == "other routes":
+        assert first.routing is not None
+        routes = [first.routing.expert_ids.clone() for _ in range(num)]
+        for n, each in enumerate(routes):
+            shift = torch.tensor([n // 4**layer % 4 for layer in range(each.shape[1])])
+            each[3] = (each[3] + shift[:, None]) % 4
+        traces = [dataclasses.replace(first.routing, expert_ids=each) for each in routes]
+        many = [dataclasses.replace(first, routing=trace) for trace in traces]
     counted: list[int] = []
     real = prefixes._compare
     monkeypatch.setattr(

@@ -27,7 +27,9 @@ def test_architectures_that_sglang_runs_in_part() -> None:
         refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "olmoe", "glm4_moe", "qwen2_moe", "qwen3_moe", "llama"]
+)
 def test_what_sglang_ignores_in_a_config(model_type: str) -> None:
     sizes = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}
     tied = SimpleNamespace(**sizes, tie_word_embeddings=True)

@@ -12,7 +12,7 @@ from mrl.system.releases import numbers
 ROUTES_SINCE = {"mixtral": "0.5.22", "olmoe": "0.5.22"}
 """For models that passed no layer numbers to the recorder of routes: the first SGLang release in which
 they do."""
-UNTIED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+UNTIED = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """The model types whose output layer SGLang never ties to the embedding."""
 OLMOE_EPS = 1e-5
 """The epsilon of all norms of SGLang's OLMoE, whatever config.json says."""

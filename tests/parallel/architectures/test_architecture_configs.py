@@ -244,6 +244,17 @@ def test_layers_of_multi_token_prediction_are_not_read_and_said_so(
         check_names(model, {"model.layers.5.eh_proj.weight"})
 
 
+@pytest.mark.parametrize("count", ["one", 1.5, 10**9])
+def test_a_wrong_number_of_multi_token_prediction_layers_is_refused(
+    count: object, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    config = json.loads((folders["glm4_moe"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": count}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(InputError, match=r"num_nextn_predict_layers|wrong type or size"):
+        HfModel.read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("engine", "local"),
     [
