@@ -164,10 +164,10 @@ class EpisodeWorker:
         self._ask(episode.number, request, on_reply)
 
     def _ask(self, number: int, request: dict[str, Any], on_reply: OnReply) -> None:
-        if self._has_ended:
+        episode = self._episodes.get(number)
+        if self._has_ended or episode is None or episode.on_end is not None:
             on_reply({"error": ENDING})
             return
-        episode = self._episodes[number]
         episode.request, episode.on_reply = request, on_reply
         self._unsent[episode] = None
 

@@ -10,7 +10,7 @@ from mrl.engines.base import Completion, SamplingParams
 from mrl.environments.runner import EnvironmentRunner
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, VersionSpan
-from tests.environments.test_runner import ZOO
+from tests.environments.test_runner import ZOO, playing, start
 
 
 class Spelling:
@@ -62,3 +62,14 @@ def test_every_end_closes_the_environment(name, settings, reasons, tmp_path):
         # All samples of a prompt have one seed, and the files are named by it.
         (file,) = tmp_path.iterdir()
         assert file.read_text() == "closed" * 2
+
+
+def test_a_request_of_an_episode_that_the_run_has_ended_fails(tmp_path):
+    name, folder = f"{ZOO}:ClosesSlowly", str(tmp_path)
+    with playing(name, arguments={"folder": folder}) as them:
+        them.begin({0: start(0)})
+        (worker,) = them.runner._workers
+        worker.finish(60)
+        them.ask(0, "a")
+        number, answer = them.next()
+        assert (number, answer.reason) == (0, "the run is ending")

@@ -17,7 +17,6 @@ from mrl.engines.base import EngineLost, Request, SamplingParams
 from mrl.engines.sglang.body import adapter_name, version_key
 from mrl.engines.sglang.in_flight import InFlightRequests
 from mrl.engines.sglang.plugins.server import mrl_weight_versions as plugin
-from mrl.engines.sglang.prefixes import KnownPrefixes
 from mrl.engines.sglang.request_sender import Answer, SendContext
 from mrl.engines.sglang.route_memory import RouteReader
 from mrl.engines.sglang.spans import row_versions, version_spans
@@ -85,27 +84,6 @@ def test_stamps_that_nobody_pushed():
 
 def ids(*tokens):
     return torch.tensor(tokens)
-
-
-def test_a_prefix_that_nobody_computed():
-    known = KnownPrefixes()
-    known.add(8, "a", ids(1, 2, 3))
-    known.check(8, "a", ids(1, 2, 3), 0)
-    with pytest.raises(RuntimeError, match=r"2 tokens came from the prefix cache, .* version 8"):
-        known.check(8, "a", ids(1, 2, 3), 2)
-    known.add(8, "b", ids(1, 2, 4))
-    known.check(8, "a", ids(1, 2, 3), 2)  # b may have computed them
-    known.finish(8, "a", ids(1, 2, 3, 9), 2)
-    with pytest.raises(RuntimeError, match="2 tokens"):  # neither of the two has
-        known.check(8, "b", ids(1, 2, 4), 2)
-    known.finish(8, "c", ids(1, 300, 2, 70_000), 1)
-    known.add(8, "d", ids(1, 300, 2, 70_000, 5))
-    known.check(8, "d", ids(1, 300, 2, 70_000, 5), 4)
-    with pytest.raises(RuntimeError, match="4 tokens"):
-        known.check(7, "d", ids(1, 300, 2, 70_000, 5), 4)
-    known.keep([7])
-    with pytest.raises(RuntimeError, match="version 8"):
-        known.check(8, "d", ids(1, 300, 2, 70_000, 5), 4)
 
 
 def make_in_flight(adapter_of=None, **config):

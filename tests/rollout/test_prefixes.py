@@ -1,14 +1,76 @@
-"""What `KnownPrefixes` remembers of the requests of a version."""
+"""What `KnownPrefixes` remembers of the requests of a version, and which reads of the cache it
+refuses."""
 
+import pytest
 import torch
 
 from mrl.engines.sglang.prefixes import KnownPrefixes
+from mrl.errors import WrongWeights
+
+
+def ids(*tokens):
+    return torch.tensor(tokens)
 
 
 def test_nothing_remains_of_a_request_that_did_not_run_under_a_version():
     known = KnownPrefixes()
     for number in range(3):
-        known.add(8, f"{number}", torch.tensor([1, 2]))
-        known.finish(8, f"{number}", torch.tensor([1, 2, 3]), 0)
+        known.add(8, f"{number}", ids(1, 2))
+        known.finish(8, f"{number}", ids(1, 2, 3), 0)
         known.discard(8, f"{number}")
     assert not any(vars(known._versions[8]).values())
+
+
+def test_a_prefix_that_nobody_computed():
+    known = KnownPrefixes()
+    known.add(8, "a", ids(1, 2, 3))
+    with pytest.raises(WrongWeights, match=r"A: 2 tokens came from the prefix cache, .* version 8"):
+        known.finish(8, "a", ids(1, 2, 3, 9), 2, "A")
+
+
+def test_a_read_is_looked_up_again_when_those_who_may_have_computed_it_are_answered():
+    known = KnownPrefixes()
+    for rid, last in (("a", 3), ("b", 4)):
+        known.add(8, rid, ids(1, 2, last))
+    known.finish(8, "a", ids(1, 2, 3, 9), 2, "A")  # b may have computed two tokens
+    with pytest.raises(WrongWeights, match="A: 2 tokens"):  # neither of the two has
+        known.finish(8, "b", ids(1, 2, 4), 2, "B")
+
+
+def test_a_read_of_what_a_discarded_request_would_have_computed():
+    known = KnownPrefixes()
+    for rid in ("a", "b"):
+        known.add(8, rid, ids(1, 2, 3))
+    known.finish(8, "a", ids(1, 2, 3, 9), 2, "A")
+    with pytest.raises(WrongWeights, match="A: 2 tokens"):
+        known.discard(8, "b")
+
+
+def test_tokens_of_a_completion_can_be_read_before_its_answer_is_known():
+    """Two episodes sample the same first turn, one under version 7 and one under 8. The second turn of
+    the former, under 8, reads what the latter has computed, and is answered first."""
+    known = KnownPrefixes()
+    known.add(8, "late", ids(1, 2))
+    known.finish(8, "turn 2", ids(1, 2, 3, 4, 5, 6), 4, "turn 2")
+    known.finish(8, "late", ids(1, 2, 3, 4), 0, "late")
+    known.finish(8, "next", ids(1, 2, 3, 4, 5, 6, 7), 6, "next")
+    assert not known._versions[8].unproved
+
+
+def test_the_completion_was_another_one():
+    known = KnownPrefixes()
+    known.add(8, "late", ids(1, 2))
+    known.finish(8, "turn 2", ids(1, 2, 3, 4, 5, 6), 4, "turn 2")
+    with pytest.raises(WrongWeights, match="turn 2: 4 tokens"):
+        known.finish(8, "late", ids(1, 2, 9, 4), 0, "late")
+
+
+def test_prefixes_are_known_by_version_until_the_version_is_forgotten():
+    known = KnownPrefixes()
+    known.finish(8, "c", ids(1, 300, 2, 70_000), 0)
+    known.finish(8, "d", ids(1, 300, 2, 70_000, 5), 4, "D")
+    with pytest.raises(WrongWeights, match="E: 4 tokens.* version 7"):
+        known.finish(7, "e", ids(1, 300, 2, 70_000, 5), 4, "E")
+    known.keep([7])
+    with pytest.raises(WrongWeights, match="F: 4 tokens.* version 8"):
+        known.finish(8, "f", ids(1, 300, 2, 70_000, 5), 4, "F")

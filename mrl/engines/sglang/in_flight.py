@@ -23,7 +23,7 @@ from mrl.engines.sglang.decode import Expected, RouteShape, decode_completion, w
 from mrl.engines.sglang.prefixes import KnownPrefixes
 from mrl.engines.sglang.request_sender import Answer, Enqueue, RequestSender, SendContext
 from mrl.engines.sglang.route_memory import RouteReader
-from mrl.errors import RunFailed, WrongWeights
+from mrl.errors import RunFailed
 
 POLL_S = 0.2
 """Seconds between two checks of the server while a call waits for the weights."""
@@ -328,8 +328,8 @@ class InFlightRequests:
             return Expected(versions, cached, self._shape, opened.retracted, self._routes)
 
     def _note_answer(self, opened: OpenCall, answer: Answer, expected: Expected) -> None:
-        """Raise WrongWeights if a request with a cache key read cached tokens that no request with the
-        same key has computed. Otherwise record the tokens of the request."""
+        """Record the tokens of a request with a cache key. Raise WrongWeights if it or an earlier
+        request read cached tokens that no request with the same key has computed."""
         meta, output = answer.answer["meta_info"], answer.answer["output_ids"]
         if not opened.is_keyed or not output:
             return
@@ -340,11 +340,7 @@ class InFlightRequests:
             for version in versions:  # it may have run under any of them
                 self._known.finish(version, answer.rid, tokens, None)
             return
-        num_cached = meta["cached_tokens"]
-        try:
-            self._known.check(versions[0], answer.rid, prompt, num_cached)
-        except WrongWeights as error:
-            raise WrongWeights(f"{answer.request.request_id}: {error}") from None
-        self._known.finish(versions[0], answer.rid, tokens, num_cached)
+        num_cached, name = meta["cached_tokens"], answer.request.request_id
+        self._known.finish(versions[0], answer.rid, tokens, num_cached, name)
         for version in versions[1:]:
             self._known.discard(version, answer.rid)

@@ -5,6 +5,10 @@ SGLang reports how many tokens of a request it read from its prefix cache. Reque
 that name their weight version (body.py), so these tokens must have been computed by another request
 under the same version. That request begins with the same tokens, and read fewer of them from the cache.
 If there is no such request, the cache returned keys and values that other weights computed.
+
+An unanswered request may have computed any tokens that begin with its own, because its completion is
+in SGLang's cache before the answer is here. If only unanswered requests can have computed a prefix, it
+is looked up again when they are answered.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ import numpy as np
 from torch import Tensor
 
 from mrl.errors import WrongWeights
+
+_BYTES = 4
+"""Bytes of a token."""
 
 
 class KnownPrefixes:
@@ -31,38 +38,42 @@ class KnownPrefixes:
     def add(self, version: int, rid: str, token_ids: Tensor) -> None:
         """Record that request `rid`, with the tokens i64[P], may run under the weights `version`."""
         with self._lock:
-            self._versions.setdefault(version, _Sequences()).add(rid, _as_bytes(token_ids))
+            self._of(version).add(rid, _as_bytes(token_ids))
 
-    def finish(self, version: int, rid: str, token_ids: Tensor, num_cached: int | None) -> None:
-        """Record all tokens i64[T] of a request, prompt and completion. `num_cached` is how many of
-        these tokens came from the cache; None if unknown, as after a retraction."""
-        with self._lock:
-            sequences = self._versions.setdefault(version, _Sequences())
-            sequences.remove(rid)
-            sequences.add(rid, _as_bytes(token_ids), num_cached or 0)
+    def finish(
+        self, version: int, rid: str, token_ids: Tensor, num_cached: int | None, name: str = ""
+    ) -> None:
+        """Record all tokens i64[T] of a request that is answered, prompt and completion. `num_cached`
+        is how many of these tokens came from the cache; None if unknown, as after a retraction.
+        `name` is what error messages call the request.
 
-    def check(self, version: int, rid: str, token_ids: Tensor, num_cached: int) -> None:
-        """Raise WrongWeights if no request under `version` other than `rid` can have computed the first
-        `num_cached` of the tokens, which `rid` read from the cache."""
-        prefix = _as_bytes(token_ids[:num_cached])
+        Raises WrongWeights if no request under `version` can have computed the first `num_cached`
+        tokens, or the tokens that an earlier request read from the cache.
+        """
+        num_read = num_cached or 0
         with self._lock:
-            sequences = self._versions.setdefault(version, _Sequences())
-            if num_cached and not sequences.has_author(rid, prefix, num_cached):
-                raise WrongWeights(
-                    f"{num_cached} tokens came from the prefix cache, and no request has computed them "
-                    f"under weight version {version}: the engine used keys and values of older weights"
-                )
+            sequences = self._of(version)
+            before = sequences.remove(rid)
+            sequences.add(rid, _as_bytes(token_ids), num_read)
+            if num_read:
+                sequences.unproved.setdefault(_as_bytes(token_ids[:num_read]), name)
+            sequences.prove(before, version)
 
     def discard(self, version: int, rid: str) -> None:
-        """Forget a request that did not run under `version` after all."""
+        """Forget a request that did not run under `version` after all. Raises WrongWeights if no other
+        request can have computed the tokens that an earlier request read from the cache."""
         with self._lock:
             if version in self._versions:
-                self._versions[version].remove(rid)
+                sequences = self._versions[version]
+                sequences.prove(sequences.remove(rid), version)
 
     def keep(self, versions: Iterable[int]) -> None:
         """Forget all versions but these."""
         with self._lock:
             self._versions = {v: self._versions[v] for v in versions if v in self._versions}
+
+    def _of(self, version: int) -> _Sequences:
+        return self._versions.setdefault(version, _Sequences())
 
 
 class _Sequences:
@@ -71,31 +82,65 @@ class _Sequences:
     def __init__(self) -> None:
         self._sorted: list[tuple[bytes, str]] = []
         self._tokens: dict[str, bytes] = {}
-        self._num_cached: dict[str, int | None] = {}
-        """For each request id, how many of the request's tokens came from the cache. None until the
-        request is answered, because until then it may have computed all of its tokens."""
+        self._unanswered: dict[str, bytes] = {}
+        """The entries of `_tokens` whose completions are not known yet."""
+        self._num_cached: dict[str, int] = {}
+        """For each answered request, how many of its tokens came from the cache."""
+        self.unproved: dict[bytes, str] = {}
+        """Prefixes that were read from the cache, and that so far only unanswered requests can have
+        computed. The value is the name of the first request that has read the prefix."""
 
     def add(self, rid: str, tokens: bytes, num_cached: int | None = None) -> None:
-        if rid not in self._tokens:
-            self._tokens[rid] = tokens
-            bisect.insort(self._sorted, (tokens, rid))
+        """Add a request. `num_cached` is None if it is not answered yet."""
+        if rid in self._tokens:
+            return
+        self._tokens[rid] = tokens
+        bisect.insort(self._sorted, (tokens, rid))
+        if num_cached is None:
+            self._unanswered[rid] = tokens
+        else:
             self._num_cached[rid] = num_cached
 
-    def remove(self, rid: str) -> None:
+    def remove(self, rid: str) -> bytes:
+        """Forget a request, and return its tokens; empty if it is unknown."""
         tokens = self._tokens.pop(rid, None)
-        if tokens is not None:
-            del self._sorted[bisect.bisect_left(self._sorted, (tokens, rid))]
-            del self._num_cached[rid]
+        if tokens is None:
+            return b""
+        del self._sorted[bisect.bisect_left(self._sorted, (tokens, rid))]
+        self._unanswered.pop(rid, None)
+        self._num_cached.pop(rid, None)
+        return tokens
 
-    def has_author(self, rid: str, prefix: bytes, num_cached: int) -> bool:
-        """Return whether a request other than `rid` has or may have computed `prefix`: its tokens
-        start with `prefix`, and it did not read all of `prefix` from the cache. `num_cached` is the
-        number of tokens of `prefix`."""
-        for other in self._starting_with(prefix):
-            known = self._num_cached[other]
-            if other != rid and (known is None or known < num_cached):
-                return True
-        return False
+    def prove(self, tokens: bytes, version: int) -> None:
+        """Look up who computed the unproved prefixes that a request with `tokens` may have computed
+        while it was unanswered. Raises WrongWeights if nobody can have computed one of them."""
+        related = [p for p in self.unproved if tokens.startswith(p) or p.startswith(tokens)]
+        for prefix in related:
+            num_tokens = len(prefix) // _BYTES
+            if self._has_author(prefix):
+                del self.unproved[prefix]
+            elif not self._may_be_unanswered(prefix):
+                raise WrongWeights(
+                    f"{self.unproved[prefix]}: {num_tokens} tokens came from the prefix cache, and "
+                    f"no request has computed them under weight version {version}: the engine used "
+                    "keys and values of older weights"
+                )
+
+    def _may_be_unanswered(self, prefix: bytes) -> bool:
+        """Return whether an unanswered request can have computed `prefix`."""
+        return any(
+            tokens.startswith(prefix) or prefix.startswith(tokens)
+            for tokens in self._unanswered.values()
+        )
+
+    def _has_author(self, prefix: bytes) -> bool:
+        """Return whether an answered request has computed `prefix`: its tokens start with `prefix`,
+        and it did not read all of `prefix` from the cache."""
+        num_tokens = len(prefix) // _BYTES
+        return any(
+            self._num_cached.get(rid, num_tokens) < num_tokens
+            for rid in self._starting_with(prefix)
+        )
 
     def _starting_with(self, prefix: bytes) -> Iterator[str]:
         start = bisect.bisect_left(self._sorted, (prefix, ""))
@@ -109,4 +154,4 @@ class _Sequences:
 def _as_bytes(token_ids: Tensor) -> bytes:
     """Return the tokens as big-endian integers of 4 bytes, so that the byte strings of two sequences
     sort as the sequences do."""
-    return token_ids.numpy().astype(np.dtype(">i4")).tobytes()
+    return token_ids.numpy().astype(np.dtype(f">i{_BYTES}")).tobytes()
