@@ -26,6 +26,8 @@ async def open_plain(spec):
     if "exits" in spec:
         print("last words", file=sys.stderr)
         os._exit(spec["exits"])
+    if "slow_if" in spec and Path(spec["slow_if"]).exists():
+        time.sleep(60)
     played = 0
 
     async def play(episode):

@@ -96,6 +96,19 @@ def test_a_process_that_dies_is_replaced(workers):
     assert run(workers, "good").reward == 1
 
 
+def test_others_play_while_a_process_is_replaced(plain, tmp_path):
+    slow = tmp_path / "slow"
+    config = make_config(num_workers=2, arguments={"slow_if": str(slow)})
+    with EpisodeWorkers(config) as workers:
+        slow.touch()
+        run(workers, "dies")
+        begun_at = time.monotonic()
+        assert run(workers, "good").reward == 1
+        assert time.monotonic() - begun_at < 30
+        mark = workers._mark
+    wait_until(lambda: not find_by_variable(MARK, mark))
+
+
 def test_a_process_that_blocks_is_killed(plain):
     with EpisodeWorkers(make_config(time_limit_s=1)) as workers:
         outcome = run(workers, "blocks")

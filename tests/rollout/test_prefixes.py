@@ -69,8 +69,8 @@ def test_prefixes_are_known_by_version_until_the_version_is_forgotten():
     known = KnownPrefixes()
     known.finish(8, "c", ids(1, 300, 2, 70_000), 0)
     known.finish(8, "d", ids(1, 300, 2, 70_000, 5), 4, "D")
-    with pytest.raises(WrongWeights, match="E: 4 tokens.* version 7"):
+    with pytest.raises(WrongWeights, match=r"E: 4 tokens.* version 7"):
         known.finish(7, "e", ids(1, 300, 2, 70_000, 5), 4, "E")
     known.keep([7])
-    with pytest.raises(WrongWeights, match="F: 4 tokens.* version 8"):
+    with pytest.raises(WrongWeights, match=r"F: 4 tokens.* version 8"):
         known.finish(8, "f", ids(1, 300, 2, 70_000, 5), 4, "F")

@@ -32,10 +32,9 @@ def ask_engines(
         raise NobodyAnswers(_why_nobody(folder)) from None
     except NoAnswer as error:
         raise RunFailed(f"the job in {folder} did not answer: {error}; it may have ended") from None
-    if status >= 500:
-        raise RunFailed(answer["error"])
     if status >= 400:
-        raise InputError(answer["error"])
+        error = answer.get("error") or f"the job in {folder} answered with HTTP {status}: {answer}"
+        raise RunFailed(error) if status >= 500 else InputError(error)
     return answer
 
 

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, as_completed
 from typing import Any
 
 from mrl.config import EnvironmentConfig
@@ -21,7 +22,7 @@ class EpisodeWorkers(Closing):
     """Plays episodes in `environment.num_workers` processes. It has the methods of `AgentCommand`.
 
     A worker that dies or hangs is replaced when the next episode begins; the episodes in it have
-    failed. Raises InputError if the environment cannot be loaded.
+    failed. Other workers play meanwhile. Raises InputError if the environment cannot be loaded.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -31,6 +32,8 @@ class EpisodeWorkers(Closing):
         self._closed = threading.Event()
         self._choosing = threading.Lock()
         self._workers: list[HostedWorker] = []
+        self._replacements: dict[int, Future[HostedWorker]] = {}
+        """Workers that are being started for a place in `_workers`."""
         self._guard = Guard(self._mark)
         try:
             self._workers = self._start(config.num_workers)
@@ -95,12 +98,41 @@ class EpisodeWorkers(Closing):
         self._guard.close()
 
     def _choose(self) -> HostedWorker:
-        """Return the worker with the fewest episodes, after replacing those that were lost."""
+        """Return the worker with the fewest episodes, and begin to replace those that were lost. If all
+        were lost, wait for a replacement; raises InputError or RunFailed if none can be started."""
         with self._choosing:
+            alive = [worker for worker in self._workers if not worker.is_lost]
+            if self._closed.is_set():
+                return self._workers[0]
             for place, worker in enumerate(self._workers):
-                if worker.is_lost and not self._closed.is_set():
-                    self._workers[place] = self._start_one()
-            return min(self._workers, key=lambda worker: worker.num_playing)
+                if worker.is_lost and place not in self._replacements:
+                    self._replace(place)
+            replacements = list(self._replacements.values())
+        if alive:
+            return min(alive, key=lambda worker: worker.num_playing)
+        started = next(as_completed(replacements))
+        return started.result()
+
+    def _replace(self, place: int) -> None:
+        """Begin to start another worker for a place."""
+        replacement = self._replacements[place] = Future()
+
+        def start() -> None:
+            try:
+                worker = self._start_one()
+            except BaseException as error:
+                with self._choosing:
+                    del self._replacements[place]
+                replacement.set_exception(error)
+                return
+            with self._choosing:
+                del self._replacements[place]
+                self._workers[place] = worker
+            if self._closed.is_set():
+                worker.kill("the run is ending")
+            replacement.set_result(worker)
+
+        threading.Thread(target=start, daemon=True).start()
 
     def _start(self, count: int) -> list[HostedWorker]:
         """Start workers, all at a time."""
