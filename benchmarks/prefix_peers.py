@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.digest import ROOT
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from benchmarks.peers import PACKAGES
 from benchmarks.shared_prefixes import BUDGET, Case, Steps, make_samples, measured
 from moe.routes import Replay
@@ -41,6 +42,7 @@ from parallel.dims import ParallelDims
 from parallel.mesh import destroy_mesh, init_mesh
 
 LOWER_RIGHT = "lower_right_sdpa"
+DOCUMENT = ROOT / "docs/prefixes.md"
 TOLERANCE = 1e-4
 LR = 1e-30
 SIZES: dict[str, Any] = {
@@ -195,6 +197,25 @@ def compare(sides: dict[str, Callable[[list[Sample]], Tensor]], case: Case, turn
         },
         "largest_logprob_difference": apart,
     }
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of the result."""
+    del name
+    lines = [
+        "| prompt | answer | samples | mrl, `off` | mrl, `auto` | whole sequences, as TRL "
+        "| prefix-grouper | mrl over prefix-grouper |",
+        "|---" * 8 + "|",
+    ]
+    for case in result["cases"]:
+        sides = (
+            f"{side['wall_s']:.1f} s, {side['peak_mb']:.0f} MB"
+            for side in (case["sides"][key] for key in ("off", "auto", "whole", "grouper"))
+        )
+        shape = (f"{case[key]:,}" for key in ("prompt_len", "response_len", "num_samples"))
+        cells = (*shape, *sides, f"{case['mrl_over']['grouper']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return {DOCUMENT: between_markers(DOCUMENT.read_text(), "peers", "\n".join(lines))}
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ TARGETS = (
             "mrl/toy_model.py", "benchmarks/shared_prefixes.py"), 6,
            short="tests/benchmarks/test_shared_prefixes.py"),
     Target("prefix_peers", "shared prefixes beside prefix-grouper and whole sequences in transformers",
-           ("benchmarks.prefix_peers",), (),
+           ("benchmarks.prefix_peers",), ("prefix_peers",),
            (*PASSES, "mrl/learn/batching.py", "mrl/learn/packs.py", "benchmarks/shared_prefixes.py",
             "benchmarks/prefix_peers.py"), 6,
            short="tests/benchmarks/test_prefix_peers.py"),
