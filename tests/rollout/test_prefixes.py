@@ -1,6 +1,8 @@
 """What `KnownPrefixes` remembers of the requests of a version, and which reads of the cache it
 refuses."""
 
+import random
+
 import pytest
 import torch
 
@@ -74,3 +76,47 @@ def test_prefixes_are_known_by_version_until_the_version_is_forgotten():
     known.keep([7])
     with pytest.raises(WrongWeights, match=r"F: 4 tokens.* version 8"):
         known.finish(8, "f", ids(1, 300, 2, 70_000, 5), 4, "F")
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_answers_that_come_late_and_in_another_order(seed, is_planted):
+    """A cache that is right is never refused, and one stale read is, whatever the order of answers."""
+    chance, known = random.Random(seed), KnownPrefixes()
+    cache: set[tuple[int, ...]] = set()
+    late: list[tuple[str, tuple[int, ...], int]] = []  # computed, but the answer is not read yet
+
+    def answer():
+        rid, tokens, num_cached = late.pop(chance.randrange(len(late)))
+        if num_cached < 0:
+            known.discard(8, rid)
+        else:
+            known.finish(8, rid, ids(*tokens), num_cached, rid)
+
+    def play():
+        histories: list[tuple[int, ...]] = [(1, 2, 3)] * 8
+        for number in range(200):
+            place = chance.randrange(len(histories))
+            prompt, rid = histories[place], f"{number}"
+            known.add(8, rid, ids(*prompt))
+            tokens = (*prompt, *chance.choices([4, 5], k=chance.randint(1, 3)))
+            if chance.random() < 0.2:  # it ran under older weights, and its key is theirs
+                late.append((rid, tokens, -1))
+            else:
+                num_cached = max(n for n in range(len(prompt)) if n == 0 or prompt[:n] in cache)
+                cache.update(tokens[:n] for n in range(1, len(tokens)))
+                late.append((rid, tokens, num_cached))
+            histories[place] = (1, 2, 3) if len(tokens) > 12 else (*tokens, 6)
+            while late and chance.random() < 0.5:
+                answer()
+        if is_planted:
+            late.append(("stale", (1, 2, 3, 7, 7, 7), 4))
+        while late:
+            answer()
+
+    if is_planted:
+        with pytest.raises(WrongWeights, match="stale: 4 tokens"):
+            play()
+    else:
+        play()
+        assert not known._versions[8].unproved
