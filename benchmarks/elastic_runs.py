@@ -25,6 +25,7 @@ from mrl.drill.job import Job, Unexpected, num_rows
 from mrl.engine_pool.elastic.client import ask_engines
 from mrl.errors import InputError, RunFailed
 from mrl.run.folder import RunFolder
+from mrl.run.history import History
 from mrl.system.files import write_whole
 
 LIMIT_S = 3000.0
@@ -46,6 +47,9 @@ MOMENTARY = {
     *("rollout/engine_restarts", "async/lost_workers"),
 }
 """Metrics of engines at a moment, which the bits of the samples do not determine."""
+OF_A_SYNC = "rollout/sync_bytes"
+"""Not compared in the first step after a resume: its samples may be those of the checkpoint, and then
+the new engines had no weight sync before it."""
 
 
 def command(model: Path, run: Path, num_engines: int, keys: Sequence[str]) -> list[str]:
@@ -202,8 +206,10 @@ def differences(run: Path, calm: Path, step: int) -> list[str]:
     rows, others = RunFolder(run).read_metrics(), RunFolder(calm).read_metrics()
     if len(rows) != step or len(others) != step:
         found.append(f"{len(rows)} and {len(others)} steps")
+    resumed = {entry["step"] for each in (run, calm) for entry in History(each).read()} - {0}
     for row, other in zip(rows, others, strict=False):
-        keys = {*row, *other} - MOMENTARY
+        left_out = {OF_A_SYNC} if row["step"] in resumed else set()
+        keys = {*row, *other} - MOMENTARY - left_out
         different = {k for k in keys if not k.startswith(TIMED) and row.get(k) != other.get(k)}
         found += [f"step {int(row['step'])}: {key}" for key in sorted(different)]
     for number in range(step):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 TOP_LEVEL = frozenset(
     {
-        *(".ci", ".gitignore", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "mkdocs.yml"),
+        *(".ci", ".gitignore", "LICENSE", "Makefile", "mkdocs.yml"),
+        *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
         *("pyproject.toml", "setup.py", "requirements"),
         *("csrc", "mrl", "parallel", "moe", "launch", "tests", "docs", "benchmarks", "studies"),
     }

@@ -8,7 +8,11 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+FROM_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 """Pages that stand in the root of the checkout, and their names on the site."""
 FETCHED, OWN = "https://unpkg.com/iframe-worker/shim", "site/iframe-worker.js"
 """The script that mkdocs-material would fetch for the search, and where the site has it."""
@@ -17,7 +21,7 @@ FENCE = re.compile(r" *(?:```|~~~)")
 
 
 def on_files(files, config):
-    """Add README.md as the front page, and CONTRIBUTING.md."""
+    """Add README.md as the front page, CONTRIBUTING.md and CHANGELOG.md."""
     for source, target in FROM_ROOT.items():
         text = re.sub(r"\]\(docs/", "](", (ROOT / source).read_text())
         files.append(File.generated(config, target, content=text))
