@@ -31,8 +31,8 @@ from benchmarks.elastic_runs import (
     start,
 )
 from benchmarks.evidence.digest import ROOT
+from benchmarks.evidence.result import between_markers, summary, write_result
 from benchmarks.evidence.result import finish as finish_command
-from benchmarks.evidence.result import summary, write_result
 from mrl.drill.job import Unexpected, num_rows
 from mrl.toy_model import write_toy_model
 
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 """For each case the keys of the recipe, and whether engines are also removed with `--now`, which keeps
 the bits up to one step ahead."""
+DOCUMENT = ROOT / "docs/engines.md"
 NUM_STEPS = 100
 MOST = 3
 PACE_S = 1.0
@@ -109,6 +110,21 @@ def described(row: dict[str, Any]) -> str:
     numbers = ", ".join(f"{n} engines in {count}" for n, count in row["engines"].items())
     ended = "; ".join(row["differences"][:3]) or "the same bits"
     return f"{row['case']}: {row['steps']} steps, {commands}; {numbers} steps; {ended}"
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of the result."""
+    del name
+    lines = [
+        "| case | steps | added | removed | removed with `--now` | killed after step | differs |",
+        "|---" * 7 + "|",
+    ]
+    for row in result["cases"]:
+        counts = (row["commands"][key] for key in ("add", "remove", "remove --now"))
+        ended = "; ".join(row["differences"]) or "nothing"
+        cells = (row["case"], row["steps"], *counts, row["killed_after"], ended)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return {DOCUMENT: between_markers(DOCUMENT.read_text(), "elastic", "\n".join(lines))}
 
 
 def main() -> None:

@@ -25,9 +25,10 @@ from rich.table import Table
 
 from benchmarks.episode_runs.run import train
 from benchmarks.evidence.digest import ROOT
-from benchmarks.evidence.result import finish, summary, write_result
+from benchmarks.evidence.result import between_markers, finish, summary, write_result
 from mrl.toy_model import write_toy_model
 
+DOCUMENT = ROOT / "docs/environments.md"
 GAME = "launch/recipes/multi_turn.yaml"
 TOOLS = "launch/recipes/agents/mcp_toy.yaml"
 ENVIRONMENT = "benchmarks/episode_runs/waiting_letters.py:Environment"
@@ -122,6 +123,29 @@ def many(work: Path) -> list[dict[str, Any]]:
         print(rows[-1], flush=True)
     rows[0]["most_open"] = int(record.read_text())
     return rows
+
+
+def pages(name: str, result: dict[str, Any]) -> dict[Path, str]:
+    """Return the page with the tables of the result."""
+    del name
+    lines = [
+        "| schedule | samples/s | with the slow environment | ratio |",
+        "|---" * 4 + "|",
+        *(
+            f"| {row['schedule']} | {row['samples_per_s']:.1f} | {row['with_slow']:.1f} "
+            f"| {row['ratio']:.2f} ({', '.join(f'{each:.2f}' for each in row['ratios'])}) |"
+            for row in result["slow"]
+        ),
+        "",
+        f"| {NUM_MANY:,} episodes at one time, two steps | lost | seconds of the rollouts |",
+        "|---" * 3 + "|",
+        *(
+            f"| {row['environment']} | {row['lost']} | "
+            f"{', '.join(f'{each:.0f}' for each in row['seconds'])} |"
+            for row in result["many"]
+        ),
+    ]
+    return {DOCUMENT: between_markers(DOCUMENT.read_text(), "episodes", "\n".join(lines))}
 
 
 def show(slow_rows: list[dict[str, Any]], many_rows: list[dict[str, Any]]) -> None:
