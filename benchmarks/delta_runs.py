@@ -161,9 +161,14 @@ def _median(rows: list[dict[str, Any]], key: str) -> float:
 
 
 def is_good(row: dict[str, Any]) -> bool:
-    """Return whether every sync was checked, no bucket was sent again, and nothing differs."""
+    """Return whether every sync was checked, no bucket was sent again, and nothing differs.
+
+    At least half of the versions must be distinct. A step in which all samples of each prompt have the
+    same reward may leave the weights as they are.
+    """
     return (
-        row["syncs"] == row["syncs_compared"] == row["digests_equal"] == row["distinct_digests"]
+        row["syncs"] == row["syncs_compared"] == row["digests_equal"]
+        and row["distinct_digests"] >= row["syncs"] / 2
         and row["resent_buckets"] == 0
         and row["same_digests_as_full"]
         and row["same_bits_as_full"]

@@ -47,9 +47,11 @@ MOMENTARY = {
     *("rollout/engine_restarts", "async/lost_workers"),
 }
 """Metrics of engines at a moment, which the bits of the samples do not determine."""
-OF_A_SYNC = "rollout/sync_bytes"
-"""Not compared in the first step after a resume: its samples may be those of the checkpoint, and then
-the new engines had no weight sync before it."""
+OF_A_START = (
+    "rollout/sync_bytes",  # its samples may be those of the checkpoint, and no sync was before it
+    *("guard/ratio_error", "guard/clip_budget"),  # measured in the first step of a job
+)
+"""Prefixes of metrics that are not compared in the first step after a resume."""
 
 
 def command(model: Path, run: Path, num_engines: int, keys: Sequence[str]) -> list[str]:
@@ -208,9 +210,9 @@ def differences(run: Path, calm: Path, step: int) -> list[str]:
         found.append(f"{len(rows)} and {len(others)} steps")
     resumed = {entry["step"] for each in (run, calm) for entry in History(each).read()} - {0}
     for row, other in zip(rows, others, strict=False):
-        left_out = {OF_A_SYNC} if row["step"] in resumed else set()
-        keys = {*row, *other} - MOMENTARY - left_out
-        different = {k for k in keys if not k.startswith(TIMED) and row.get(k) != other.get(k)}
+        left_out = (*TIMED, *OF_A_START) if row["step"] in resumed else TIMED
+        keys = {*row, *other} - MOMENTARY
+        different = {k for k in keys if not k.startswith(left_out) and row.get(k) != other.get(k)}
         found += [f"step {int(row['step'])}: {key}" for key in sorted(different)]
     for number in range(step):
         files = [RunFolder(each).rollout_file(number) for each in (run, calm)]
