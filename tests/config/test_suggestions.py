@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mrl.algorithms import list_algorithms
+from mrl.algorithms import list_algorithms, load_algorithm
 from mrl.cli import main
 from mrl.config import load_recipe
 from mrl.config.foreign import ALGORITHMS, FOREIGN, advice_for_algorithm
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
-from mrl.preflight.check import _read_algorithm
 
 TOY = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
 
@@ -83,6 +82,7 @@ def test_names_of_other_frameworks(override, answer):
         (["train", "r.yaml", "--num-generations", "8"], "dashes: 'rollout.samples_per_prompt'"),
         (["dpo", "--config", "r.yaml"], "in mrl: not supported: mrl trains by RL"),
         (["grpo"], "in mrl: mrl train RECIPE algorithm.name=NAME"),
+        (["trian", "r.yaml"], "did you mean mrl train?"),
     ],
 )
 def test_command_lines_of_other_frameworks(words, answer, capsys):
@@ -98,7 +98,7 @@ def test_command_lines_of_other_frameworks(words, answer, capsys):
 def test_algorithms_of_other_frameworks(name):
     recipe = load_recipe(TOY, [f"algorithm.name={name}"])
     with pytest.raises(InputError, match=f"algorithm.name '{re.escape(name)}'") as caught:
-        _read_algorithm(recipe.algorithm)
+        load_algorithm(recipe.algorithm.name)
     assert advice_for_algorithm(name) in str(caught.value) or "did you mean 'dr_grpo'" in str(
         caught.value
     )
