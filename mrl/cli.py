@@ -124,7 +124,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         hint = "" if message.startswith("argument -") else hint_for(words)  # argparse explains it
         if not hint and message.startswith("argument COMMAND"):
             hint = _nearest_command(words[0], message)
-        print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the same words
+            print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     if rest:
         args.overrides = [*args.overrides, *rest]

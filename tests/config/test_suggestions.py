@@ -94,6 +94,13 @@ def test_command_lines_of_other_frameworks(words, answer, capsys):
     assert "--help" in line
 
 
+def test_one_rank_explains_the_words_that_all_ranks_have(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian"])
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["dpo", "reinforce++", "Reinforce-Plus-Plus-Baseline", "dr-grpo"])
 def test_algorithms_of_other_frameworks(name):
     recipe = load_recipe(TOY, [f"algorithm.name={name}"])
