@@ -227,9 +227,10 @@ def _parse(text: bytes, source: str, expected: str) -> Any:
         raise InputError(f"{source}: {error}") from None
     except UnicodeDecodeError:
         raise InputError(f"{source}: {_NOT_UTF8}") from None
-    except json.JSONDecodeError as error:  # the position in a line of a file is its column
-        at = "" if error.doc.count("\n", 0, len(error.doc.rstrip())) else f"column {error.pos + 1}"
-        where = at or f"line {error.lineno} column {error.colno}"
+    except json.JSONDecodeError as error:
+        content = error.doc.rstrip()  # of one line or of several
+        column = f"column {min(error.pos, len(content)) + 1}"
+        where = f"line {error.lineno} column {error.colno}" if "\n" in content else column
         raise InputError(f"{source}: not valid JSON at {where}: {error.msg}; {expected}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source}: not valid JSON: {error}; {expected}") from None
