@@ -26,6 +26,8 @@ def test_the_table_leads_to_keys_and_hides_none():
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
+        ("lora.r=8", "did you mean 'lora.rank'?"),
+        ("reward=[{path: first_char, wieght: 2}]", "did you mean 'reward.weight'?"),
         ("learning_rate=1", "unknown key 'learning_rate'; did you mean 'optimizer.lr'?"),
         ("optimizer.learning_rte=1", "'optimizer.learning_rte'; did you mean 'optimizer.lr'?"),
         ("rollout.n=8", "'rollout.n'; did you mean 'rollout.samples_per_prompt'?"),
@@ -82,6 +84,11 @@ def test_names_of_other_frameworks(override, answer):
         (["train", "r.yaml", "--num-generations", "8"], "dashes: 'rollout.samples_per_prompt'"),
         (["dpo", "--config", "r.yaml"], "in mrl: not supported: mrl trains by RL"),
         (["grpo"], "in mrl: mrl train RECIPE algorithm.name=NAME"),
+        (
+            ["train", "r.yaml", "--gpus", "2"],
+            "python -m mrl.launch --nproc-per-node N -m mrl train",
+        ),
+        (["train"], "the following arguments are required: RECIPE; see mrl train --help"),
         (["trian", "r.yaml"], "did you mean mrl train?"),
     ],
 )
