@@ -166,8 +166,9 @@ def _parse(words: Sequence[str]) -> Any:
     """Parse torchrun's arguments. Raises InputError with argparse's reason, without its usage."""
     from torch.distributed.run import parse_args
 
+    printed = io.StringIO()
     try:
-        with redirect_stderr(io.StringIO()) as printed:
+        with redirect_stderr(printed):
             return parse_args([f"--signals-to-handle={ENDS_AT_ONCE}", *words])
     except SystemExit as end:
         if not end.code:  # --help
