@@ -257,3 +257,10 @@ def test_many_changes_are_another_run_and_not_this_one_continued() -> None:
     with pytest.raises(InputError) as caught:
         check_allowed([*changes, Change("seed", 0, 3, Kind.NEVER)], (), "run", "what")
     assert str(caught.value).endswith("; keep seed, or start another run in a new output_dir")
+
+
+def test_the_folder_of_the_model_is_no_run_folder(run: Path) -> None:
+    model = run.parent / "model"
+    recipe = load_recipe(TOY_RECIPE, [f"output_dir={model}", f"model.path={model}"])
+    with pytest.raises(InputError, match=r"is the folder of model.path, which a run must not write"):
+        RunFolder(model).check(recipe)
