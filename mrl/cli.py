@@ -6,7 +6,9 @@ mrl/errors.py defines the exit codes.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import select
 import sys
 import traceback
@@ -120,11 +122,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     except _Misuse as error:
         message, program = error.args
         hint = "" if message.startswith("argument -") else hint_for(words)  # argparse explains it
-        print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
+        if not hint and message.startswith("argument COMMAND"):
+            hint = _nearest_command(words[0], message)
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the same words
+            print(f"mrl: {message}{hint}; see {program} --help", file=sys.stderr)
         sys.exit(ExitCode.BAD_INPUT)
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _nearest_command(word: str, message: str) -> str:
+    """Return a question with the command that resembles `word`; empty if none does. `message` is
+    argparse's, which lists all commands in quotes."""
+    names = re.findall(r"'([\w-]+)'", message.partition("choose from")[2])
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean mrl {near[0]}?" if near else ""
 
 
 class _Misuse(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,21 +51,26 @@ def read_config(folder: Path) -> HfConfig:
     if folder.is_file():
         raise InputError(f"model.path: {folder} is a file; give the folder of a checkpoint")
     if not folder.is_dir():
+        names = [each.name for each in folder.parent.glob("*/")] if folder.parent.is_dir() else []
+        near = difflib.get_close_matches(folder.name, names, n=1)
+        hint = f"; did you mean {folder.with_name(near[0])}?" if near else ""
         if HUB_ID.fullmatch(str(folder)) and folder.parts[0] != "toy":
             raise InputError(
                 f"model.path: no folder {folder}, and mrl downloads nothing. If it is a model of the "
                 f"Hugging Face hub, run `hf download {folder} --local-dir models/{folder.name}` (or "
-                f"huggingface-cli download) and give model.path=models/{folder.name}"
+                f"huggingface-cli download) and give model.path=models/{folder.name}{hint}"
             )
         raise InputError(
             f"model.path: no folder {folder}; give a Hugging Face checkpoint (for `mrl check --plan` "
-            f"its config.json alone is enough), or make a toy one with `mrl toy-model {folder}`"
+            f"its config.json alone is enough), or make a toy one with `mrl toy-model {folder}`{hint}"
         )
     file = folder / "config.json"
     try:
         config = parse_json(file.read_text(), f"model.path: {file}")
     except OSError:
-        raise InputError(f"model.path: {folder} has no config.json") from None
+        raise InputError(
+            f"model.path: {folder} has no config.json; give the folder of a Hugging Face checkpoint"
+        ) from None
     except InputError:
         raise
     except (ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from mrl.algorithms import check
 from mrl.algorithms.base import Algorithm, traits
 from mrl.config import AlgorithmConfig
+from mrl.config.foreign import advice_for_algorithm
 from mrl.errors import InputError
 from mrl.system.plugins import Kind, resolve
 
@@ -58,6 +59,8 @@ def load_algorithm(name: str) -> Algorithm:
 
     Raises InputError if the algorithm cannot be imported or lacks a function.
     """
+    if pointer := advice_for_algorithm(name):
+        raise InputError(f"algorithm.name {name!r}: mrl has none of this name; {pointer}")
     algorithm: Any = resolve(_KIND, name)
     missing = [item for item in _FUNCTIONS if not callable(getattr(algorithm, item, None))]
     if missing:

@@ -54,9 +54,14 @@ def _yaml(key: str, value: Any) -> str:
     try:
         text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**9)
     except yaml.YAMLError:
+        hint = (
+            "; write the name of a function or class as text: file.py:NAME"
+            if callable(value)
+            else ""
+        )
         raise InputError(
             f"override {key}: got {type(value).__name__}, expected a value of YAML: a number, a "
-            "string, true or false, null, a list or a dict"
+            f"string, true or false, null, a list or a dict{hint}"
         ) from None
     return text.removesuffix("\n").removesuffix("\n...")
 

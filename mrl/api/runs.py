@@ -69,6 +69,8 @@ def train(
     """
     loaded = load_recipe(recipe)
     _check_callbacks(callbacks)
+    if isinstance(allow, str):
+        raise InputError(f"allow: got {allow!r}, expected a list such as [{allow!r}]")
     with _session():
         stopped = run_train(loaded, world_size(), callbacks, allow)
     folder = RunFolder(loaded.output_dir)
@@ -131,6 +133,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    if not isinstance(callbacks, Sequence):
+        raise InputError(f"callbacks: got {callbacks!r}, expected a list such as [MyCallback()]")
     for number, callback in enumerate(callbacks):
         for name in ("on_step", "on_evaluation"):
             if isinstance(callback, type) or not callable(getattr(callback, name, None)):

@@ -15,6 +15,7 @@ import torch
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.base import Assignment, Pool, StepSchedule
 from mrl.collect.dynamic_sampling import DynamicSampling
+from mrl.collect.equal_rewards import EqualRewards
 from mrl.collect.evaluation import finish_evaluation
 from mrl.collect.prompts import PromptSupply, step_seed
 from mrl.collect.saved import SavedCollector
@@ -83,6 +84,8 @@ class Collector:
         self._step = 0
         self._dynamic_sampling: DynamicSampling | None = None
         self._numbers: dict[str, float] = {}
+        warn = console.warn_on(mesh.rank == 0)
+        self._equal_rewards = EqualRewards(plan.algorithm, plan.recipe.algorithm, warn)
 
     def start(self, policy: Policy) -> None:
         """Start the engines, which may take long. Afterwards the policy is on the device."""
@@ -153,6 +156,7 @@ class Collector:
             self._evaluate(ended, clock)
         if self._dynamic_sampling is None:
             self.groups = groups
+            self._equal_rewards.look(self._step, groups)
         else:
             self._sample_further(self._dynamic_sampling, groups)
 

@@ -22,7 +22,11 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument("folder", type=Path, metavar="NEW_DIR", help="a new or empty folder")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="the keys that the new run changes"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="the keys that the new run changes",
     )
     command.set_defaults(run=run)
 

@@ -12,7 +12,7 @@ from mrl.run import console
 from mrl.run.contents import digest_of
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.hf_export import Exported, export_checkpoint
-from parallel.checkpoint.manifest import candidates, damage, newest_good
+from parallel.checkpoint.manifest import candidates, damage, folder_name, newest_good
 
 
 def export(
@@ -68,6 +68,12 @@ def _find(source: Path) -> Path:
         return source
     found = newest_good(candidates(source / "checkpoints"), damage, console.warning)
     if found is None:
+        run, _, step = source.name.rpartition("@")
+        if step.isdigit() and (saved := source.with_name(run) / "checkpoints").is_dir():
+            names = ", ".join(each.name for each in candidates(saved)) or "none"
+            raise InputError(
+                f"{source} is not a folder; give {saved / folder_name(int(step))} (there are {names})"
+            )
         raise InputError(
             f"{source} has no checkpoint; give a run folder (output_dir), or one iter_* folder of its "
             "checkpoints"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 LAUNCHERS = (
     "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint",
+    "gpus", "num_gpus", "ngpus", "world_size",
     "num_processes", "num_machines", "actor_num_nodes", "actor_num_gpus_per_node", "n_gpus_per_node",
 )  # fmt: skip
 """Options of torchrun, accelerate and slime that set the number of ranks or where they run."""

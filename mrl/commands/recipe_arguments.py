@@ -21,6 +21,7 @@ def add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) -
     command.add_argument(
         "overrides",
         nargs="*",
+        default=[],  # otherwise argparse counts it among the required ones
         metavar="key=value",
         help="override a key of the recipe, e.g. optimizer.lr=1e-6",
     )

@@ -33,7 +33,9 @@ def add_to(commands: Any) -> None:
         "--nproc-per-node N -m mrl serve SERVICE.",
     )
     command.add_argument("service", metavar="SERVICE", help="configuration of the service, YAML")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set")
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="keys to set"
+    )
     command.add_argument(
         "--until-done", action="store_true", help="end when no tenant is queued or running"
     )

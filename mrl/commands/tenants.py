@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable
 from functools import partial
@@ -91,7 +92,7 @@ def run_add(args: argparse.Namespace) -> None:
     name = args.name if args.name is not None else _name_of(path)
     added = _client(args).add(check_name(name), tree, args.weight, is_record=is_record)
     print(f"{name} is {added['state']}; its run folder is {_shown(added['output_dir'])}")
-    print(f"next: mrl tenants status {name} --watch")
+    print(f"next: mrl tenants status {name} --watch{_service_option(args)}")
 
 
 def run_list(args: argparse.Namespace) -> None:
@@ -119,14 +120,15 @@ def run_list(args: argparse.Namespace) -> None:
         head = ("name", "state", "steps", "weight", "reward", "trainer", "waits", "run or reason")
         console.table(f"{len(rows)} tenants", head, rows)
     else:
-        print("there are no tenants")
+        print(f"there are no tenants; add one: mrl tenants add RECIPE{_service_option(args)}")
     if note:
         print(note)
 
 
 def run_pause(args: argparse.Namespace) -> None:
     paused = _client(args).pause(args.name, args.reason)
-    print(f"{args.name} is paused ({_shown(paused['reason'])}); mrl tenants resume {args.name}")
+    resume = f"mrl tenants resume {args.name}{_service_option(args)}"
+    print(f"{args.name} is paused ({_shown(paused['reason'])}); {resume}")
 
 
 def run_resume(args: argparse.Namespace) -> None:
@@ -223,9 +225,17 @@ def _client(args: argparse.Namespace) -> Any:
     if not (args.service / "service.yaml").is_file():
         raise InputError(
             f"--service {args.service} is not the folder of a service: it has no service.yaml; give "
-            "the output_dir of one"
+            "the output_dir of one, or start it first: mrl serve SERVICE.yaml"
         )
     return ControlClient(args.service)
+
+
+def _service_option(args: argparse.Namespace) -> str:
+    """Return the option --service that a further command needs; empty where the variable names the
+    service."""
+    if str(args.service) == os.environ.get(VARIABLE):
+        return ""
+    return f" --service {shlex.quote(str(args.service))}"
 
 
 def _read(path: Path, overrides: list[str]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mrl.config.reward import TAGS
-from mrl.config.suggest import all_keys, suggest
+from mrl.config.reward import TAGS, RewardConfig
+from mrl.config.suggest import all_keys, keys_below, suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -71,6 +71,8 @@ def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
     key, given = ".".join(map(str, place)), problem["input"]
     if problem["type"] == "extra_forbidden":
         named = ".".join(part for part in place if isinstance(part, str))
+        if named.startswith("reward.") and not known:
+            known = [f"reward.{name}" for name in keys_below(RewardConfig)]
         return f"unknown key {key!r}{suggest(named, given, known)}"
     if problem["type"] == "missing":
         return f"{key}: required, and not given"

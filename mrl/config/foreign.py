@@ -28,6 +28,8 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "peft_config": ("lora", ""),
     "use_peft": ("lora", "lora: {} turns it on"),
     "lora_r": ("lora.rank", ""),
+    "lora.r": ("lora.rank", ""),
+    "peft_config.r": ("lora.rank", ""),
     "lora_rank": ("lora.rank", ""),
     "lora_alpha": ("lora.alpha", ""),
     "lora_target_modules": ("lora.targets", ""),

@@ -26,30 +26,44 @@ RENAMED = {
 """Maps former names of keys to the current names. A recipe with a former name is refused."""
 
 
-class DuplicateKey(yaml.YAMLError):
-    """Raised if a key occurs twice in one YAML mapping."""
+class BadMapping(yaml.YAMLError):
+    """Raised if a key occurs twice in one YAML mapping, or if its value was taken for a part of it."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A `yaml.SafeLoader` that refuses duplicate keys. The base class would silently take the last
-    value."""
+    """A `yaml.SafeLoader` that refuses duplicate keys, of which the base class would silently take the
+    last value, and `{a:b}`, which the base class reads as the key `a:b` without a value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
+        for key_node, value_node in node.value:
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
                 line = key_node.start_mark.line + 1
+                if node.flow_style and _is_unspaced(key_node, value_node):
+                    spaced = key_node.value.replace(":", ": ", 1)
+                    raise BadMapping(
+                        f"got {{{key_node.value}}}, which YAML reads as a key without a value; write "
+                        f"{{{spaced}}}, with a space after the colon"
+                    )
                 if key_node.value in seen:
                     first = seen[key_node.value]
                     where = (
                         f", in lines {first} and {line}" if first != line else f" in line {line}"
                     )
-                    raise DuplicateKey(
+                    raise BadMapping(
                         f"the key {key_node.value!r} occurs twice{where}; give it once"
                     )
                 seen[key_node.value] = line
         return node
+
+
+def _is_unspaced(key: yaml.ScalarNode, value: yaml.Node) -> bool:
+    """Return whether an item of a flow mapping looks like `a:b`, where `a: b` was meant."""
+    is_absent = (
+        isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index
+    )
+    return key.style is None and ":" in key.value and is_absent
 
 
 def load_recipe(
@@ -154,10 +168,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(), _Loader)
     except OSError as error:
-        raise InputError(f"recipe {path}: {error.strerror}; give the path of a YAML file") from None
+        hint = (
+            "the recipe comes first, before overrides: RECIPE key=value"
+            if "=" in path.name and not path.suffix.startswith(".y")
+            else "give the path of a YAML file, or the output_dir of a run"
+        )
+        raise InputError(f"recipe {path}: {error.strerror}; {hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        first = " ".join(str(error).split())
+        first = " ".join(str(error).replace(' in "<unicode string>",', " in").split())
         raise InputError(f"recipe {path} is not valid YAML: {first}") from None
+    if tree is None:
+        raise InputError(f"recipe {path}: the file is empty; `mrl recipe` prints one to fill in")
     if not isinstance(tree, dict):
         raise InputError(f"recipe {path}: expected a mapping of keys, got {type(tree).__name__}")
     _spread_short_forms(tree)
@@ -187,7 +208,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
         tree = child
     try:
         tree[leaf] = yaml.load(value, _Loader)
-    except DuplicateKey as error:
+    except BadMapping as error:
         raise InputError(f"override {item!r}: {error}") from None
     except yaml.YAMLError:
         raise InputError(f"override {item!r}: {value!r} is not a YAML value") from None

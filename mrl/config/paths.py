@@ -9,27 +9,38 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mrl.errors import InputError
+
 NOT_OURS = ("server_args", "megatron", "arguments")
 """Sections whose keys are arguments of SGLang, Megatron or the environment class. Paths in these
 sections are not resolved."""
+NEW_FOLDERS = ("output_dir", "snapshot_folder")
+"""Keys with the path of a folder that mrl makes. Such a path is not searched for."""
+VARIABLE = re.compile(r"\$(\w|\{\w)")
+"""Matches the beginning of a shell's variable: `$HOME`, `${HOME}`."""
 REWARD_MODEL = "reward_model:"
 FORMS = ("trl:", "verl:", "slime:")
 """Prefixes of a reward (`trl:file.py`) that name the framework for which the reward was written."""
 
 
 def resolve_paths(tree: dict[str, Any], recipe: Path | None) -> dict[str, Any]:
-    """Return a recipe, given as nested dicts, with every existing path made absolute.
+    """Return a recipe, given as nested dicts, with every existing path made absolute, and `~`
+    replaced in the paths of NEW_FOLDERS.
 
     A value is a path if its key is `path` or `load_rollouts`, or ends with `_path` (except
     `model_path`), or if its key is `verifiers` or `python` and it has a slash. A value that names a
     Python file (`file.py`, `file.py:NAME`) or a reward model (`reward_model:FOLDER`) is a path
     under any key. `recipe` is the file that the tree comes from; with None, only the current
-    directory is searched.
+    directory is searched, and InputError is raised if the path of a new folder contains a shell's
+    variable.
     """
+    if recipe is None:  # overrides have been applied
+        _refuse_variables(tree)
     return _branch(tree, _folders(recipe))
 
 
@@ -46,9 +57,24 @@ def _branch(tree: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
     return {
         key: value
         if key in NOT_OURS
+        else os.path.expanduser(value)
+        if key in NEW_FOLDERS and isinstance(value, str)
         else _resolved(value, folders, is_path=_is_path(key) or _is_path_with_slash(key, value))
         for key, value in tree.items()
     }
+
+
+def _refuse_variables(tree: dict[str, Any], section: str = "") -> None:
+    """Raise InputError for a shell's variable in the path of a new folder, whose name it would
+    become."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _refuse_variables(value, f"{section}{key}.")
+        elif key in NEW_FOLDERS and isinstance(value, str) and VARIABLE.search(value):
+            raise InputError(
+                f"{section}{key}: got {value!r}, but variables are not replaced in a recipe; write the "
+                f"folder itself, or give {section}{key}={value} on the command line without quotes"
+            )
 
 
 def _is_path(key: Any) -> bool:

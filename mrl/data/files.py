@@ -29,6 +29,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 Tasks = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
 """Returns the tasks of the recipe's environment as rows, loaded with some arguments."""
 
+_NOT_UTF8 = "not UTF-8 text; convert the file, for example with iconv -f LATIN1 -t UTF-8"
 MAX_CELL_CHARS = 1 << 28
 """Maximum number of characters in a cell of a CSV file. Python's default limit is 131,072."""
 
@@ -151,7 +152,8 @@ def _read_json(path: Path, *, may_be_array: bool) -> Rows:
 
 def _read_array(file: BinaryIO, path: Path) -> Rows:
     text = file.read()
-    rows, is_odd = _parse(text, str(path)), _SURROGATE.search(text)
+    expected = "an array of objects is expected"
+    rows, is_odd = _parse(text, str(path), expected), _SURROGATE.search(text)
     for number, row in enumerate(rows, start=1):
         source = f"{path} row {number}"
         if is_odd:
@@ -182,13 +184,13 @@ def _read_csv(path: Path, delimiter: str) -> Rows:
                     yield f"{path}:{line}", dict(zip(header, cells, strict=True))
                 line = reader.line_num + 1
         except UnicodeDecodeError:
-            raise InputError(f"{path}:{reader.line_num + 1}: not UTF-8 text") from None
+            raise InputError(f"{path}:{reader.line_num + 1}: {_NOT_UTF8}") from None
         except csv.Error as error:
             raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
 
 
 def _parse_row(line: bytes, source: str) -> dict[str, Any]:
-    row = _parse(line, source)
+    row = _parse(line, source, "one JSON object a line is expected")
     if _SURROGATE.search(line):
         _check_text(row, source)
     return _object(row, source)
@@ -210,20 +212,28 @@ def _check_text(row: Any, source: str) -> None:
 
 def _object(row: Any, source: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise InputError(f"{source}: expected a JSON object, got {kind(row)}")
+        array = "; a JSON array of rows needs a file name that ends with .json"
+        hint = array if isinstance(row, list) else ""
+        raise InputError(f"{source}: expected a JSON object, got {kind(row)}{hint}")
     return row
 
 
-def _parse(text: bytes, source: str) -> Any:
+def _parse(text: bytes, source: str, expected: str) -> Any:
+    """Parse JSON. `expected` ends the message if it is not valid."""
     try:
         # Given bytes, json.loads would accept encoded surrogates.
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=each_key_once)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{source}: not UTF-8 text") from None
+        raise InputError(f"{source}: {_NOT_UTF8}") from None
+    except json.JSONDecodeError as error:
+        content = error.doc.rstrip()  # of one line or of several
+        column = f"column {min(error.pos, len(content)) + 1}"
+        where = f"line {error.lineno} column {error.colno}" if "\n" in content else column
+        raise InputError(f"{source}: not valid JSON at {where}: {error.msg}; {expected}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{source}: not valid JSON: {error}") from None
+        raise InputError(f"{source}: not valid JSON: {error}; {expected}") from None
 
 
 def kind(value: Any) -> str:

@@ -163,19 +163,22 @@ def _message(message: Any, index: int, source: str, key: str) -> dict[str, Any]:
         if name == "content" and text_may_lack:
             plain.setdefault("content", "")
         elif not isinstance(plain.get(name), str) or not plain[name]:
-            raise InputError(f"{source}: message {index} has no text in `{name}`")
+            raise InputError(
+                f"{source}: message {index} has no text in `{name}`; it has "
+                f"{', '.join(map(str, message)) or 'nothing'}, expected role and content"
+            )
     return plain
 
 
 def _check_content(content: Any, source: str, key: str) -> None:
     if content is None:
-        raise InputError(f"{source}: no `{key}`: it is null")
+        raise InputError(f"{source}: no `{key}`: it is null; give it a text, or remove the row")
     if not isinstance(content, (str, list)):
         raise InputError(
             f"{source}: `{key}` must be a string or a list of messages, got {kind(content)}"
         )
     if not content or (isinstance(content, str) and not content.strip()):
-        raise InputError(f"{source}: `{key}` is empty")
+        raise InputError(f"{source}: `{key}` is empty; give it a text, or remove the row")
     if key in ("messages", "conversations") and isinstance(content, str):
         raise InputError(f"{source}: `{key}` must be a list of messages, got a string")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -98,7 +98,8 @@ def resolve_environment(spec: str) -> Callable[..., Environment]:
 
 
 def check_reset(spec: str, columns: Collection[str], source: str) -> None:
-    """Raise InputError if the environment's reset() cannot be called with the columns of a row.
+    """Raise InputError if the environment's reset() cannot be called with the columns of a row, or
+    needs another one.
 
     `source` names the row in the message. An environment that is created by a function instead of a
     class is not checked.
@@ -113,3 +114,41 @@ def check_reset(spec: str, columns: Collection[str], source: str) -> None:
             f"{why_not(reset, 2, (name,), is_unbound=True)}; add **columns to it, rename the column "
             f"(data.columns: {{NEW: {name}}}), or leave it out ({{{name}: null}})"
         )
+    for name in _needed_columns(reset):
+        if name not in columns:
+            raise InputError(
+                f"{source}: no column `{name}`, which reset() of the environment {spec!r} needs; this "
+                f"row has {', '.join(columns) or 'no column but the prompt'}; name the column that "
+                f"holds it: data.columns: {{{name}: NAME}}"
+            )
+
+
+def check_arguments(spec: str, arguments: Mapping[str, Any]) -> None:
+    """Raise InputError if the environment does not accept these `environment.arguments`, or needs
+    others. The environment is not created."""
+    factory: Any = resolve_environment(spec)
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a class of C has none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        accepted = ", ".join(str(each) for each in signature.parameters.values()) or "none"
+        raise InputError(
+            f"environment {spec!r} cannot be created with environment.arguments "
+            f"{dict(arguments)}: {error}; its arguments are: {accepted}"
+        ) from None
+
+
+def _needed_columns(reset: Callable[..., Any]) -> list[str]:
+    """Return the arguments of an unbound reset(), beside `prompt` and `seed`, without a default."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    _self, *parameters = inspect.signature(reset).parameters.values()
+    positional = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    given = {parameter.name for parameter in positional[:2]}
+    return [
+        p.name
+        for p in parameters
+        if p.kind in kinds and p.default is p.empty and p.name not in given
+    ]

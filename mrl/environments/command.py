@@ -158,6 +158,10 @@ def resolved(command: Sequence[str], key: str = "environment.command") -> list[s
             )
         return [sys.executable, *arguments]
     if (found := shutil.which(program)) is None:
+        if not arguments and len(words := program.split()) > 1:
+            raise InputError(
+                f"{key}: got the text {program!r}, expected a list of words: [{', '.join(words)}]"
+            )
         raise InputError(
             f"{key}: there is no program {program!r} in PATH or at this path from "
             f"{os.getcwd()}; give the name or path of a program that this user may run"

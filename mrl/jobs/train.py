@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -77,9 +78,12 @@ def train(
             steps = (
                 f"{done} of {wanted} steps" if done == wanted else f"{done} steps, {wanted} wanted"
             )
+            more = (
+                f"mrl train {shlex.quote(str(folder.root))} train.num_steps={2 * max(done, wanted)}"
+            )
             print(
                 f"{folder.root} is done: {steps}, by the sizes of the files (mrl export reads every "
-                "byte)"
+                f"byte); to train on: {more}"
             )
         return ""
 

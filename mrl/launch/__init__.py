@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import logging
 import os
 import shlex
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 ENDS_AT_ONCE = "SIGINT,SIGQUIT"
 """Value of torchrun's option --signals-to-handle: the signals after which torch ends the ranks. By
 default, torch would also end the ranks after some of the FORWARDED signals."""
+EXPECTED = "python -m mrl.launch --nproc-per-node N -m mrl train RECIPE [key=value ...]"
 C10D_PORT = 29400
 """The port that torch's c10d rendezvous uses by default."""
 RETURN_S = 20.0
@@ -66,14 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in FORWARDED:  # before torch is imported, which takes a while
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _forward)
-    from torch.distributed.run import parse_args
-
     from mrl.system.threads import compute_with_one_thread
 
-    words = sys.argv[1:] if argv is None else argv
-    args = parse_args([f"--signals-to-handle={ENDS_AT_ONCE}", *words])
-    _silence()
     try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+        _silence()
+        _check_script(args)
         _check_flags(args)
         _check_endpoint(args)
     except InputError as error:
@@ -160,6 +160,39 @@ def _exit_without_others(scratch: Scratch) -> None:
         print(text, file=sys.stderr, flush=True)
         scratch.remove()
         os._exit(code)
+
+
+def _parse(words: Sequence[str]) -> Any:
+    """Parse torchrun's arguments. Raises InputError with argparse's reason, without its usage."""
+    from torch.distributed.run import parse_args
+
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            return parse_args([f"--signals-to-handle={ENDS_AT_ONCE}", *words])
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+    reason = printed.getvalue().strip().rpartition("error: ")[2]
+    raise InputError(f"{reason}; expected {EXPECTED}; --help lists the options")
+
+
+def _check_script(args: Any) -> None:
+    """Raise InputError for a recipe or a command of mrl in the place of the program."""
+    script, rest = args.training_script, args.training_script_args
+    if args.module or args.no_python or Path(script).suffix == ".py":
+        return
+    if Path(script).suffix in (".yaml", ".yml"):
+        given = f"the recipe {script}"
+        meant = shlex.join(["-m", "mrl", "train", script, *rest])
+    elif script in ("mrl", "train", "serve", "eval", "replay"):
+        given = f"{script!r}"
+        meant = shlex.join(["-m", "mrl", *([] if script == "mrl" else [script]), *rest])
+    else:
+        return
+    raise InputError(
+        f"got {given} in the place of the program that the ranks run; write {meant} there: {EXPECTED}"
+    )
 
 
 def _check_flags(args: Any) -> None:

@@ -12,7 +12,6 @@ import torch
 from mrl.algorithms import Algorithm, check_algorithm, load_algorithm, traits
 from mrl.config import AlgorithmConfig, Recipe, RolloutConfig
 from mrl.config.adapter import Adapter
-from mrl.config.foreign import advice_for_algorithm
 from mrl.engines import load_engine, node_class
 from mrl.engines.sglang.limits import check_limits, check_route_layers
 from mrl.errors import InputError
@@ -178,8 +177,6 @@ def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bo
 
 
 def _read_algorithm(config: AlgorithmConfig) -> Algorithm:
-    if pointer := advice_for_algorithm(config.name):
-        raise InputError(f"algorithm.name {config.name!r}: mrl has none of this name; {pointer}")
     algorithm = load_algorithm(config.name)
     check_algorithm(config)
     check_old_logprobs(config, algorithm)
@@ -293,6 +290,13 @@ def _check_engine(recipe: Recipe, model: HfModel, *, elsewhere: bool) -> None:
             check_route_layers(model.path, model.moe_layer_numbers, model.sizes.num_experts)
 
 
+def _larger(asked: int, most: int) -> str:
+    """Return the advice to set a larger context, if the model can have one."""
+    if asked < most:
+        return f", or a larger rollout.context_len (this model: at most {most})"
+    return f" (the context is the model's max_position_embeddings, {most})"
+
+
 def _context_len(config: RolloutConfig, model: HfModel) -> int:
     asked = config.context_len or model.context_len
     if asked > model.context_len:
@@ -303,6 +307,6 @@ def _context_len(config: RolloutConfig, model: HfModel) -> int:
     if config.max_response_len >= asked:
         raise InputError(
             f"rollout.max_response_len {config.max_response_len} leaves no room for a prompt "
-            f"in a context of {asked} tokens"
+            f"in a context of {asked} tokens; set a smaller one{_larger(asked, model.context_len)}"
         )
     return asked

@@ -13,7 +13,7 @@ from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.data.files import Tasks
-from mrl.environments.base import check_reset
+from mrl.environments.base import check_arguments, check_reset
 from mrl.environments.hosted.spec import tasks_of
 from mrl.environments.openai_chat import check_target
 from mrl.environments.runner import check_columns as check_environment_columns
@@ -73,6 +73,7 @@ def check_prompts(
             check_columns(prompt)
     if recipe.environment is not None:
         if imports_rewards and recipe.environment.name is not None:
+            check_arguments(recipe.environment.name, recipe.environment.arguments)
             for columns, source in {tuple(p.columns): p.source for p in reversed(prompts)}.items():
                 check_reset(recipe.environment.name, columns, source)
                 if recipe.environment.name == "openai_chat":

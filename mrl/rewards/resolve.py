@@ -67,5 +67,8 @@ def resolve_reward(spec: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> RewardFun
     form, name = split_form(spec)
     function = resolve(_KIND, name)
     if not callable(function):
-        raise InputError(f"reward {spec!r} is a {type(function).__name__}, not a function")
+        raise InputError(
+            f"reward {spec!r} is of type {type(function).__name__}; give the name of a function: "
+            "def NAME(prompts, completions, **columns)"
+        )
     return adapt(spec, form, function)

@@ -151,6 +151,11 @@ WHY = {
 }
 
 
+FEW = 3
+"""If more keys than this have changed, the user probably meant another run in this folder, not this
+one with other settings."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A key of the recipe whose value has changed, or which names files whose contents have changed."""
@@ -222,18 +227,21 @@ def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, w
     if not never and not closed:
         return
     refused = "; ".join(map(str, (*never, *closed)))
+    if never:
+        keep = _join(c.key for c in never)
+        raise InputError(
+            f"{what}: {refused}; keep {keep}, or start another run in a new output_dir"
+        )
     overrides = [
         c.as_override() for c in changes if c.kind is not Kind.NEVER and c.key != "output_dir"
     ]
     wanted = [change.key for change in changes if change.kind is Kind.ALLOW]
-    keep = f"keep {_join(c.key for c in never)}, or start another run in a new output_dir"
     do = " ".join([shlex.quote(run), *overrides])
     allow = f"mrl train {do} --allow {' '.join(wanted)}"
     branch = f"mrl branch {shlex.quote(run)} NEW_DIR {' '.join(overrides)}"
-    if not wanted:
-        raise InputError(f"{what}: {refused}; {keep}")
+    new = "start a new run in another output_dir, or " if len(closed) > FEW else ""
     then = f"continue it with: {allow} (or try it in a copy: {branch})"
-    raise InputError(f"{what}: {refused}; {f'{keep}; then ' if never else ''}{then}")
+    raise InputError(f"{what}: {refused}; {new}{then}")
 
 
 def check_keys(allowed: Iterable[str]) -> None:

@@ -76,6 +76,11 @@ class RunFolder:
             raise InputError(
                 f"output_dir {self.root}: {parent} is not a folder that can be written; choose another"
             )
+        if self.root.absolute() == Path(recipe.model.path).absolute():
+            raise InputError(
+                f"output_dir {self.root} is the folder of model.path, which a run must not write to; "
+                "choose another"
+            )
         check_keys(allowed or ())
         contents = contents_of(recipe) if os.environ.get("RANK", "0") == "0" else {}
         if not self.config.exists():

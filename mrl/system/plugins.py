@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from mrl.errors import InputError
@@ -139,7 +139,23 @@ def _pick(kind: Kind, spec: str, module: ModuleType, names: tuple[str, ...]) -> 
     near = difflib.get_close_matches(names[0], dir(module), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     wanted = " or ".join(map(repr, names))
+    if not hint and ":" not in spec and _is_file(spec):
+        own = _own_names(kind, module)
+        has = f"; it has {', '.join(own)}" if own else ""
+        hint = f"{has}; write {spec}:{own[0] if len(own) == 1 else kind.example}"
     raise InputError(f"{kind.noun} {spec!r}: no {kind.form} {wanted} in it{hint}")
+
+
+def _own_names(kind: Kind, module: ModuleType) -> list[str]:
+    """Return the names of the functions (or classes) that the module itself defines, sorted."""
+    wanted = type if kind.form == "class" else FunctionType
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, wanted)
+        and not name.startswith("_")
+        and value.__module__ == module.__name__
+    )
 
 
 def _folder(kind: Kind) -> str:

@@ -67,6 +67,7 @@ def test_a_recipe_comes_from_a_file_a_dict_or_a_recipe(tmp_path):
         (3, {}, "recipe: got int, expected the path of a YAML file, a dict or an mrl.Recipe"),
         (TOY_RECIPE, "a=1", r"overrides: got 'a=1', expected a list such as \['a=1'\]"),
         (TOY_RECIPE, {"optimizer.lr": object()}, "override optimizer.lr: got object"),
+        (TOY_RECIPE, {"reward": print}, "got builtin_function_or_method, .* as text: file.py:NAME"),
         ("nowhere.yaml", {}, "recipe nowhere.yaml: No such file"),
     ],
 )
@@ -81,6 +82,13 @@ def test_what_is_no_callback_is_refused():
             mrl.InputError, match=r"callbacks\[0\]: .* is not an object with a method on_step"
         ):
             mrl.train(TOY_RECIPE, callbacks=[wrong])  # type: ignore[list-item]
+
+
+def test_one_callback_or_key_in_the_place_of_a_list_is_refused():
+    with pytest.raises(mrl.InputError, match=r"callbacks: got .*, expected a list such as"):
+        mrl.train(TOY_RECIPE, callbacks=Watch())  # type: ignore[arg-type]
+    with pytest.raises(mrl.InputError, match=r"allow: got 'optimizer.lr', expected a list such as"):
+        mrl.train(TOY_RECIPE, allow="optimizer.lr")
 
 
 def test_another_thread_is_refused():

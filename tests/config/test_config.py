@@ -143,19 +143,28 @@ def test_dump_spells_out_everything_and_loads_again(tmp_path, path):
 def test_unreadable_recipes(tmp_path):
     with pytest.raises(InputError, match=r"gone\.yaml: No such file"):
         load_recipe(tmp_path / "gone.yaml")
+    with pytest.raises(InputError, match="the recipe comes first, before overrides"):
+        load_recipe(tmp_path / "seed=1")
     file = tmp_path / "recipe.yaml"
     for content, reason in (
         (b"a: [", "not valid YAML"),
         (b"\xff\xfe\xff", "not valid YAML"),
         (b"- 1\n", "expected a mapping of keys, got list"),
-        (b"", "expected a mapping of keys, got NoneType"),
+        (b"", "the file is empty; `mrl recipe` prints one to fill in"),
         (b"seed: 1\n", "model: required, and not given"),
         (b"a: 1\nseed: 1\nb:\n  c: 1\nseed: 2\n", "the key 'seed' occurs twice, in lines 2 and 5"),
+        (b"data: {columns: {a:b}}\n", r"got {a:b}, .* write {a: b}, with a space after the colon"),
+        (b"eval: {sets: [{path:x.jsonl}]}\n", "write {path: x.jsonl}"),
         (b"rollout: {top_k: 2, top_k: 3}\n", "the key 'top_k' occurs twice in line 1"),
     ):
         file.write_bytes(content)
         with pytest.raises(InputError, match=reason):
             load_recipe(file)
+
+
+def test_a_colon_with_a_value_or_in_quotes_needs_no_space() -> None:
+    recipe = load_recipe(TOY, ["data.columns={'a:b': null, c: d:e}"])
+    assert recipe.data.columns == {"a:b": None, "c": "d:e"}
 
 
 def test_a_key_twice_in_an_override_is_refused() -> None:

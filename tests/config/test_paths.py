@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from mrl.config import dump_recipe, load_recipe
+from mrl.errors import InputError
 
 RECIPE = {
     "model": {"path": "models/small"},
@@ -93,3 +94,23 @@ def test_the_config_of_a_run_means_the_same_from_any_directory(project, monkeypa
     there = load_recipe(project / "config.yaml")
     assert there == here
     assert there.output_dir == str(project / "runs/one")
+
+
+def test_a_new_folder_may_lie_in_the_home_folder(project, monkeypatch):
+    """Otherwise a run would make a folder with the name `~` or `$SCRATCH`."""
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    overrides = ["output_dir=~/runs/a", "checkpoint.snapshot_folder=~/b"]
+    recipe = load_recipe("recipes/deep/one.yaml", overrides)
+    assert recipe.output_dir == "/home/ada/runs/a"
+    assert recipe.checkpoint.snapshot_folder == "/home/ada/b"
+    file = project / "recipes/variable.yaml"
+    file.write_text(yaml.safe_dump(RECIPE | {"output_dir": "$SCRATCH/a"}))
+    assert load_recipe(file, ["output_dir=/scratch/a"]).output_dir == "/scratch/a"
+    with pytest.raises(InputError, match=r"^output_dir: got '\$SCRATCH/a'"):
+        load_recipe(file)
+    for given in ("$SCRATCH/a", "${SCRATCH}/a"):
+        with pytest.raises(InputError, match=r"^output_dir: got .*variables are not replaced in a"):
+            load_recipe("recipes/deep/one.yaml", [f"output_dir={given}"])
+    assert load_recipe("recipes/deep/one.yaml", ["output_dir=costs$"]).output_dir == "costs$"

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mrl.algorithms import list_algorithms
+from mrl.algorithms import list_algorithms, load_algorithm
 from mrl.cli import main
 from mrl.config import load_recipe
 from mrl.config.foreign import ALGORITHMS, FOREIGN, advice_for_algorithm
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
-from mrl.preflight.check import _read_algorithm
 
 TOY = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"
 
@@ -27,6 +26,8 @@ def test_the_table_leads_to_keys_and_hides_none():
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
+        ("lora.r=8", "did you mean 'lora.rank'?"),
+        ("reward=[{path: first_char, wieght: 2}]", "did you mean 'reward.weight'?"),
         ("learning_rate=1", "unknown key 'learning_rate'; did you mean 'optimizer.lr'?"),
         ("optimizer.learning_rte=1", "'optimizer.learning_rte'; did you mean 'optimizer.lr'?"),
         ("rollout.n=8", "'rollout.n'; did you mean 'rollout.samples_per_prompt'?"),
@@ -83,6 +84,12 @@ def test_names_of_other_frameworks(override, answer):
         (["train", "r.yaml", "--num-generations", "8"], "dashes: 'rollout.samples_per_prompt'"),
         (["dpo", "--config", "r.yaml"], "in mrl: not supported: mrl trains by RL"),
         (["grpo"], "in mrl: mrl train RECIPE algorithm.name=NAME"),
+        (
+            ["train", "r.yaml", "--gpus", "2"],
+            "python -m mrl.launch --nproc-per-node N -m mrl train",
+        ),
+        (["train"], "the following arguments are required: RECIPE; see mrl train --help"),
+        (["trian", "r.yaml"], "did you mean mrl train?"),
     ],
 )
 def test_command_lines_of_other_frameworks(words, answer, capsys):
@@ -94,11 +101,18 @@ def test_command_lines_of_other_frameworks(words, answer, capsys):
     assert "--help" in line
 
 
+def test_one_rank_explains_the_words_that_all_ranks_have(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        main(["trian"])
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["dpo", "reinforce++", "Reinforce-Plus-Plus-Baseline", "dr-grpo"])
 def test_algorithms_of_other_frameworks(name):
     recipe = load_recipe(TOY, [f"algorithm.name={name}"])
     with pytest.raises(InputError, match=f"algorithm.name '{re.escape(name)}'") as caught:
-        _read_algorithm(recipe.algorithm)
+        load_algorithm(recipe.algorithm.name)
     assert advice_for_algorithm(name) in str(caught.value) or "did you mean 'dr_grpo'" in str(
         caught.value
     )

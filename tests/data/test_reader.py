@@ -44,9 +44,13 @@ def test_line_separators_inside_json_do_not_split_rows(write, tokenizer):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("{not json", "not valid JSON"),
+        ("{not json", "not valid JSON at column 2: "),
+        (
+            '{"prompt": "a"',
+            "at column 15: Expecting ',' delimiter; one JSON object a line is expected",
+        ),
         ("[" * 100_000, "not valid JSON"),
-        ("[1]", "expected a JSON object, got a list"),
+        ("[1]", "got a list; a JSON array of rows needs a file name that ends with .json"),
         ({"question": "x"}, "no `prompt`"),
         ({"prompt": None}, "no `prompt`"),
         ({"prompt": 3}, "must be a string or a list of messages, got a number"),
@@ -57,6 +61,10 @@ def test_line_separators_inside_json_do_not_split_rows(write, tokenizer):
         ({"prompt": []}, "`prompt` is empty"),
         ({"prompt": ["hi"]}, "message 0 must be an object, got a string"),
         ({"prompt": [{"content": "hi"}]}, "message 0 has no text in `role`"),
+        (
+            {"prompt": [{"rol": "user", "content": "a"}]},
+            "it has rol, content, expected role and content",
+        ),
         ({"prompt": [{"role": "user"}]}, "message 0 has no text in `content`"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from mrl.config import EnvironmentConfig
 from mrl.environments import command
-from mrl.environments.command import AgentCommand, printed_reward
+from mrl.environments.command import AgentCommand, printed_reward, resolved
 from mrl.errors import InputError
 from mrl.system.proc import is_running
 from tests.waiting import wait_until
@@ -157,6 +157,8 @@ def test_agents_end_when_the_run_is_killed(tmp_path):
 
 
 def test_a_program_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"expected a list of words: \[python, agent.py\]"):
+        resolved(["python agent.py"])
     with pytest.raises(InputError, match="there is no program 'no-such-agent' in PATH"):
         AgentCommand(EnvironmentConfig(command=("no-such-agent",)))
     script = tmp_path / "agent.sh"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 from mrl.errors import InputError
-from mrl.launch import _check_flags
+from mrl.launch import FORWARDED, _check_flags, main
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,37 @@ def test_what_another_start_cannot_mend_keeps_its_code(code: int, tmp_path: Path
 def test_a_run_that_saved_and_left_has_code_75_whoever_dies_then(tmp_path: Path) -> None:
     script = 'touch "$MRL_LAUNCH_FOLDER/saved"; kill -TERM $$$$'
     assert launched(script, tmp_path) == (75, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "the following arguments are required: training_script"),
+        (
+            ["--nproc", "x", "--no-such", "1"],
+            "expected python -m mrl.launch --nproc-per-node N -m mrl",
+        ),
+        (
+            ["a/b.yaml", "seed=1"],
+            "got the recipe a/b.yaml in .* write -m mrl train a/b.yaml seed=1 ",
+        ),
+        (["mrl", "train", "b.yaml"], "got 'mrl' in .* write -m mrl train b.yaml there"),
+        (["train", "b.yaml"], "got 'train' in .* write -m mrl train b.yaml there"),
+    ],
+)
+def test_a_command_without_a_program_is_one_line(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {each: signal.getsignal(each) for each in FORWARDED}
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(reason, line), line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=RELEASE)])

@@ -138,7 +138,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["algorithm.importance=tis", "algorithm.importance_low=3"],
         ["algorithm.importance: got the range [3.0, 2.0]", "low <= high"],
     ),
-    "context": (["rollout.max_response_len=512"], ["leaves no room for a prompt", "512"]),
+    "context": (["rollout.max_response_len=512"], ["no room for a prompt", "512", "a smaller one"]),
     "response length": (["rollout.min_response_len=3"], ["expected 0 or max_response_len 12"]),
     "saved rollouts": (["debug.load_rollouts=/nowhere"], ["debug.load_rollouts", "/nowhere"]),
     "output folder": (["output_dir=README.md/run"], ["README.md is not a folder"]),

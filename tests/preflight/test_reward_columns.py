@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.config import load_recipe
-from mrl.environments.base import check_reset, environment_names
+from mrl.environments.base import check_arguments, check_reset, environment_names
 from mrl.environments.openai_chat import check_target
 from mrl.errors import InputError
 from mrl.preflight.data import check_prompts
@@ -113,6 +113,28 @@ def test_a_column_that_reset_cannot_take_is_refused(tmp_path) -> None:
     check_reset(f"{tmp_path}/games.py:Narrow", [], "data:3")
     for name in environment_names():
         check_reset(name, NAMES, "data:3")
+
+
+def test_a_column_that_reset_needs_and_arguments_of_the_environment(tmp_path) -> None:
+    (tmp_path / "games.py").write_text(
+        "class Game:\n"
+        "    def __init__(self, size, speed=1): ...\n"
+        "    def reset(self, prompt, seed, gold, level=0, *, goal, **columns): ...\n"
+        "    def step(self, action): ...\n"
+    )
+    game = f"{tmp_path}/games.py:Game"
+    check_reset(game, ["gold", "goal"], "data:3")
+    with pytest.raises(
+        InputError, match=r"^data:3: no column `goal`, which reset.* row has gold; "
+    ):
+        check_reset(game, ["gold"], "data:3")
+    check_arguments(game, {"size": 2})
+    with pytest.raises(
+        InputError, match=r"missing a required argument: 'size'; its arg.*: size, speed=1"
+    ):
+        check_arguments(game, {})
+    with pytest.raises(InputError, match="got an unexpected keyword argument 'siz'"):
+        check_arguments(game, {"size": 2, "siz": 3})
 
 
 def test_a_column_that_a_chat_target_cannot_take_is_refused(tmp_path) -> None:

@@ -37,8 +37,13 @@ constant = 3
         ("{}/gone.py:f", "no file {}/gone.py"),
         ("{}/good.py:", "expected NAME, path/file.py:func or package.module:func"),
         ("{}/good.py:rewrd", "no function 'rewrd' in it; did you mean 'reward'?"),
-        ("{}/good.py:constant", "is a int, not a function"),
+        ("{}/good.py:constant", "is of type int; give the name of a function"),
         ("{}/good.py:no_columns", "must accept the columns: def no_columns(prompts, completions,"),
+        (
+            "{}/several.py",
+            "no function 'reward' in it; it has close, exact; write {}/several.py:func",
+        ),
+        ("{}/one.py", "no function 'reward' in it; it has exact; write {}/one.py:exact"),
         ("{}/raises.py:f", "cannot be imported: ZeroDivisionError: division by zero"),
         ("{}/syntax.py:f", "cannot be imported: SyntaxError"),
         ("{}/exits.py:f", "cannot be imported: SystemExit: 3"),
@@ -47,6 +52,9 @@ constant = 3
 )
 def test_one_clear_line(tmp_path, spec, reason):
     (tmp_path / "good.py").write_text(BROKEN)
+    one = "from os.path import join\ndef exact(prompts, completions, **columns): return []\n"
+    (tmp_path / "one.py").write_text(one)
+    (tmp_path / "several.py").write_text(one + one.replace("exact", "close"))
     (tmp_path / "raises.py").write_text("1 / 0")
     (tmp_path / "syntax.py").write_text("def f(:")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(3)")

@@ -13,7 +13,7 @@ import yaml
 from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
-from mrl.run.changes import RULES, Kind, check_keys, is_in, rule_of
+from mrl.run.changes import RULES, Change, Kind, check_allowed, check_keys, is_in, rule_of
 from mrl.run.contents import PIECE_BYTES, WHOLE_BYTES, _of_file, digest_of
 from mrl.run.folder import RunFolder
 from mrl.run.history import History
@@ -242,3 +242,25 @@ def test_only_paths_are_judged_by_contents(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "r.py").write_text("def f(completions, **columns): return 1\n")
     assert digest_of("first_char") == before[0]
     assert digest_of(f"trl:{tmp_path}/r.py:f") != before[1]
+
+
+def test_many_changes_are_another_run_and_not_this_one_continued() -> None:
+    """Nobody who changes all of this means to continue; a key that never changes ends the matter."""
+    changes = [
+        Change(f"rollout.{key}", 1, 2, Kind.ALLOW) for key in ("top_k", "top_p", "stop", "seed")
+    ]
+    with pytest.raises(InputError, match="; start a new run in another output_dir, or continue it"):
+        check_allowed(changes, (), "run", "what")
+    with pytest.raises(InputError, match=r"now .*; continue it with: mrl train run") as caught:
+        check_allowed(changes[:3], (), "run", "what")
+    assert "another output_dir" not in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        check_allowed([*changes, Change("seed", 0, 3, Kind.NEVER)], (), "run", "what")
+    assert str(caught.value).endswith("; keep seed, or start another run in a new output_dir")
+
+
+def test_the_folder_of_the_model_is_no_run_folder(run: Path) -> None:
+    model = run.parent / "model"
+    recipe = load_recipe(TOY_RECIPE, [f"output_dir={model}", f"model.path={model}"])
+    with pytest.raises(InputError, match=r"is the folder of model.path, which a run must not write"):
+        RunFolder(model).check(recipe)

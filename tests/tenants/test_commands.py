@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mrl.cli import main
+from mrl.commands.tenants import VARIABLE
 from mrl.config import dump_recipe
 from mrl.run.folder import RunFolder
 from mrl.run.json_lines import add_line
@@ -66,7 +67,20 @@ def test_from_add_to_remove(
     mrl("remove", "my-recipe")
     assert "its run stays in" in said(capsys)
     mrl("list")
-    assert "there are no tenants" in said(capsys)
+    assert "there are no tenants; add one: mrl tenants add RECIPE\n" in said(capsys)
+
+
+@pytest.mark.usefixtures("control")
+def test_the_next_command_names_a_service_that_an_option_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "mine.yaml", output_dir=str(tmp_path / "runs/mine"))
+    service = str(tmp_path / "service")
+    monkeypatch.delenv(VARIABLE)
+    mrl("list", "--service", service)
+    assert f"mrl tenants add RECIPE --service {service}" in said(capsys)
+    mrl("add", "mine.yaml", "--service", service)
+    assert f"mrl tenants status mine --watch --service {service}" in said(capsys)
 
 
 def test_the_list_says_who_holds_whom_up(

@@ -1,0 +1,61 @@
+"""Warns of steps whose rewards teach the policy nothing.
+
+If the samples of each prompt have equal rewards, algorithms that compare them have only advantages
+of 0, and the run goes on without learning: a reward that never finds its answer looks like this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mrl.algorithms.base import Algorithm
+from mrl.algorithms.signal import has_signal
+from mrl.config import AlgorithmConfig
+from mrl.types import SampleGroup
+
+FIRST = 2
+"""Number of such steps in a row at the first warning; at each further warning it is ten times as
+high."""
+
+
+class EqualRewards:
+    """Counts consecutive steps without an advantage."""
+
+    def __init__(
+        self, algorithm: Algorithm, config: AlgorithmConfig, warn: Callable[[str], None]
+    ) -> None:
+        self._algorithm, self._config, self._warn = algorithm, config, warn
+        self._in_a_row, self._next = 0, FIRST
+
+    def look(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """Count step `step` with its `groups`, which have rewards, and warn if that is due."""
+        rewards = [group.rewards for group in groups if group.rewards is not None]
+        if not rewards or self._teach(rewards):
+            self._in_a_row, self._next = 0, FIRST
+            return
+        self._in_a_row += 1
+        if self._in_a_row < self._next:
+            return
+        self._next *= 10
+        known = torch.cat(rewards)
+        known = known[~known.isnan()]
+        if not len(known):
+            what = "no sample had a reward"
+        elif known.min() == known.max():
+            what = f"all samples had the reward {float(known.min()):.4g}"
+        else:
+            what = "the samples of each prompt had equal rewards"
+        self._warn(
+            f"steps {step - self._in_a_row + 1} to {step}: {what}, so nothing was learned from them; "
+            "look at these samples in rollouts/. What helps: a reward that also tells wrong answers "
+            "apart, easier prompts, or a larger rollout.samples_per_prompt"
+        )
+
+    def _teach(self, rewards: Sequence[torch.Tensor]) -> bool:
+        """Return whether an advantage differs from 0; `rewards` is f32[G] for each group."""
+        if self._config.turn_rewards or any(map(has_signal, rewards)):
+            return True
+        advantages = self._algorithm.advantages(list(rewards), self._config)
+        return any(bool(each.nan_to_num().any()) for each in advantages)

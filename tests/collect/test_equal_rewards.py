@@ -1,0 +1,51 @@
+"""A run whose rewards teach nothing is told, once and then ever more rarely."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mrl.algorithms import load_algorithm
+from mrl.collect.equal_rewards import EqualRewards
+from mrl.config import AlgorithmConfig
+from mrl.types import SampleGroup
+
+NAN = float("nan")
+
+
+def groups_of(*rewards: list[float]) -> list[SampleGroup]:
+    empty: Any = SampleGroup(prompt=None, samples=[])  # type: ignore[arg-type]
+    return [replace(empty, rewards=torch.tensor(each)) for each in rewards]
+
+
+def warnings_of(name: str, steps: list[list[SampleGroup]]) -> list[str]:
+    config, said = AlgorithmConfig(name=name), []
+    counter = EqualRewards(load_algorithm(name), config, said.append)
+    for step, groups in enumerate(steps):
+        counter.look(step, groups)
+    return said
+
+
+def test_equal_rewards_of_each_prompt_are_said_at_the_second_step_and_the_twentieth() -> None:
+    zero = groups_of([0.0, 0.0], [0.0, NAN])
+    first, second = warnings_of("gspo", [zero] * 25)
+    assert first.startswith("steps 0 to 1: all samples had the reward 0, so nothing was learned")
+    assert second.startswith("steps 0 to 19: ")
+    (line,) = warnings_of("gspo", [groups_of([0.0, 0.0], [1.0, 1.0])] * 2)
+    assert "the samples of each prompt had equal rewards" in line
+    (line,) = warnings_of("gspo", [groups_of([NAN, NAN])] * 2)
+    assert "no sample had a reward" in line
+
+
+def test_a_step_that_teaches_begins_the_count_anew() -> None:
+    zero, good = groups_of([0.0, 0.0]), groups_of([0.0, 0.0], [0.0, 1.0])
+    assert not warnings_of("gspo", [zero, good, zero, good])
+    first, second = warnings_of("gspo", [zero, zero, good, zero, zero])
+    assert first.startswith("steps 0 to 1")
+    assert second.startswith("steps 3 to 4")
+
+
+def test_algorithms_that_compare_prompts_learn_from_them() -> None:
+    assert not warnings_of("ppo", [groups_of([0.0, 0.0], [1.0, 1.0])] * 3)
