@@ -109,6 +109,8 @@ def _flag_experts(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010
+            # Megatron would sum a bias's gradient over tensor-parallel ranks, too.
+            setattr(parameter, "sequence_parallel", False)  # noqa: B010
 
 
 def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:

@@ -30,7 +30,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from parallel.context import Block, ContextSlice
-from parallel.layers.rotary import Rotation
+from parallel.layers.rotary import Rotation, yarn_scale
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Bucket:
     are those of its own tokens."""
     mask: Tensor | None
     """bool[b, 1, s, k]: true where a query sees a key; None if plain causal attention suffices."""
+    windows: dict[int, Tensor] = field(default_factory=dict)
+    """`parallel.layers.sinks` keeps the masks of windows here, by the length of the window."""
 
 
 @dataclass
@@ -192,7 +194,8 @@ class RotaryAttention(SelfAttention):
         if packed is None or packed.positions is None:
             raise ValueError("RotaryAttention takes packed batches with positions, got none")
         if packed.rotation is None and rotary_pos_emb is not None:
-            packed.rotation = Rotation.at(rotary_pos_emb, packed.positions)
+            scale = yarn_scale(self.config)
+            packed.rotation = Rotation.at(rotary_pos_emb, packed.positions, scale)
         return super().forward(
             hidden_states, attention_mask, *args, packed_seq_params=packed, **kwargs
         )
@@ -262,20 +265,32 @@ class PackedAttention(torch.nn.Module):
 
             found = (x[bucket.keys] if bucket.keys is not None else block(x) for x in (key, value))
             q, k, v = (x.transpose(1, 2) for x in (block(laid), *found))
-            if q.shape[1] != k.shape[1] and not takes_grouped_heads(q, bucket.mask):
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            attended = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+            outputs.append(self.attend_bucket(q, k, v, bucket).transpose(1, 2).flatten(0, 1))
             start = rows.stop
         return layout.take_back(torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+
+    def attend_bucket(self, q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
+        """Attend in the blocks of a bucket: q [b, h, s, d], k [b, g, k, d], v [b, g, k, e] -> [b, h,
+        s, e]."""
+        return attend_blocks(q, k, v, bucket.mask, self.softmax_scale)
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attend: q [b, h, s, d], k [b, g, k, d], v [b, g, k, e] -> [b, h, s, e]. `mask` bool[..., s, k] is
+    true where a query sees a key; None for causal attention."""
+    if q.shape[1] != k.shape[1] and not takes_grouped_heads(q, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:

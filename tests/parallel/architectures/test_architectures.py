@@ -25,6 +25,7 @@ from parallel.model import unwrap
 from parallel.packing import pack
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
+from parallel.stacked import stored_tensors
 from tests.parallel.conftest import weighted
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss
 from tests.parallel.models import (
@@ -155,6 +156,7 @@ def alone(
 
 def assert_is_checkpoint(loaded: dict[str, Tensor], path: Path) -> None:
     hf = load_file(path / "model.safetensors")
+    loaded = dict(stored_tensors(loaded.items(), HfModel.read(path)))
     assert loaded.keys() == hf.keys()
     assert [name for name in hf if not torch.equal(loaded[name], hf[name])] == []
 
