@@ -96,7 +96,10 @@ def _refuse_others(hf: HfConfig) -> None:
                 not isinstance(limit, int | float) or not 0 < limit < math.inf,
                 f"swiglu_limit {limit!r:.30}; expected a positive finite number",
             ),
-            (hf.get("tie_word_embeddings"), "tie_word_embeddings is not supported; set it to false"),
+            (
+                hf.get("tie_word_embeddings"),
+                "tie_word_embeddings is not supported; set it to false",
+            ),
         ),
     )
 
@@ -166,7 +169,10 @@ ARCHITECTURE = Architecture(
     moe_layer_numbers=common.every_layer,
     stacked=tuple(
         _stacked(name, parts, kind)
-        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+        for name, parts in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("down_proj", ("down_proj",)),
+        )
         for kind in ("weight", "bias")
     ),
     needs_native="its attention sinks, windows and expert biases were not tried in others",

@@ -56,7 +56,9 @@ def yarn_scale(config: Any) -> float:
     factor = getattr(config, "yarn_rotary_scaling_factor", 1.0)
     if factor <= 1.0:
         return 1.0
-    over, under = (0.1 * x * math.log(factor) + 1 for x in (config.yarn_mscale, config.yarn_mscale_all_dim))
+    over, under = (
+        0.1 * x * math.log(factor) + 1 for x in (config.yarn_mscale, config.yarn_mscale_all_dim)
+    )
     return over / under
 
 

@@ -24,7 +24,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from parallel.layers.attention import Bucket, PackedAttention, PackedSequences, attend_blocks
+from parallel.layers.attention import PackedAttention, PackedSequences, attend_blocks
+from parallel.layers.buckets import Bucket
 
 SINK_COLUMNS = 8
 """The columns that the sinks need, and more: fused kernels take multiples of 8 columns."""
@@ -40,9 +41,7 @@ class SinkAttention(PackedAttention):
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
-        sinks = torch.zeros(
-            num_heads, dtype=config.params_dtype, device=torch.get_default_device()
-        )
+        sinks = torch.zeros(num_heads, dtype=config.params_dtype, device=torch.get_default_device())
         self.softmax_offset = torch.nn.Parameter(sinks)
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         size, frequency = config.window_size, config.window_attn_skip_freq

@@ -162,7 +162,7 @@ def reference_logprobs(folder: Path, token_ids: torch.Tensor, temperature: float
 @functools.cache
 def _reference(folder: Path) -> Any:
     auto = importlib.import_module("transformers").AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return auto.from_pretrained(folder, dtype=torch.float32)
 
 
 def tiny_samples(folder: Path, lengths: Sequence[int] = (7, 31, 12, 40, 14), seed: int = 1) -> list:
