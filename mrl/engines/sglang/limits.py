@@ -75,8 +75,8 @@ def _refuse_invariant(hf_config: Any, config: RolloutConfig) -> None:
     asked = [key for key in ("true_on_policy", "batch_invariant") if getattr(config, key)]
     if asked and hf_config.model_type == "gpt_oss":
         raise InputError(
-            f"rollout.{asked[0]} is on, but its kernels have neither the biases nor the attention sinks "
-            "of gpt_oss; set it to false"
+            f"rollout.{asked[0]} is on, but its kernels have neither the biases nor the attention "
+            "sinks of gpt_oss; set it to false"
         )
 
 

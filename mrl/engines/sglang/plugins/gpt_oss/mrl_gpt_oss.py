@@ -7,8 +7,8 @@
    the other. SGLang keeps the sinks in bf16, whatever the model's dtype is. Here they have the
    model's dtype.
 
-Dimensions: n new tokens of a request, L tokens of it in the cache, h heads, g groups of keys and values,
-d head size, E experts of this rank, I feed-forward size of this rank, H hidden size.
+Dimensions: n new tokens of a request, L tokens of it in the cache, h heads, g groups of keys and
+values, d head size, E experts of this rank, I feed-forward size of this rank, H hidden size.
 """
 
 import re
