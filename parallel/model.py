@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -76,7 +77,7 @@ def build_chunks(
             deferred = deferred_output_layer(config, chunk.output_layer, logprob_chunk_tokens)
             setattr(chunk, "output_layer", deferred)  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
-        _flag_experts(chunk)
+        _flag_experts(chunk, mesh)
         chunk = chunk.to(mesh.device)
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
@@ -99,18 +100,22 @@ def wrap_chunks(
     ]
 
 
-def _flag_experts(chunk: torch.nn.Module) -> None:
+def _flag_experts(chunk: torch.nn.Module, mesh: Mesh) -> None:
     """Mark the experts' parameters, so that their gradients are reduced over the experts' own
     replicas.
 
     Megatron does this only if EP > 1. But if ETP < TP, the experts are distributed differently from
-    the dense layers too, and without the mark their gradients would be silently wrong.
+    the dense layers too, and without the mark their gradients would be silently wrong. The biases of
+    experts get the marks of the weights: Megatron would sum and count them as those of dense layers.
+    All ranks that split an expert have its second bias, which the gradient norm counts once.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010
-            # Megatron would sum a bias's gradient over tensor-parallel ranks, too.
+        if ".experts." in name and name.endswith(".bias"):
             setattr(parameter, "sequence_parallel", False)  # noqa: B010
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            setattr(parameter, "shared", "linear_fc2" in name and mesh.etp_rank > 0)  # noqa: B010
 
 
 def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -122,16 +123,23 @@ class GroupedExperts(SequentialMLP):
     def _with_bias(
         self, product: Tensor, num_rows: Tensor, linears: list[Any], probs: Tensor | None = None
     ) -> Tensor:
-        """Add each expert's bias, times the row's prob if there are `probs` [m], to its rows of
-        `product` [m, out]. `num_rows` i64[E] is the number of rows of each expert."""
+        """Add each expert's bias to its rows of `product` [m, out]. `num_rows` i64[E] is the number of
+        rows of each expert.
+
+        The bias of the second layer is multiplied by the row's prob, which `probs` [m] has. Ranks that
+        split an expert sum their products later, so only the first of them adds that bias; all of them
+        compute its gradient.
+        """
         if linears[0].bias is None:
             return product
         biases = torch.stack([linear.bias for linear in linears])
         counts = num_rows.to(product.device, non_blocking=True)
         bias = biases.repeat_interleave(counts, dim=0, output_size=len(product))
-        if probs is not None:
-            bias = (bias * probs.unsqueeze(-1)).to(product.dtype)
-        return product + bias
+        if probs is None:
+            return product + bias
+        if dist.get_rank(linears[0].tp_group) > 0:
+            bias = bias - bias.detach()
+        return product + (bias * probs.unsqueeze(-1)).to(product.dtype)
 
 
 def _check(config: Any) -> None:

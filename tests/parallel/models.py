@@ -15,6 +15,7 @@ import torch
 
 from mrl.types import RoutingTrace, Sample, VersionSpan
 from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors
 
 VOCAB = 64
 COMMON: dict[str, Any] = {
@@ -150,6 +151,12 @@ def write_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return folder
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint under the names of the rules, those of experts apart."""
+    with HfTensors(HfModel.read(folder)) as tensors:
+        return {name: tensors[name] for name in tensors.names}
 
 
 def reference_logprobs(folder: Path, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -50,7 +50,6 @@ def check_limits(
         num_ranks=config.tensor_parallel_size,
     )
     _refuse_fused_rope(hf_config, config.server_args)
-    _refuse_invariant(hf_config, config)
     check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
     if capability is not None:
         check_gpu(config, capability)
@@ -67,16 +66,6 @@ def _refuse_fused_rope(hf_config: Any, server_args: Mapping[str, Any]) -> None:
         raise InputError(
             "rollout.server_args.enable_fused_qk_norm_rope is true, but the model has RoPE type "
             "llama3, which SGLang's fused kernel computes as yarn; leave it out"
-        )
-
-
-def _refuse_invariant(hf_config: Any, config: RolloutConfig) -> None:
-    """Raise InputError if a model cannot be computed in the same order in every batch."""
-    asked = [key for key in ("true_on_policy", "batch_invariant") if getattr(config, key)]
-    if asked and hf_config.model_type == "gpt_oss":
-        raise InputError(
-            f"rollout.{asked[0]} is on, but its kernels have neither the biases nor the attention "
-            "sinks of gpt_oss; set it to false"
         )
 
 
