@@ -48,7 +48,16 @@ CASES = {
     "tp2-nodes": Case(2, num_nodes=2),
     **{
         name: Case(model=name)
-        for name in ("qwen3", "qwen2", "llama", "qwen2_moe", "mixtral", "olmoe", "glm4_moe")
+        for name in (
+            "qwen3",
+            "qwen2",
+            "llama",
+            "qwen2_moe",
+            "mixtral",
+            "olmoe",
+            "glm4_moe",
+            "gpt_oss",
+        )
     },
     "tp2-experts": Case(2, expert_parallel_size=2),
     "tp2-attention": Case(2, data_parallel_attention_size=2),

@@ -87,7 +87,7 @@ DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
-    "olmoe": SPARSE, "glm4_moe": SPARSE,
+    "olmoe": SPARSE, "glm4_moe": SPARSE, "gpt_oss": SPARSE,
 }  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}}
 """What differs from the tiny models of tests/parallel/models.py."""
@@ -146,7 +146,9 @@ LORA_ARCHITECTURES = {
         ("qwen3", "qwen2", "llama"),
         lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
     ),
-    **dict.fromkeys(("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"), LORA_SPARSE),
+    **dict.fromkeys(
+        ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"), LORA_SPARSE
+    ),
 }
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),

@@ -83,9 +83,9 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
         check_serves_adapters()
         if adapter.experts != "none" and model.architecture.stacked:
             raise InputError(
-                f"lora.rollout=adapter with lora.experts={adapter.experts}: SGLang keeps the gate and up "
-                f"rows of a {model.architecture.model_type} model's experts in turns, and its adapters of "
-                "experts do not; set lora.experts=none or lora.rollout=merged"
+                f"lora.rollout=adapter with lora.experts={adapter.experts}: SGLang keeps gate and "
+                f"up rows of a {model.architecture.model_type} model's experts in turns, which its "
+                "adapters of experts do not; set lora.experts=none or lora.rollout=merged"
             )
         refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
         refuse_layout(recipe.rollout, adapter, num_nodes)
