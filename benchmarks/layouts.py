@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.evidence.result import finish, summary, write_result
@@ -28,7 +27,7 @@ from parallel.hf_config import HfModel
 from tests.parallel.adapters import write_lora
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import Agreement, Layout, agreement, parallel_config, train_layout
-from tests.parallel.models import tiny_samples, write_tiny
+from tests.parallel.models import checkpoint_tensors, tiny_samples, write_tiny
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -206,7 +205,7 @@ def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
 
 def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
     """Compare each layout with one process of the same number format and the same adapter."""
-    base = load_file(model / "model.safetensors")
+    base = checkpoint_tensors(model)
     adapters = {layout.lora: write_lora(model, layout.lora) for layout in layouts if layout.lora}
 
     def run(layout: Layout) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def inputs(num_tokens: int) -> list[Tensor]:
 def by_formula(qkv: list[Tensor], lengths: list[int], sinks: Tensor, window: int | None) -> Tensor:
     """Softmax over the keys in the window and the sink, whose value is 0."""
     outputs = []
-    for q, k, v in zip(*(x.split(lengths) for x in qkv), strict=True):
-        k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
+    heads = [x.repeat_interleave(HEADS // x.shape[1], dim=1).split(lengths) for x in qkv]
+    for q, k, v in zip(*heads, strict=True):
         exponentials = (torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5).exp()
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
         seen = (distance >= 0) & (distance < (window or len(q)))
