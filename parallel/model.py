@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -114,7 +113,7 @@ def _flag_experts(chunk: torch.nn.Module, mesh: Mesh) -> None:
             setattr(parameter, "allreduce", False)  # noqa: B010
         if ".experts." in name and name.endswith(".bias"):
             setattr(parameter, "sequence_parallel", False)  # noqa: B010
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
             setattr(parameter, "shared", "linear_fc2" in name and mesh.etp_rank > 0)  # noqa: B010
 
 
