@@ -26,7 +26,8 @@ class Bucket:
     mask: Tensor | None
     """bool[b, 1, s, k]: true where a query sees a key; None if plain causal attention suffices."""
     windows: dict[int, Tensor] = field(default_factory=dict)
-    """`parallel.layers.sinks` keeps the masks of windows here, by the length of the window."""
+    """`parallel.layers.sinks` keeps the masks of windows here, by the length of the window; those of
+    chunks by the negative length."""
 
 
 @dataclass

@@ -8,8 +8,9 @@ torch's fused attention computes that, and its backward pass gives the gradient 
 The sink's key is part of each block of a bucket, so every sample of a packed batch has its own, and
 nothing changes for shared prefixes and context parallelism, where a query's keys are all on its rank.
 
-A window of w lets a query see its own key and the w - 1 keys before it. It is a mask, so attention
-costs as much as without the window.
+A window of w lets a query see its own key and the w - 1 keys before it. Sequences that are longer than
+two windows are cut into chunks of w queries, which attend to the keys of their own chunk and of the one
+before. Under context parallelism and for what comes after a shared prefix, the window is only a mask.
 
 Dimensions: as in `parallel.layers.attention`.
 """
@@ -54,13 +55,30 @@ class SinkAttention(PackedAttention):
 
     def attend_bucket(self, q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
         """Attend in the blocks of a bucket: q [b, h, s, d], k and v [b, g, k, d] -> [b, h, s, d]."""
+        window, (num_blocks, length) = self.window, bucket.shape
+        if window is None or bucket.mask is not None or length <= 2 * window:
+            return self._attend(q, k, v, window_mask(bucket, window, q.device))
+        count = -(-length // window)
+
+        def chunks(x: Tensor, before: int) -> Tensor:
+            """Cut x [b, g, s, d] into chunks of a window, with as many tokens before it, or none."""
+            x = F.pad(x, (0, 0, before * window, count * window - length))
+            cut = x.unfold(2, (1 + before) * window, window)
+            return cut.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+        mask = chunk_mask(bucket, window, q.device)
+        out = self._attend(chunks(q, 0), chunks(k, 1), chunks(v, 1), mask)
+        return out.unflatten(0, (num_blocks, count)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with the sinks, and with `mask` or else causally: q [b, h, s, d], k and v [b, g, k, d]
+        -> [b, h, s, d]."""
         size = q.shape[-1]
         scale = size**-0.5 if self.softmax_scale is None else self.softmax_scale
         logits = (self.softmax_offset / scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
         q = torch.cat([q, F.pad(logits.to(q.dtype), (0, SINK_COLUMNS - 1))], dim=-1)
         k, v = (F.pad(x, (0, SINK_COLUMNS, 1, 0)) for x in (k, v))
         k[:, :, 0, size] = 1.0
-        mask = window_mask(bucket, self.window, q.device)
         if mask is None:
             # A query of zeros for the sink's key keeps the mask causal.
             out = attend_blocks(F.pad(q, (0, 0, 1, 0)), k, v, None, scale)[:, :, 1:]
@@ -83,3 +101,17 @@ def window_mask(bucket: Bucket, window: int | None, device: torch.device) -> Ten
         before = F.pad(mask[..., window:], (0, min(window, mask.shape[-1])))
         bucket.windows[window] = mask & ~before
     return bucket.windows[window]
+
+
+def chunk_mask(bucket: Bucket, window: int, device: torch.device) -> Tensor:
+    """Return bool[b c, 1, w, 2 w], true where a query of a chunk sees a key: the queries of a block are
+    cut into c chunks of the window w, and the keys are those of the chunk and of the one before."""
+    if -window not in bucket.windows:
+        num_blocks, length = bucket.shape
+        query = torch.arange(window, device=device).unsqueeze(1)
+        key = torch.arange(2 * window, device=device)
+        seen = (key > query) & (key <= query + window)
+        masks = seen.repeat(-(-length // window), 1, 1, 1)
+        masks[0, :, :, :window] = False  # nothing comes before the first chunk
+        bucket.windows[-window] = masks.repeat(num_blocks, 1, 1, 1)
+    return bucket.windows[-window]
