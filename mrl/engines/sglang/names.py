@@ -238,13 +238,8 @@ NAMES: dict[str, Name] = {
         "0.5.23", f"{_GPT_OSS}.GptOssForCausalLM.load_weights", "self", "weights"
     ),
     "GptOssAttention.__init__": since("0.5.23", f"{_GPT_OSS}.GptOssAttention.__init__", "self"),
-    "TorchNativeAttnBackend.forward_extend": since(
-        "0.5.23", f"{_NATIVE}.forward_extend",
-        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache",
-    ),
-    "TorchNativeAttnBackend.forward_decode": since(
-        "0.5.23", f"{_NATIVE}.forward_decode",
-        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache",
+    "ATTENTION_BACKENDS": since(
+        "0.5.23", f"{_LAYERS}.attention.attention_registry.ATTENTION_BACKENDS"
     ),
     "KVWriteLoc": since("0.5.23", f"{_SRT}.mem_cache.memory_pool.KVWriteLoc"),
     # plugins/adapter and plugins/cpu_adapter

@@ -3,9 +3,10 @@
 1. The trainer sends the weights of each expert apart, in buckets that can end between two experts.
    SGLang's loader takes only tensors with all experts of a layer. Here each weight is copied to its
    place in the layer's parameters.
-2. On CPUs, SGLang's attention has no sinks. Here it has; a loop in Python computes one request after
-   the other. SGLang keeps the sinks in bf16, whatever the model's dtype is. Here they have the
-   model's dtype.
+2. On CPUs without AMX, SGLang's attention has no sinks, and SGLang takes only backends that have. Here
+   the name `intel_amx` stands for one that works on every CPU: `torch_native`, with a loop in Python
+   that computes one request after the other. SGLang keeps the sinks in bf16, whatever the model's
+   dtype is. Here they have the model's dtype.
 
 Dimensions: n new tokens of a request, L tokens of it in the cache, h heads, g groups of keys and
 values, d head size, E experts of this rank, I feed-forward size of this rank, H hidden size.
@@ -28,8 +29,7 @@ def register():
     hook("GptOssForCausalLM.load_weights", load_weights, "AROUND")
     if not torch.cuda.is_available():
         hook("GptOssAttention.__init__", keep_dtype, "AROUND")
-        hook("TorchNativeAttnBackend.forward_extend", forward_extend, "AROUND")
-        hook("TorchNativeAttnBackend.forward_decode", forward_decode, "AROUND")
+        take("ATTENTION_BACKENDS")["intel_amx"] = create_backend
 
 
 def load_weights(original, model, weights, **options):
@@ -83,15 +83,17 @@ def keep_dtype(original, attention, *args, **options):
     attention.sinks = torch.nn.Parameter(sinks, requires_grad=False)
 
 
-def forward_extend(original, backend, q, k, v, layer, batch, save_kv_cache=True, sinks=None):
-    if sinks is None:
-        return original(backend, q, k, v, layer, batch, save_kv_cache)
+def create_backend(runner):
+    """Return SGLang's `torch_native` backend, with attention that has sinks."""
+    methods = {"forward_extend": forward_extend, "forward_decode": forward_decode}
+    return type("SinkAttnBackend", (take("TorchNativeAttnBackend"),), methods)(runner)
+
+
+def forward_extend(backend, q, k, v, layer, batch, save_kv_cache=True, *, sinks):
     return forward(backend, q, k, v, layer, batch, save_kv_cache, sinks, batch.extend_seq_lens)
 
 
-def forward_decode(original, backend, q, k, v, layer, batch, save_kv_cache=True, sinks=None):
-    if sinks is None:
-        return original(backend, q, k, v, layer, batch, save_kv_cache)
+def forward_decode(backend, q, k, v, layer, batch, save_kv_cache=True, *, sinks):
     ones = torch.ones_like(batch.seq_lens)
     return forward(backend, q, k, v, layer, batch, save_kv_cache, sinks, ones)
 
