@@ -98,7 +98,7 @@ def model_settings(
     # On CPUs, SGLang's attention does not find keys in the cache that it keeps for windows alone. On
     # GPUs, its other kernels for experts lay the weights out anew, so that an update cannot be copied.
     needed: dict[str, Any] = {"moe_runner_backend": "triton"}
-    if not on_gpu:  # the plug-in's attention has this name
+    if not on_gpu:  # the plug-in's attention has the name of this backend
         needed = {"disable_hybrid_swa_memory": True, "attention_backend": "intel_amx"}
     return {name: value for name, value in needed.items() if name not in server_args}
 

@@ -3,10 +3,11 @@
 1. The trainer sends the weights of each expert apart, in buckets that can end between two experts.
    SGLang's loader takes only tensors with all experts of a layer. Here each weight is copied to its
    place in the layer's parameters.
-2. On CPUs without AMX, SGLang's attention has no sinks, and SGLang takes only backends that have. Here
-   the name `intel_amx` stands for one that works on every CPU: `torch_native`, with a loop in Python
-   that computes one request after the other. SGLang keeps the sinks in bf16, whatever the model's
-   dtype is. Here they have the model's dtype.
+2. On CPUs, mrl asks for the attention backend `intel_amx`, the only one for CPUs that SGLang takes for
+   this model. Without AMX, SGLang then falls back to `torch_native`, which has no sinks. Here both
+   names stand for `torch_native` with sinks: a loop in Python that computes one request after the
+   other. SGLang keeps the sinks in bf16, whatever the model's dtype is. Here they have the model's
+   dtype.
 
 Dimensions: n new tokens of a request, L tokens of it in the cache, h heads, g groups of keys and
 values, d head size, E experts of this rank, I feed-forward size of this rank, H hidden size.
@@ -29,7 +30,7 @@ def register():
     hook("GptOssForCausalLM.load_weights", load_weights, "AROUND")
     if not torch.cuda.is_available():
         hook("GptOssAttention.__init__", keep_dtype, "AROUND")
-        take("ATTENTION_BACKENDS")["intel_amx"] = create_backend
+        take("ATTENTION_BACKENDS").update(intel_amx=create_backend, torch_native=create_backend)
 
 
 def load_weights(original, model, weights, **options):
