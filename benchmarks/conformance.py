@@ -48,13 +48,22 @@ CASES = {
     "tp2-nodes": Case(2, num_nodes=2),
     **{
         name: Case(model=name)
-        for name in ("qwen3", "qwen2", "llama", "qwen2_moe", "mixtral", "olmoe", "glm4_moe")
+        for name in (
+            "qwen3",
+            "qwen2",
+            "llama",
+            "qwen2_moe",
+            "mixtral",
+            "olmoe",
+            "glm4_moe",
+            "gpt_oss",
+        )
     },
     "tp2-experts": Case(2, expert_parallel_size=2),
     "tp2-attention": Case(2, data_parallel_attention_size=2),
 }
-DEFAULT = tuple(name for name in CASES if name not in ("tp2-experts", "tp2-attention"))
-"""The others do not pass on CPUs yet: docs/rollout.md."""
+DEFAULT = tuple(name for name in CASES if name not in ("tp2-experts", "tp2-attention", "gpt_oss"))
+"""The others do not pass on CPUs yet (docs/rollout.md), and gpt_oss was not tried (docs/models.md)."""
 
 
 def run_suite(engine: str, gpus: str, server_args: str, case: Case) -> dict[str, Any]:

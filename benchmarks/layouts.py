@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.evidence.result import finish, summary, write_result
@@ -28,7 +27,7 @@ from parallel.hf_config import HfModel
 from tests.parallel.adapters import write_lora
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import Agreement, Layout, agreement, parallel_config, train_layout
-from tests.parallel.models import tiny_samples, write_tiny
+from tests.parallel.models import checkpoint_tensors, tiny_samples, write_tiny
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +86,7 @@ DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
-    "olmoe": SPARSE, "glm4_moe": SPARSE,
+    "olmoe": SPARSE, "glm4_moe": SPARSE, "gpt_oss": SPARSE,
 }  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}}
 """What differs from the tiny models of tests/parallel/models.py."""
@@ -146,7 +145,9 @@ LORA_ARCHITECTURES = {
         ("qwen3", "qwen2", "llama"),
         lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
     ),
-    **dict.fromkeys(("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"), LORA_SPARSE),
+    **dict.fromkeys(
+        ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"), LORA_SPARSE
+    ),
 }
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),
@@ -204,7 +205,7 @@ def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
 
 def compare(model: Path, samples: list[Sample], layouts: list[Layout]) -> Iterator[Row]:
     """Compare each layout with one process of the same number format and the same adapter."""
-    base = load_file(model / "model.safetensors")
+    base = checkpoint_tensors(model)
     adapters = {layout.lora: write_lora(model, layout.lora) for layout in layouts if layout.lora}
 
     def run(layout: Layout) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from mrl.config import ModelConfig, MoeConfig, Recipe
 from mrl.errors import InputError
 from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
+from parallel.implementation import choose_dtype, choose_implementation, impl_for
 from parallel.mesh import Mesh
 from parallel.model import OutputLayer, build_chunks
 from parallel.options.read import MegatronOptions, read_options
@@ -165,7 +165,8 @@ class Base:
         """Build the chunks. `output_layer` replaces the projection onto the vocabulary."""
         self.setup, self.mesh = setup, mesh
         self.dtype = choose_dtype(setup.config.dtype)
-        asked = "local" if setup.is_adapted else setup.config.transformer_impl
+        asked = impl_for(setup.config.transformer_impl, setup.model.architecture)
+        asked = "local" if setup.is_adapted else asked
         implementation, _ = choose_implementation(asked)
         self.implementation = implementation
         self.settings = build_config(

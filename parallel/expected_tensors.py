@@ -58,6 +58,7 @@ def _named(prefix: str, shapes: Mapping[str, Shapes]) -> dict[str, Shapes]:
 
 _LAYER, _ATTENTION = "decoder.layers.{layer}.", "decoder.layers.{layer}.self_attention."
 _MLP = _LAYER + "mlp."
+_EXPERT = _MLP + "experts.local_experts.{expert}."
 SHAPES: dict[str, Shapes] = {
     "embedding.word_embeddings.weight": lambda s: ((s.vocab, s.hidden),),
     "output_layer.weight": lambda s: ((s.vocab, s.hidden),),
@@ -67,13 +68,16 @@ SHAPES: dict[str, Shapes] = {
     _ATTENTION + "linear_qkv.weight": lambda s: tuple((rows, s.hidden) for rows in s.qkv()),
     _ATTENTION + "linear_qkv.bias": lambda s: tuple((rows,) for rows in s.qkv()),
     _ATTENTION + "linear_proj.weight": lambda s: ((s.hidden, s.heads * s.head_dim),),
+    _ATTENTION + "linear_proj.bias": lambda s: ((s.hidden,),),
+    _ATTENTION + "core_attention.softmax_offset": lambda s: ((s.heads,),),
+    _MLP + "router.bias": lambda s: ((s.get("num_moe_experts"),),),
+    _EXPERT + "linear_fc1.bias": lambda s: ((s.get("moe_ffn_hidden_size"),),) * 2,
+    _EXPERT + "linear_fc2.bias": lambda s: ((s.hidden,),),
     _MLP + "router.weight": lambda s: ((s.get("num_moe_experts"), s.hidden),),
     _MLP + "router.expert_bias": lambda s: ((s.get("num_moe_experts"),),),
     _MLP + "shared_experts.gate_weight": lambda s: ((1, s.hidden),),
     **_named(_MLP, _mlp(lambda s: s.get("ffn_hidden_size"))),
-    **_named(
-        _MLP + "experts.local_experts.{expert}.", _mlp(lambda s: s.get("moe_ffn_hidden_size"))
-    ),
+    **_named(_EXPERT, _mlp(lambda s: s.get("moe_ffn_hidden_size"))),
     **_named(
         _MLP + "shared_experts.",
         _mlp(lambda s: s.get("moe_shared_expert_intermediate_size")),

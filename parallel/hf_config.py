@@ -131,6 +131,12 @@ def stored_quantization(config: HfConfig, path: str) -> HfConfig | None:
     if found is None:
         return None
     method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method == "mxfp4":
+        raise InputError(
+            f"model.path: {path}/config.json has weights quantised by 'mxfp4', which mrl does not "
+            "read; load it with Mxfp4Config(dequantize=True) of transformers and dtype=bfloat16, save "
+            "it with save_pretrained, and give that folder"
+        )
     if method != "fp8" or block != [128, 128]:
         raise InputError(
             f"model.path: {path}/config.json has weights quantised by {method!r} with "

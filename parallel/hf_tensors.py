@@ -17,6 +17,7 @@ from mrl.kernels.block_quant import dequantize_fp8_blocks
 from mrl.system.heartbeat import beat
 from mrl.system.json_text import parse_json
 from parallel.hf_config import HfModel, stored_quantization
+from parallel.stacked import slices_of
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 SCALES = "_scale_inv"
@@ -34,12 +35,20 @@ class HfTensors:
 
     If the folder's weights are stored in fp8 blocks (DeepSeek-V3's format), a weight is dequantised
     when it is accessed, and the scales are not among the names.
+
+    A tensor that holds the weights of all experts (`Architecture.stacked`) is not among the names.
+    Instead the experts' weights are, as if the folder had them apart.
     """
 
     def __init__(self, model: HfModel) -> None:
         self.path = model.path
         self._files = [_open(file) for file in _weight_files(model.path)]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self._slices = slices_of(model, self._where)
+        for name, piece in self._slices.items():
+            self._where[name] = self._where[piece.stored]
+        for stored in {piece.stored for piece in self._slices.values()}:
+            del self._where[stored]
         self._scales: dict[str, Any] = {}
         """Maps the name of each quantised weight to the open file that holds its scales."""
         if stored_quantization(model.config, str(model.path)) is not None:
@@ -71,16 +80,24 @@ class HfTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading the tensor."""
+        if piece := self._slices.get(name):
+            return piece.shape(self._where[name].get_slice(piece.stored).get_shape())
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return the type of a tensor as safetensors names it (`BF16`), without reading the tensor.
         A weight that is dequantised has the type `F32`."""
-        return "F32" if name in self._scales else self._where[name].get_slice(name).get_dtype()
+        return "F32" if name in self._scales else self._stored_dtype(name)
+
+    def _stored_dtype(self, name: str) -> str:
+        piece = self._slices.get(name)
+        return self._where[name].get_slice(piece.stored if piece else name).get_dtype()
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Read the rows [start, end) of a tensor with at least one dimension. The rows of a quantised
         weight are not multiplied by their scales."""
+        if name in self._slices:
+            return self[name][start:end]
         beat()
         rows = self._where[name].get_slice(name)[start:end]
         return rows.float() if name in self._scales else rows
@@ -92,6 +109,8 @@ class HfTensors:
                 "folder does not match its config.json"
             )
         beat()
+        if piece := self._slices.get(name):
+            return piece.take(self._where[name].get_slice(piece.stored))
         tensor = self._where[name].get_tensor(name)
         if name not in self._scales:
             return tensor
@@ -118,7 +137,7 @@ class HfTensors:
     def _refuse_unscaled(self, name: str) -> None:
         """Raise InputError if the weight `name` is stored in 8-bit floats and has no scales. Its
         numbers would be taken for those of the model."""
-        dtype = self._where[name].get_slice(name).get_dtype()
+        dtype = self._stored_dtype(name)
         if name in self._scales or not dtype.startswith("F8"):
             return
         cause = "download it again"

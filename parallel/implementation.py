@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from mrl.errors import InputError
+from parallel.architectures.base import Architecture
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -104,6 +105,23 @@ def choose_implementation(
     if problems:
         return "local", f"auto: {' and '.join(problems)}"
     return "transformer_engine", "auto"
+
+
+def impl_for(
+    asked: Literal["auto", "local", "transformer_engine"], architecture: Architecture
+) -> Literal["auto", "local", "transformer_engine"]:
+    """Return `local` for an architecture that needs mrl's own layers, and otherwise `asked`.
+
+    Raises InputError if `transformer_engine` is asked for, and the architecture cannot have it.
+    """
+    if not architecture.needs_native:
+        return asked
+    if asked == "transformer_engine":
+        raise InputError(
+            f"model.transformer_impl is transformer_engine, but a {architecture.model_type} model "
+            f"needs mrl's own layers: {architecture.needs_native}; set it to auto or local"
+        )
+    return "local"
 
 
 def check_batch_invariant() -> None:

@@ -76,7 +76,7 @@ def build_chunks(
             deferred = deferred_output_layer(config, chunk.output_layer, logprob_chunk_tokens)
             setattr(chunk, "output_layer", deferred)  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
-        _flag_experts(chunk)
+        _flag_experts(chunk, mesh)
         chunk = chunk.to(mesh.device)
         chunk = _half(config, chunk) if config.bf16 else chunk
         join_storages(chunk)
@@ -99,16 +99,22 @@ def wrap_chunks(
     ]
 
 
-def _flag_experts(chunk: torch.nn.Module) -> None:
+def _flag_experts(chunk: torch.nn.Module, mesh: Mesh) -> None:
     """Mark the experts' parameters, so that their gradients are reduced over the experts' own
     replicas.
 
     Megatron does this only if EP > 1. But if ETP < TP, the experts are distributed differently from
-    the dense layers too, and without the mark their gradients would be silently wrong.
+    the dense layers too, and without the mark their gradients would be silently wrong. The biases of
+    experts get the marks of the weights: Megatron would sum and count them as those of dense layers.
+    All ranks that split an expert have its second bias, which the gradient norm counts once.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010
+        if ".experts." in name and name.endswith(".bias"):
+            setattr(parameter, "sequence_parallel", False)  # noqa: B010
+            setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
+            setattr(parameter, "shared", "linear_fc2" in name and mesh.etp_rank > 0)  # noqa: B010
 
 
 def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:

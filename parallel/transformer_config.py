@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from parallel.dims import ParallelDims
@@ -15,6 +16,10 @@ from parallel.hf_config import HfModel
 from parallel.implementation import Implementation, fusions
 from parallel.layers import invariant
 from parallel.options.read import MegatronOptions
+
+ATTRIBUTES = ("position_embedding_type", "yarn_")
+"""The prefixes of the settings that Megatron's GPTModel reads from attributes of the TransformerConfig,
+which has no fields for them."""
 
 
 def build_config(
@@ -77,7 +82,14 @@ def build_config(
     latent = bool(settings.get("multi_latent_attention"))
     settings |= fusions(implementation, device, dtype, latent, true_on_policy)
     settings |= options.transformer
-    return (MLATransformerConfig if latent else TransformerConfig)(**settings)
+    if settings["activation_func"] == "quick_gelu":
+        settings["activation_func"] = quick_gelu
+    names = [] if latent else [name for name in settings if name.startswith(ATTRIBUTES)]
+    attributes = {name: settings.pop(name) for name in names}
+    config = (MLATransformerConfig if latent else TransformerConfig)(**settings)
+    for name, value in attributes.items():
+        setattr(config, name, value)
+    return config
 
 
 def build_ddp_config(

@@ -263,10 +263,10 @@ def num_hf_tensors(shape: ModelShape) -> int:
     Query, key, value, gate and up projections are separate tensors.
     """
     moe = len(shape.moe_layers)
-    attention = 4 + 2 * shape.qk_norm + 3 * shape.qkv_bias
+    attention = 4 + 2 * shape.qk_norm + 3 * shape.qkv_bias + shape.linear_bias + shape.sinks
     if shape.mla:
         attention = 5 + 2 * (shape.mla.q_rank > 0)  # down, norm and up, twice, and the output
     each_moe = 1 + 3 * shape.num_experts + 3 * (shape.shared_ffn > 0) + shape.shared_gate
-    each_moe += shape.expert_bias
+    each_moe += shape.expert_bias + shape.linear_bias * (1 + 3 * shape.num_experts)
     layers = shape.num_layers * (2 + attention) + moe * each_moe + 3 * (shape.num_layers - moe)
     return layers + 2 + (not shape.tied)

@@ -128,6 +128,10 @@ class ModelShape:
     norms_whole_projections: bool = False
     """Whether the norms of queries and keys are over all heads together, as in OLMoE."""
     qkv_bias: bool = False
+    linear_bias: bool = False
+    """Whether all linear layers, those of experts and the routers have biases, as in gpt-oss."""
+    sinks: bool = False
+    """Whether each head has a learned logit in the denominator of its softmax, as in gpt-oss."""
     shared_gate: bool = False
     """Whether a sigmoid gate [H -> 1] scales the shared expert, as in Qwen2-MoE."""
     expert_bias: bool = False
@@ -203,8 +207,15 @@ class ModelShape:
             return [*parts, self._mlp("dense", self.dense_ffn)]
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
-        parts.append(_all("router", "whole", self.hidden * self.num_experts))
+        router = [self.hidden * self.num_experts] + [self.num_experts] * self.linear_bias
+        parts.append(_all("router", "whole", *router))
         parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2), is_muons=True))
+        if self.linear_bias:
+            biases: tuple[tuple[Sharing, int], ...]
+            biases = (("expert", 2 * self.moe_ffn), ("expert_whole", self.hidden))
+            for sharing, numel in biases:
+                tensors = ((self.num_experts, numel),)
+                parts.append(Part("experts", sharing, tensors, self.topk * numel))
         if self.shared_ffn:
             parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
@@ -224,7 +235,8 @@ class ModelShape:
             bias = [self.query_width + self.kv_width] * self.qkv_bias
             return [
                 _all("attention", "tensor", *matrices, is_muons=True),
-                _all("attention", "tensor", *bias),
+                _all("attention", "tensor", *bias, *[self.heads] * self.sinks),
+                _all("attention", "whole", *[self.hidden] * self.linear_bias),
                 _all("norms", "whole", *norms),
             ]
         down = [self.hidden * m.q_rank] * (m.q_rank > 0)
@@ -337,7 +349,9 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         tied=bool(hf.get("tie_word_embeddings")),
         qk_norm=settings.get("qk_layernorm", False),
         norms_whole_projections=architecture.norms_whole_projections,
-        qkv_bias=settings.get("add_qkv_bias", False),
+        qkv_bias=settings.get("add_qkv_bias", False) or settings.get("add_bias_linear", False),
+        linear_bias=settings.get("add_bias_linear", False),
+        sinks=settings.get("softmax_type") == "learnable",
         shared_gate=settings.get("moe_shared_expert_gate", False),
         expert_bias=settings.get("moe_router_enable_expert_bias", False),
         mla=latent,

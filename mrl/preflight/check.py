@@ -35,7 +35,7 @@ from mrl.preflight.data import (
 from mrl.preflight.data_position import steps_done
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
-from mrl.preflight.lora import read_lora
+from mrl.preflight.lora import read_lora, with_native_layers
 from mrl.preflight.machine import check_machine, local_ranks
 from mrl.preflight.megatron import check_megatron
 from mrl.preflight.moe import check_moe
@@ -167,6 +167,7 @@ def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bo
     """
     model = HfModel.read(recipe.model.path, recipe.model.architecture)
     dims.check_model(model.sizes)
+    recipe = with_native_layers(recipe, model)
     check_weights(model, deep=deep)
     if not elsewhere:
         choose_implementation(recipe.model.transformer_impl)

@@ -12,6 +12,7 @@ from mrl.preflight.releases import check_serves_adapters
 from mrl.preflight.roles import Roles
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
+from parallel.implementation import impl_for
 from parallel.lora.peft_folder import PeftFolder
 from parallel.lora.rules import check_rank, module_name, read_adapter
 
@@ -80,6 +81,12 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
     starts_engine = recipe.debug.load_rollouts is None and recipe.rollout.engine == "sglang"
     if starts_engine and recipe.lora.rollout == "adapter":
         check_serves_adapters()
+        if adapter.experts != "none" and model.architecture.stacked:
+            raise InputError(
+                f"lora.rollout=adapter with lora.experts={adapter.experts}: SGLang keeps gate and "
+                f"up rows of a {model.architecture.model_type} model's experts in turns, which its "
+                "adapters of experts do not; set lora.experts=none or lora.rollout=merged"
+            )
         refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
         refuse_layout(recipe.rollout, adapter, num_nodes)
 
@@ -88,12 +95,22 @@ def read_lora(recipe: Recipe, model: HfModel, roles: Roles) -> tuple[Adapter | N
     """Return the adapter that the recipe trains, and the recipe with `model.transformer_impl: local`.
 
     Only mrl's native (`local`) layers support adapters. Without an adapter, return None and the
-    unchanged recipe.
+    recipe, which is changed only if the model needs these layers.
     """
     has_engine = recipe.lora is not None and recipe.debug.load_rollouts is None
     num_nodes = roles.engine_layout(recipe.rollout).num_nodes if has_engine else 1
     adapter = check_lora(recipe, model, num_nodes)
     if adapter is None:
-        return None, recipe
-    chosen = recipe.model.model_copy(update={"transformer_impl": "local"})
-    return adapter, recipe.model_copy(update={"model": chosen})
+        return None, with_native_layers(recipe, model)
+    return adapter, _with_layers(recipe, "local")
+
+
+def with_native_layers(recipe: Recipe, model: HfModel) -> Recipe:
+    """Return the recipe with `model.transformer_impl: local` if the model needs mrl's own layers, and
+    otherwise as it is. Raises InputError if the recipe asks for TransformerEngine's."""
+    return _with_layers(recipe, impl_for(recipe.model.transformer_impl, model.architecture))
+
+
+def _with_layers(recipe: Recipe, asked: str) -> Recipe:
+    chosen = recipe.model.model_copy(update={"transformer_impl": asked})
+    return recipe.model_copy(update={"model": chosen})

@@ -48,6 +48,22 @@ HfConfig = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A tensor of a checkpoint that holds the same weights of all experts of a layer.
+
+    mrl's rules name the weights of one expert, as if the checkpoint had them apart. For K `parts`, a
+    weight [out, in] of part i and expert e is `tensor[e, :, i::K].T`, and a bias [out] of it is
+    `tensor[e, i::K]`.
+    """
+
+    name: str
+    """The name in the checkpoint, with `{layer}`."""
+    parts: tuple[str, ...]
+    """The names in the rules, with `{layer}` and `{expert}`, in the order in which they alternate in
+    the last dimension of the tensor."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What mrl must know about a `model_type`. Every function takes a parsed config.json."""
 
@@ -65,6 +81,11 @@ class Architecture:
     norms_whole_projections: bool = False
     """Whether the norms of queries and keys (Megatron's `qk_layernorm`) are over all heads together,
     as in OLMoE. Otherwise each head is normalised by itself."""
+    stacked: tuple[Stacked, ...] = ()
+    """The tensors of a checkpoint that hold the weights of all experts of a layer."""
+    needs_native: str = ""
+    """Why the model needs mrl's own layers (docs/layers.md), for messages. Empty if it can have
+    TransformerEngine's layers, too."""
 
 
 def rule_pattern(rule: Rule) -> re.Pattern[str]:

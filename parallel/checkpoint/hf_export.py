@@ -35,6 +35,7 @@ from parallel.lora.merge import merged_tensors
 from parallel.lora.peft_folder import write_peft_folder
 from parallel.lora.rules import adapter_rules
 from parallel.shards import split
+from parallel.stacked import stored_tensors
 
 TAGS = ("reinforcement-learning", "mrl")
 
@@ -112,6 +113,7 @@ def export_checkpoint(
                 what = "base with the adapter merged"
                 tensors = merged_tensors(saved, model, adapter, getattr(torch, content["dtype"]))
             tensors = chain(tensors, untrained_tensors(model, getattr(torch, content["dtype"])))
+            tensors = stored_tensors(tensors, model)
             if quantization != "none":
                 tensors = quantized_tensors(tensors, SCHEMES[quantization])
             where = write_safetensors(partial, tensors, max_bytes)

@@ -30,71 +30,8 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from parallel.context import Block, ContextSlice
-from parallel.layers.rotary import Rotation
-
-
-@dataclass
-class Bucket:
-    """Blocks of similar length, which are adjacent in the layout, and the indices of their keys."""
-
-    shape: tuple[int, int]
-    """(b, s): the number of blocks and the length of the longest block."""
-    keys: Tensor | None
-    """i64[b, k]: indices into the gathered keys; None if each block is a whole sequence, whose keys
-    are those of its own tokens."""
-    mask: Tensor | None
-    """bool[b, 1, s, k]: true where a query sees a key; None if plain causal attention suffices."""
-
-
-@dataclass
-class Layout:
-    """The concatenated padded blocks of all buckets: P positions for n tokens, n <= P < 2 n."""
-
-    source: Tensor
-    """i64[P]: the index of the token at each position; padding repeats the block's last token."""
-    places: Tensor
-    """i64[n]: the position of each token among the P positions."""
-    is_identity: bool
-    """Whether no block is padded and no token changes its position."""
-
-    def lay_out(self, x: Tensor) -> Tensor:
-        """Copy tokens [n, h, d] to their positions in the padded blocks [P, h, d]."""
-        return x if self.is_identity else _LayOut.apply(x, self.source, self.places)
-
-    def take_back(self, x: Tensor) -> Tensor:
-        """Take the tokens [n, h, d] out of the padded blocks [P, h, d]."""
-        return x if self.is_identity else _TakeBack.apply(x, self.places)
-
-
-class _LayOut(torch.autograd.Function):
-    """Copies tokens to their padded positions.
-
-    A padding position repeats a token, but its output is never used, so it adds no gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
-        (places,) = ctx.saved_tensors
-        return grad.index_select(0, places), None, None
-
-
-class _TakeBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.num_positions = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        (places,) = ctx.saved_tensors
-        zeros = grad.new_zeros(ctx.num_positions, *grad.shape[1:])
-        return zeros.index_copy_(0, places, grad), None
+from parallel.layers.buckets import Bucket, Layout, bucket_of, lay_out
+from parallel.layers.rotary import Rotation, yarn_scale
 
 
 @dataclass
@@ -131,48 +68,11 @@ def packed_sequences(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         cp_group=context.group,
-        buckets=[_bucket(blocks, context.places, device) for blocks in ordered],
-        layout=_layout(ordered, device),
+        buckets=[bucket_of(blocks, context.places, device) for blocks in ordered],
+        layout=lay_out(ordered, device),
         context=context,
         positions=torch.cat(positions).to(device),
     )
-
-
-def _columns(blocks: list[Block]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `local_start`, `num_tokens` and `offset` of each block, as three tensors i64[b, 1]."""
-    rows = [(block.local_start, block.num_tokens, block.offset) for block in blocks]
-    start, length, offset = torch.tensor(rows).unsqueeze(2).unbind(1)
-    return start, length, offset
-
-
-def _layout(buckets: list[list[Block]], device: torch.device) -> Layout:
-    """Lay out all buckets in the order in which `PackedAttention` processes them."""
-    sources, real = [], []
-    for blocks in buckets:
-        start, length, _ = _columns(blocks)
-        step = torch.arange(int(length.max())).unsqueeze(0)
-        sources.append((start + torch.minimum(step, length - 1)).flatten())
-        real.append((step < length).flatten())
-    source = torch.cat(sources)
-    (positions,) = torch.cat(real).nonzero(as_tuple=True)
-    places = torch.empty_like(positions).scatter_(0, source[positions], positions)
-    is_identity = torch.equal(source, torch.arange(len(places)))
-    return Layout(source.to(device), places.to(device), is_identity)
-
-
-def _bucket(blocks: list[Block], places: Tensor | None, device: torch.device) -> Bucket:
-    _, length, offset = _columns(blocks)
-    shape = len(blocks), int(length.max())
-    if places is None:  # whole sequences
-        return Bucket(shape, None, None)
-    step = torch.arange(shape[1]).unsqueeze(0)
-    key_step = torch.arange(int((offset + length).max())).unsqueeze(0)
-    first = torch.tensor([[block.sequence_start] for block in blocks])
-    keys = first + key_step.minimum(offset + length - 1)
-    mask = None
-    if bool(offset.any()):
-        mask = (key_step.unsqueeze(1) <= (offset + step).unsqueeze(2)).unsqueeze(1).to(device)
-    return Bucket(shape, places[keys.to(device)], mask)
 
 
 class RotaryAttention(SelfAttention):
@@ -192,7 +92,8 @@ class RotaryAttention(SelfAttention):
         if packed is None or packed.positions is None:
             raise ValueError("RotaryAttention takes packed batches with positions, got none")
         if packed.rotation is None and rotary_pos_emb is not None:
-            packed.rotation = Rotation.at(rotary_pos_emb, packed.positions)
+            scale = yarn_scale(self.config)
+            packed.rotation = Rotation.at(rotary_pos_emb, packed.positions, scale)
         return super().forward(
             hidden_states, attention_mask, *args, packed_seq_params=packed, **kwargs
         )
@@ -262,20 +163,32 @@ class PackedAttention(torch.nn.Module):
 
             found = (x[bucket.keys] if bucket.keys is not None else block(x) for x in (key, value))
             q, k, v = (x.transpose(1, 2) for x in (block(laid), *found))
-            if q.shape[1] != k.shape[1] and not takes_grouped_heads(q, bucket.mask):
-                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-            attended = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+            outputs.append(self.attend_bucket(q, k, v, bucket).transpose(1, 2).flatten(0, 1))
             start = rows.stop
         return layout.take_back(torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+
+    def attend_bucket(self, q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
+        """Attend in the blocks of a bucket: q [b, h, s, d], k [b, g, k, d], v [b, g, k, e] -> [b, h,
+        s, e]."""
+        return attend_blocks(q, k, v, bucket.mask, self.softmax_scale)
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attend: q [b, h, s, d], k [b, g, k, d], v [b, g, k, e] -> [b, h, s, e]. `mask` bool[..., s, k] is
+    true where a query sees a key; None for causal attention."""
+    if q.shape[1] != k.shape[1] and not takes_grouped_heads(q, mask):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:

@@ -24,7 +24,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
@@ -55,7 +57,7 @@ class _Experts(torch.nn.ModuleList):
 
 
 class GroupedExperts(SequentialMLP):
-    """SwiGLU experts without biases that are computed together.
+    """SwiGLU experts, or gpt-oss's clamped ones with biases, that are computed together.
 
     The constructor raises InputError if the configuration asks for experts of another kind.
     """
@@ -92,6 +94,12 @@ class GroupedExperts(SequentialMLP):
         ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         fc1, fc2 = self._linears
         hidden = self._product(rows, ends, fc1)
+        if self.config.activation_func is quick_gelu:
+            hidden = weighted_clamped_swiglu(
+                self._with_bias(hidden, tokens_per_expert, fc1), probs, self.config
+            )
+            output = self._product(hidden, ends, fc2)
+            return self._with_bias(output, tokens_per_expert, fc2, probs), None
         if self.config.bias_activation_fusion:  # Megatron's, which torch.compile fuses on GPUs
             in_fp8 = self.config.activation_func_fp8_input_store
             hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1), in_fp8)
@@ -112,16 +120,40 @@ class GroupedExperts(SequentialMLP):
         product = grouped_linear(rows, ends, [linear.weight for linear in linears])
         return product if self.add_update is None else self.add_update(product, rows, ends, linears)
 
+    def _with_bias(
+        self, product: Tensor, num_rows: Tensor, linears: list[Any], probs: Tensor | None = None
+    ) -> Tensor:
+        """Add each expert's bias to its rows of `product` [m, out]. `num_rows` i64[E] is the number of
+        rows of each expert.
+
+        The bias of the second layer is multiplied by the row's prob, which `probs` [m] has. Ranks that
+        split an expert sum their products later, so only the first of them adds that bias; all of them
+        compute its gradient.
+        """
+        if linears[0].bias is None:
+            return product
+        biases = torch.stack([linear.bias for linear in linears])
+        counts = num_rows.to(product.device, non_blocking=True)
+        bias = biases.repeat_interleave(counts, dim=0, output_size=len(product))
+        if probs is None:
+            return product + bias
+        if dist.get_rank(linears[0].tp_group) > 0:
+            bias = bias - bias.detach()
+        return product + (bias * probs.unsqueeze(-1)).to(product.dtype)
+
 
 def _check(config: Any) -> None:
-    """Raise InputError for experts that are not SwiGLU, that have biases, or that compute in fp8 or
-    fp4."""
-    for name, expected in (
-        ("gated_linear_unit", True),
+    """Raise InputError for experts that are neither SwiGLU without biases nor clamped SwiGLU as in
+    gpt-oss, or that compute in fp8 or fp4."""
+    plain = (
         ("activation_func", F.silu),
         ("add_bias_linear", False),
         ("activation_func_clamp_value", None),
         ("glu_linear_offset", 0.0),
+    )
+    for name, expected in (
+        ("gated_linear_unit", True),
+        *(() if config.activation_func is quick_gelu else plain),
         ("moe_apply_probs_on_input", False),
         ("moe_latent_size", None),
         ("fp8", None),
@@ -249,6 +281,40 @@ class _WeightedSwiglu(torch.autograd.Function):
         torch.mul(to_product, active, out=to_up)
         to_gate.copy_(torch.ops.aten.silu_backward(to_product * up, gate))
         return to_hidden, to_probs
+
+
+def weighted_clamped_swiglu(hidden: Tensor, probs: Tensor, config: Any) -> Tensor:
+    """Compute gpt-oss's activation (`parallel.architectures.gpt_oss`) of `hidden` [m, 2 F], which is
+    gate and up side by side, times `probs` [m]. Return [m, F].
+
+    For the backward pass only the inputs are saved.
+    """
+
+    def activate(hidden: Tensor, probs: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        active = config.activation_func(gate) * (up + config.glu_linear_offset)
+        return (active * probs.unsqueeze(-1)).to(hidden.dtype)
+
+    return _Recomputed.apply(activate, hidden, probs)  # pyright: ignore
+
+
+class _Recomputed(torch.autograd.Function):
+    """Computes a function of tensors again in the backward pass, so that only its inputs are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return None, *torch.autograd.grad(output, inputs, grad)
 
 
 def compute_one_by_one(chunk: torch.nn.Module) -> None:

@@ -10,6 +10,7 @@ Dimensions: n packed tokens of this rank, h heads, d head size, r rotated pairs 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,19 @@ class Rotation:
         attention; all d dimensions must then be rotated.
         """
         return _Rotate.apply(x, self.cos, self.sin, interleaved)
+
+
+def yarn_scale(config: Any) -> float:
+    """Return the factor of cosines and sines in grouped-query attention with Megatron's settings
+    `config`: `m(yarn_mscale) / m(yarn_mscale_all_dim)`, with `m(x) = 0.1 x ln(factor) + 1` (YaRN,
+    arXiv 2309.00071); 1 without YaRN."""
+    factor = getattr(config, "yarn_rotary_scaling_factor", 1.0)
+    if factor <= 1.0:
+        return 1.0
+    over, under = (
+        0.1 * x * math.log(factor) + 1 for x in (config.yarn_mscale, config.yarn_mscale_all_dim)
+    )
+    return over / under
 
 
 class _Rotate(torch.autograd.Function):

@@ -23,6 +23,7 @@ from parallel.layers.dispatch import NativeMoELayer, OrderedMoELayer
 from parallel.layers.experts import GroupedExperts
 from parallel.layers.latent_attention import LatentAttention
 from parallel.layers.projection_norm import normalise_projections
+from parallel.layers.sinks import SinkAttention
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -77,7 +78,8 @@ def _native_layer(
     """Put mrl's modules into the spec of one of Megatron's local decoder layers."""
     parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    has_sinks = config.softmax_type == "learnable"
+    attention.core_attention = SinkAttention if has_sinks else PackedAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm

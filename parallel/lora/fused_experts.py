@@ -113,6 +113,8 @@ class _Parameter:
 
 def _parameters(model: HfModel) -> Iterable[_Parameter]:
     found: dict[tuple[int, str], _Parameter] = {}
+    if model.architecture.stacked:  # their rows are transposed, and gate and up are in turns
+        return ()
     for rule, hf, place, shape in rule_shapes(model):
         if "{expert}" not in rule.megatron:
             continue

@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {"rope_parameters": LLAMA3}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True}),
+    "gpt_oss": ("gpt_oss", {}),
     "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1, "rope_parameters": LLAMA3}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [], "rope_parameters": LLAMA3}),
 }
@@ -57,11 +58,13 @@ def write_model(name: str, folder: Path) -> Toy:
         release("olmoe", False),
         release("glm4_moe", False),
         ("qwen2_moe", False),
+        ("gpt_oss", False),
         release("qwen3_moe", False),
         release("mixtral", True),
         release("olmoe", True),
         release("glm4_moe", True),
         release("qwen2_moe", True),
+        release("gpt_oss", True),
     ],
 )
 def test_engine_and_trainer_agree(name: str, lora: bool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from mrl.types import RoutingTrace, Sample, VersionSpan
 from parallel.hf_config import HfModel
+from parallel.hf_tensors import HfTensors
 
 VOCAB = 64
 COMMON: dict[str, Any] = {
@@ -38,6 +39,15 @@ YARN = {
     "beta_slow": 1.0,
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
+}
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -92,6 +102,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**COMMON["rope_parameters"], "partial_rotary_factor": 0.5},
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.5,
+            "rope_parameters": GPT_OSS_YARN,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -125,10 +147,16 @@ def write_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in key or key.endswith(("bias", "e_score_correction_bias")):
+            if "norm" in key or key.endswith(("bias", "e_score_correction_bias", "sinks")):
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return folder
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint under the names of the rules, those of experts apart."""
+    with HfTensors(HfModel.read(folder)) as tensors:
+        return {name: tensors[name] for name in tensors.names}
 
 
 def reference_logprobs(folder: Path, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:

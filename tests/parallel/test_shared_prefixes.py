@@ -233,6 +233,25 @@ def test_router_losses_and_biases_count_a_row_for_every_sample(
     assert bool(found[KINDS[0]][0]["biases"]) == (model_type == "deepseek_v3")
 
 
+@pytest.mark.parametrize("sizes", [{}, release({"context": 2})])
+def test_sinks_and_windows_are_those_of_each_sample(sizes: dict[str, int], tmp_path: Path) -> None:
+    """Of gpt-oss, whose windows are shorter than the prompts: three steps, with and without."""
+    path = write_tiny("gpt_oss", tmp_path / "model")
+    samples = tiny_groups(path)
+    plain, ours = (
+        run_ranks(
+            sizes.get("context", 1), train_layout, path,
+            Layout(sizes.get("context", 1), sizes, share_prefixes=share), samples, folder=tmp_path,
+        )[0]
+        for share in (False, True)
+    )  # fmt: skip
+    assert plain["shared"] == 0
+    assert ours["shared"] > 40
+    found = agreement(ours, plain, plain["loaded"])
+    assert found.worst < TOLERANCE
+    assert found.replay_coverage == 1.0
+
+
 def distance_of_gradients(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     names = [name for name in b if b[name].any()]

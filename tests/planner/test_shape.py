@@ -35,6 +35,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8}),
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True}),
     "glm4_moe with norms": ("glm4_moe", GLM | {"use_qk_norm": True, "first_k_dense_replace": 2}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3, whole queries": ("deepseek_v3", MLA | {"q_lora_rank": None}),
 }

@@ -27,7 +27,7 @@ from mrl.engines.base import Completion, EngineConfig, Request, RolloutEngine, S
 from mrl.engines.sglang.engine import Engine
 from mrl.toy_model import build_tokenizer, write_toy_model
 from mrl.types import Prompt, RoutingTrace, SampleGroup, WeightBucket
-from tests.parallel.models import DENSE, write_tiny
+from tests.parallel.models import DENSE, checkpoint_tensors, write_tiny
 
 GPUS = tuple(filter(None, os.environ.get("MRL_CONFORMANCE_GPUS", "").split(",")))
 """The GPUs of the engine under test; empty runs it on the CPU."""
@@ -183,11 +183,9 @@ class OnNodes:
 
 
 def named_weights(model: Any, folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """Return weights under the names of the checkpoint: transformers fuses experts in memory."""
+    """Return weights under the names that the trainer sends: transformers fuses experts in memory."""
     model.save_pretrained(folder)
-    from safetensors.torch import load_file
-
-    return sorted(load_file(folder / "model.safetensors").items())
+    return sorted(checkpoint_tensors(folder).items())
 
 
 def make_buckets(

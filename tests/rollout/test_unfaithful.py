@@ -27,6 +27,15 @@ def test_architectures_that_sglang_runs_in_part() -> None:
         refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
 
 
+def test_gpt_oss_needs_a_release_that_the_plug_in_was_made_for() -> None:
+    config = SimpleNamespace(model_type="gpt_oss")
+    with pytest.raises(
+        InputError, match=r"'gpt_oss': mrl has no plug-in .*; install SGLang 0.5.23"
+    ):
+        refuse_unfaithful(config, on_gpu=True, return_routes=False, release="0.5.22")
+    refuse_unfaithful(config, on_gpu=False, return_routes=True, release="0.5.23")
+
+
 @pytest.mark.parametrize(
     "model_type", ["mixtral", "olmoe", "glm4_moe", "qwen2_moe", "qwen3_moe", "llama"]
 )

@@ -18,7 +18,7 @@ from mrl.engines.sglang.adapter.limits import refuse_layout
 from mrl.engines.sglang.decode import RouteShape, refuse_weights, route_shape
 from mrl.engines.sglang.external_models import import_external_models
 from mrl.engines.sglang.quantized import check_quantization, dequantized_settings
-from mrl.engines.sglang.settings import server_environment, server_settings
+from mrl.engines.sglang.settings import model_settings, server_environment, server_settings
 from mrl.engines.sglang.unfaithful import refuse_unfaithful
 from mrl.errors import InputError
 
@@ -88,6 +88,7 @@ def read_launch(
         refuse_weights(on_gpu=on_gpu, return_routes=return_routes)
     context_len = _context_len(rollout, hf_config)
     settings = server_settings(config, context_len, adapters)
+    settings |= model_settings(hf_config.model_type, rollout.server_args, on_gpu=on_gpu)
     if not on_gpu:
         settings |= dequantized_settings(hf_config, rollout.server_args)
     environment = server_environment(
@@ -99,6 +100,7 @@ def read_launch(
         serves_adapter=adapters is not None,
         quantization=rollout.quantization,
         cpu_threads=config.cpu_threads,
+        model_type=hf_config.model_type,
     )
     return Launch(
         config=config,

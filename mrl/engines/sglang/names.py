@@ -23,6 +23,7 @@ _LORA_EXPERTS = f"{_LORA}.layers.FusedMoEWithLoRA"
 _BATCH_INFO = f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo"
 _CHECKER = f"{_SRT}.utils.weight_checker.WeightChecker"
 _FUSED_MOE = f"{_LAYERS}.moe.fused_moe_triton.layer.FusedMoE"
+_GPT_OSS = f"{_SRT}.models.gpt_oss"
 _HOOKS = f"{_SRT}.plugins.hook_registry"
 _LINEAR = f"{_LAYERS}.linear"
 _REQ = f"{_MANAGERS}.schedule_batch.Req"
@@ -232,6 +233,15 @@ NAMES: dict[str, Name] = {
         "self", "hidden_states", "lm_head", "embedding_bias",
     ),
     "Sampler.forward": always(f"{_LAYERS}.sampler.Sampler.forward", *_SAMPLING),
+    # plugins/gpt_oss
+    "GptOssForCausalLM.load_weights": since(
+        "0.5.23", f"{_GPT_OSS}.GptOssForCausalLM.load_weights", "self", "weights"
+    ),
+    "GptOssAttention.__init__": since("0.5.23", f"{_GPT_OSS}.GptOssAttention.__init__", "self"),
+    "ATTENTION_BACKENDS": since(
+        "0.5.23", f"{_LAYERS}.attention.attention_registry.ATTENTION_BACKENDS"
+    ),
+    "KVWriteLoc": since("0.5.23", f"{_SRT}.mem_cache.memory_pool.KVWriteLoc"),
     # plugins/adapter and plugins/cpu_adapter
     "LoRAManager": _adapters(
         _LORA_MANAGER,

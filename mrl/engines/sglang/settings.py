@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ ROUTING_WEIGHTS_PLUGIN = PLUGINS / "routing_weights"
 ADAPTER_PLUGIN = PLUGINS / "adapter"
 CPU_ADAPTER_PLUGIN = PLUGINS / "cpu_adapter"
 CPU_QUANTIZED_PLUGIN = PLUGINS / "cpu_quantized"
+GPT_OSS_PLUGIN = PLUGINS / "gpt_oss"
 SLOT_WAIT_S = 10.0
 """Seconds that requests may wait for their adapter to be put into a slot (device memory for one
 adapter). Then the adapter gets the next slot that can be emptied. Without this limit, an adapter
@@ -87,6 +88,21 @@ def server_settings(
     return settings
 
 
+def model_settings(
+    model_type: str, server_args: Mapping[str, Any], *, on_gpu: bool
+) -> dict[str, Any]:
+    """Return the fields of ServerArgs that a model needs, without those in the recipe's
+    `rollout.server_args`."""
+    if model_type != "gpt_oss":
+        return {}
+    # On CPUs, SGLang's attention does not find keys in the cache that it keeps for windows alone. On
+    # GPUs, its other kernels for experts lay the weights out anew, so that an update cannot be copied.
+    needed: dict[str, Any] = {"moe_runner_backend": "triton"}
+    if not on_gpu:  # the plug-in's attention has the name of this backend
+        needed = {"disable_hybrid_swa_memory": True, "attention_backend": "intel_amx"}
+    return {name: value for name, value in needed.items() if name not in server_args}
+
+
 def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[str, Any]:
     """Return the fields of ServerArgs that concern adapters; empty if the engine serves none."""
     if adapters is None:
@@ -118,11 +134,13 @@ def server_environment(
     serves_adapter: bool = False,
     quantization: str = "none",
     cpu_threads: int = 1,
+    model_type: str = "",
 ) -> dict[str, str]:
     """Return the environment variables to set for the server in addition to the trainer's. The returned
     PYTHONPATH has only the folders of the plugins; `ServerProcess` puts it in front of the trainer's.
     `first_rank` is the engine's first rank on this node."""
     plugins = [SERVER_PLUGIN] + [ADAPTER_PLUGIN] * serves_adapter
+    plugins += [GPT_OSS_PLUGIN] * (model_type == "gpt_oss")
     # The context, which may be all of the model's, plus RESERVED_TOKENS can exceed the model's. mrl
     # sends no request that would use these tokens.
     common = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}

@@ -18,6 +18,10 @@ OLMOE_EPS = 1e-5
 """The epsilon of all norms of SGLang's OLMoE, whatever config.json says."""
 
 
+GPT_OSS_SINCE = "0.5.23"
+"""The first SGLang release whose gpt-oss mrl's plug-in (plugins/gpt_oss) was made for."""
+
+
 def refuse_unfaithful(
     config: Any,
     *,
@@ -37,6 +41,7 @@ def refuse_unfaithful(
     - The models in UNTIED do not tie the output layer to the embedding. Mixtral and Qwen2-MoE ignore
       head_dim.
     - Before 0.5.22, Mixtral and OLMoE passed no layer numbers to the recorder of routes.
+    - Before GPT_OSS_SINCE, gpt-oss cannot get the weights of single experts.
     - OLMoE has fixed values for some keys, and normalises the queries and keys of one rank only
       (`_findings_of_olmoe`).
     """
@@ -59,6 +64,11 @@ def _findings(
         return_routes and numbers(release) < numbers(since),
         f": SGLang {release} cannot record its routes; install SGLang {since} or later, or set "
         "moe.routing_replay=r2 or off",
+    )
+    yield (
+        kind == "gpt_oss" and numbers(release) < numbers(GPT_OSS_SINCE),
+        f": mrl has no plug-in for its experts and sinks in SGLang {release}; install SGLang "
+        f"{GPT_OSS_SINCE} or later",
     )
     yield (
         kind == "deepseek_v3" and not on_gpu,

@@ -17,7 +17,7 @@ from parallel.expected_tensors import check_tensors, expected_shapes
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_finite_tensors, check_names
 from parallel.weights import canonical_name
-from tests.parallel.models import LLAMA3, SETTINGS, YARN, write_tiny
+from tests.parallel.models import GPT_OSS_YARN, LLAMA3, SETTINGS, YARN, write_tiny
 
 OLD_ROPE = {"rope_parameters": None, "rope_theta": 10000.0}
 EVERY: list[tuple[dict[str, Any], str]] = [
@@ -35,6 +35,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for name in SETTINGS
         for changes, text in EVERY
         if not (name == "glm4_moe" and changes.keys() & {"attention_bias", "partial_rotary_factor"})
+        and not (name == "gpt_oss" and changes.keys() & {"attention_bias", "layer_types"})
     ),
     ("qwen3", {"rope_parameters": YARN}, "only default and llama3"),
     ("llama", {"rope_parameters": YARN}, "only default and llama3"),
@@ -50,6 +51,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "no gradient"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
     ("olmoe", {"head_dim": 16}, "4 heads of 16 are 64 columns, but"),
+    ("gpt_oss", {"num_experts_per_tok": 1}, "no gradient"),
+    ("gpt_oss", {"attention_bias": False}, "biases in all linear layers or in none"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries"),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "['chunked_attention']; expected 4 of"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window None with layers of sliding_attention"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+    ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit 0.0"),
+    ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("gpt_oss", {"rope_parameters": LLAMA3}, "only default and yarn"),
+    ("gpt_oss", {"rope_parameters": YARN}, "YaRN with mscale"),
+    ("gpt_oss", {"rope_parameters": {**GPT_OSS_YARN, "factor": None}}, "needs its factor"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "one epsilon"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "must equal num_attention_heads 4"),
@@ -162,6 +174,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "mixtral": (0, 4, 48, 0),
         "olmoe": (0, 8, 48, 0),
         "glm4_moe": (48, 8, 16, 32),
+        "gpt_oss": (0, 4, 16, 0),
         "deepseek_v3": (48, 8, 16, 32),
     }
     layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
@@ -174,6 +187,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "mixtral": (1, 2, 3, 4),
         "olmoe": (1, 2, 3, 4),
         "glm4_moe": (2, 3, 4),
+        "gpt_oss": (1, 2, 3, 4),
         "deepseek_v3": (2, 3, 4),
     }
     assert sizes["deepseek_v3"].num_query_groups == 4

@@ -15,7 +15,7 @@ from mrl.cli import main
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, replay_of
-from tests.parallel.models import SETTINGS, tiny_samples, write_tiny
+from tests.parallel.models import SETTINGS, checkpoint_tensors, tiny_samples, write_tiny
 from tests.parallel.test_policy import TEMPERATURE, packed
 from tests.ranks import run_ranks
 from tests.release import only_in_release
@@ -62,8 +62,10 @@ def test_export_from_a_layout_equals_that_from_one_process(model_type: str, tmp_
     for root in (many, one):
         folders[root] = tmp_path / f"hf-{root.name}"
         main(["export", str(root / "iter_0000001"), str(folders[root])])
-    before = load_file(base / "model.safetensors")
-    ours, theirs = (load_file(next(f.glob("*.safetensors"))) for f in folders.values())
+    files = [load_file(next(f.glob("*.safetensors"))) for f in (base, *folders.values())]
+    assert files[0].keys() == files[1].keys() == files[2].keys()
+    assert [t.shape for t in files[0].values()] == [files[1][name].shape for name in files[0]]
+    before, ours, theirs = (checkpoint_tensors(f) for f in (base, *folders.values()))
     assert ours.keys() == theirs.keys() == live.keys() == out["weights"].keys() == before.keys()
     for name, tensor in ours.items():
         for other in (theirs[name], live[name], out["weights"][name]):

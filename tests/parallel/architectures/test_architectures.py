@@ -25,11 +25,13 @@ from parallel.model import unwrap
 from parallel.packing import pack
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
+from parallel.stacked import stored_tensors
 from tests.parallel.conftest import weighted
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss
 from tests.parallel.models import (
     COMMON,
     DENSE,
+    GPT_OSS_YARN,
     LLAMA3,
     SETTINGS,
     YARN,
@@ -78,6 +80,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.25},
         },
+    ),
+    "gpt_oss truncated yarn, other windows, larger limit": (
+        "gpt_oss",
+        {
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "sliding_window": 3,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {**GPT_OSS_YARN, "truncate": True},
+        },
+    ),
+    "gpt_oss full attention, no yarn": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 4, "rope_parameters": COMMON["rope_parameters"]},
     ),
     "deepseek_v3 no q latent, no yarn, no groups": (
         "deepseek_v3",
@@ -155,6 +170,7 @@ def alone(
 
 def assert_is_checkpoint(loaded: dict[str, Tensor], path: Path) -> None:
     hf = load_file(path / "model.safetensors")
+    loaded = dict(stored_tensors(loaded.items(), HfModel.read(path)))
     assert loaded.keys() == hf.keys()
     assert [name for name in hf if not torch.equal(loaded[name], hf[name])] == []
 
@@ -210,6 +226,12 @@ def test_a_parallel_step_with_recompute_equals_one_process(
     assert moved == theirs["weights"].keys() - frozen
 
 
+def logits_of(router: Any, hidden: Tensor) -> Tensor:
+    """f32[n, E]: the logits of hidden states [..., H], without the router's own code."""
+    logits = hidden.flatten(0, -2) @ router.weight.T
+    return logits if router.bias is None else logits + router.bias
+
+
 def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
     """Log-probs with the captured routes, with one captured id changed, native and recorded."""
     policy = build(path, join_mesh(path, {}))
@@ -227,7 +249,7 @@ def replay_effects(path: Path, samples: list[Sample]) -> dict[str, Any]:
     for layer in layers:
         layer.mlp.router.register_forward_hook(
             lambda router, inputs, output, number=layer.layer_number: gates.update(
-                {str(number): (inputs[0], router.weight, output[0], captured[number])}
+                {str(number): (logits_of(router, inputs[0]), output[0], captured[number])}
             )
         )
     replayed = policy.forward_only([batch], Replay.rollout).logprobs[0]
@@ -248,7 +270,7 @@ def gate_weights(config: dict[str, Any], logits: Tensor, ids: Tensor) -> Tensor:
         chosen = logits.sigmoid().gather(1, ids)
         return config["routed_scaling_factor"] * chosen / chosen.sum(1, keepdim=True)
     chosen = logits.softmax(1).gather(1, ids)
-    if config.get("norm_topk_prob", config["model_type"] == "mixtral"):
+    if config.get("norm_topk_prob", config["model_type"] in ("mixtral", "gpt_oss")):
         return chosen / chosen.sum(1, keepdim=True)
     return chosen
 
@@ -268,9 +290,8 @@ def test_replay_replaces_the_choice_and_nothing_else(
     assert torch.equal(out["recorded"], out["native"])
     assert (out["replayed"] - out["native"]).abs().max() > 0.1
     assert out["gates"].keys() == {str(number) for number in model.moe_layer_numbers}
-    for hidden, weight, given, ids in out["gates"].values():
+    for logits, given, ids in out["gates"].values():
         rows = (ids >= 0).all(1)  # those with a captured route
-        logits = hidden.flatten(0, -2) @ weight.T
         expected = gate_weights(model.config, logits[rows], ids[rows])
         assert rows.sum() == sum(len(s.token_ids) - 1 for s in samples)
         assert (given[rows].gather(1, ids[rows]) - expected).abs().max() < 1e-6

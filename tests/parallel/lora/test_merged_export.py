@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.adapter import Experts
@@ -14,7 +13,7 @@ from parallel.hf_config import HfModel
 from parallel.lora.weights import LoraSetup
 from tests.parallel.adapters import adapter_of, lora_folder, with_updates, write_lora
 from tests.parallel.layouts import build, exported, join_mesh
-from tests.parallel.models import write_tiny
+from tests.parallel.models import checkpoint_tensors, write_tiny
 from tests.ranks import run_ranks
 from tests.release import release
 
@@ -33,6 +32,7 @@ def merged(model_path: Path, kind: Experts, sizes: dict[str, int]) -> dict[str, 
         release("mixtral", "per_expert", {"tensor": 2, "expert_tensor": 2}),
         release("olmoe", "shared_outer", {"tensor": 2}),
         release("glm4_moe", "per_expert", {"tensor": 2}),
+        release("gpt_oss", "per_expert", {"tensor": 2}),
         release("qwen3", "none", {"tensor": 2}),
     ],
 )
@@ -40,7 +40,7 @@ def test_each_weight_has_its_update(
     model_type: str, kind: Experts, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     folder = write_tiny(model_type, tmp_path / model_type)
-    base = load_file(folder / "model.safetensors")
+    base = checkpoint_tensors(folder)
     expected = with_updates(base, write_lora(folder, kind))
     world = sizes.get("tensor", 1)
     for found in run_ranks(world, merged, folder, kind, sizes, folder=tmp_path / "out"):

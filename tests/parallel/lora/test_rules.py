@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from safetensors.torch import load_file
 
 from mrl.config import LoraConfig
 from mrl.config.adapter import PEFT_PREFIX, Adapter, Experts
@@ -17,7 +16,7 @@ from parallel.architectures import find_architecture
 from parallel.hf_config import HfModel
 from parallel.lora.rules import adapter_rules, adapter_shapes, is_adapter, read_adapter
 from tests.parallel.adapters import RANK, adapter_of
-from tests.parallel.models import COMMON, SETTINGS, write_tiny
+from tests.parallel.models import COMMON, SETTINGS, checkpoint_tensors, write_tiny
 
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -41,6 +40,7 @@ def model_of(model_type: str, **changes: Any) -> HfModel:
         (model_of("mixtral"), QKVO, ("w1", "w3", "w2")),
         (model_of("olmoe"), QKVO, MLP),
         (model_of("glm4_moe"), QKVO, MLP),
+        (model_of("gpt_oss"), QKVO, MLP),
         (model_of("deepseek_v3"), LATENT, MLP),
         (model_of("deepseek_v3", q_lora_rank=None), ("q_proj", *LATENT[2:]), MLP),
     ],
@@ -194,7 +194,7 @@ def test_projections_that_are_whole_on_every_rank_have_whole_matrices() -> None:
 def expected_shapes(folder: Path, adapter: Adapter) -> dict[str, tuple[int, int]]:
     """A [rank, in] and B [out, rank] of every weight [out, in] of a checkpoint that is adapted."""
     expected = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
+    for name, weight in checkpoint_tensors(folder).items():
         module = name.removesuffix(".weight").rpartition(".")[2]
         is_expert = re.search(r"\.experts\.\d+\.", name) is not None
         if module not in (adapter.expert_modules if is_expert else adapter.modules):

@@ -136,11 +136,15 @@ def parts_of(module, name, parameter):
     """Return [(name, weights, piece, experts)] for each part of a parameter of `module` that gets a
     digest of its own. `piece` says which part of the parameter this rank holds (see `digests`).
     `experts` has the experts' indices in the whole model; it is empty except for fused experts."""
-    if ".experts." in name and parameter.dim() == 3:
+    # Weights are [E, ...], and biases, which gpt-oss has, are [E, outputs].
+    if ".experts." in name and (parameter.dim() == 3 or name.endswith("_weight_bias")):
         piece = module.moe_tp_rank if hasattr(module, "moe_tp_rank") else "?"
         return [(name, parameter, piece, experts_of(module, parameter.shape[0]))]
     if hasattr(module, "shard_indices"):  # VocabParallelEmbedding, ParallelLMHead
         return [(name, parameter, module.shard_indices.org_vocab_start_index, [])]
+    if name.endswith(".sinks"):  # of gpt-oss: they are split like the heads
+        projection = getattr(module.qkv_proj, "base_layer", module.qkv_proj)
+        return [(name, parameter, rank_in(projection, "tp_rank", "tp_group"), [])]
     if (rank := rank_in(module, "tp_rank", "tp_group")) is None:  # norms and routers, usually whole
         return [(name, parameter, "?", [])]
     if hasattr(module, "input_is_parallel") and name.endswith(".bias"):  # RowParallelLinear
