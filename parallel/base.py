@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from mrl.config import ModelConfig, MoeConfig, Recipe
 from mrl.errors import InputError
 from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
+from parallel.implementation import choose_dtype, choose_implementation, own_layers_only
 from parallel.mesh import Mesh
 from parallel.model import OutputLayer, build_chunks
 from parallel.options.read import MegatronOptions, read_options
@@ -166,6 +166,8 @@ class Base:
         self.setup, self.mesh = setup, mesh
         self.dtype = choose_dtype(setup.config.dtype)
         asked = "local" if setup.is_adapted else setup.config.transformer_impl
+        if setup.model.sizes.has_linear_attention:
+            asked = own_layers_only(asked, setup.model.architecture.model_type)
         implementation, _ = choose_implementation(asked)
         self.implementation = implementation
         self.settings = build_config(

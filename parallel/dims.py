@@ -32,6 +32,12 @@ class ModelSizes:
     linear_key_heads: int = 0
     """Key heads of layers with linear attention; 0 if there are no such layers."""
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers have a state that passes through all tokens of a sequence, so that a rank
+        needs whole sequences."""
+        return self.linear_key_heads > 0
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -150,11 +156,11 @@ class ParallelDims:
             raise InputError(
                 f"parallel.{name} is {max(self.ep, self.etp)}, but the model has no experts"
             )
-        if self.cp > 1 and sizes.linear_key_heads:
+        if self.cp > 1 and sizes.has_linear_attention:
             raise InputError(
-                f"parallel.context_parallel_size is {self.cp}, but the model has linear attention, whose "
-                "state passes through all tokens of a sequence, so a rank needs whole sequences; set it "
-                "to 1"
+                f"parallel.context_parallel_size is {self.cp}, but the model has linear attention, "
+                "whose state passes through all tokens of a sequence, so a rank needs whole sequences; "
+                "set it to 1"
             )
         wrong = [
             f"{count} {what} are not divisible by {size_name} parallel size {size} "

@@ -106,6 +106,19 @@ def choose_implementation(
     return "transformer_engine", "auto"
 
 
+def own_layers_only(
+    asked: Literal["auto", "local", "transformer_engine"], model_type: str
+) -> Literal["local"]:
+    """Return `local`, for a model that only mrl's own layers compute. Raises InputError if the layers
+    of TransformerEngine are asked for."""
+    if asked == "transformer_engine":
+        raise InputError(
+            "model.transformer_impl is transformer_engine, but only mrl's own layers compute the "
+            f"linear attention of a {model_type} over packed sequences; set it to auto or local"
+        )
+    return "local"
+
+
 def check_batch_invariant() -> None:
     """Raise InputError if TransformerEngine is too old for `rollout.true_on_policy` on a GPU."""
     engine = find_transformer_engine()

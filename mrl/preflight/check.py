@@ -38,7 +38,7 @@ from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
 from mrl.preflight.lora import read_lora
 from mrl.preflight.machine import check_machine, local_ranks
-from mrl.preflight.megatron import check_megatron
+from mrl.preflight.megatron import check_megatron, with_own_layers
 from mrl.preflight.moe import check_moe
 from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
@@ -114,6 +114,7 @@ def check(
     dims = trainer_dims(recipe, roles)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
+    recipe = with_own_layers(recipe, model)
     adapter, recipe = read_lora(recipe, model, roles)
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
@@ -167,6 +168,7 @@ def _read_model(recipe: Recipe, dims: ParallelDims, *, elsewhere: bool, deep: bo
     The layout, the MoE settings and the options for Megatron must fit the model.
     """
     model = HfModel.read(recipe.model.path, recipe.model.architecture)
+    recipe = with_own_layers(recipe, model)
     dims.check_model(model.sizes)
     check_weights(model, deep=deep)
     if not elsewhere:

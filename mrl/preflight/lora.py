@@ -80,6 +80,12 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
     starts_engine = recipe.debug.load_rollouts is None and recipe.rollout.engine == "sglang"
     if starts_engine and recipe.lora.rollout == "adapter":
         check_serves_adapters()
+        if model.sizes.has_linear_attention:
+            raise InputError(
+                f"lora.rollout=adapter: SGLang has no sizes for adapters of a "
+                f"{model.architecture.model_type}, whose projections have output gates; set "
+                "lora.rollout=merged"
+            )
         refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
         refuse_layout(recipe.rollout, adapter, num_nodes)
 

@@ -11,9 +11,19 @@ from mrl.config import Recipe
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
+from parallel.implementation import choose_dtype, choose_implementation, own_layers_only
 from parallel.options.read import MegatronOptions, read_options
 from parallel.options.rules import Surroundings, check_rules
+
+
+def with_own_layers(recipe: Recipe, model: HfModel) -> Recipe:
+    """Return the recipe with `model.transformer_impl: local` if only mrl's own layers compute the
+    model, and otherwise unchanged. Raises InputError if the recipe asks for other layers."""
+    if not model.sizes.has_linear_attention:
+        return recipe
+    local = own_layers_only(recipe.model.transformer_impl, model.architecture.model_type)
+    chosen = recipe.model.model_copy(update={"transformer_impl": local})
+    return recipe.model_copy(update={"model": chosen})
 
 
 def check_megatron(

@@ -108,6 +108,10 @@ def _refuse_other_attention(hf: HfConfig) -> None:
                 values % keys,
                 f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}",
             ),
+            (
+                not hf.get("attn_output_gate", True),
+                "attn_output_gate false is not supported, only attention with an output gate",
+            ),
             (gate not in GATES, f"output_gate_type {gate!r} is not supported, only 'silu'"),
         ),
     )

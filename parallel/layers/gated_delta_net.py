@@ -93,9 +93,7 @@ class GatedDeltaNet(torch.nn.Module):
 
     def _whole(self, shape: tuple[int, ...]) -> torch.nn.Parameter:
         """Return a parameter of ones that every rank holds completely."""
-        ones = torch.ones(
-            shape, dtype=self.config.params_dtype, device=torch.get_default_device()
-        )
+        ones = torch.ones(shape, dtype=self.config.params_dtype, device=torch.get_default_device())
         parameter = torch.nn.Parameter(ones)
         setattr(parameter, "sequence_parallel", self.config.sequence_parallel)  # noqa: B010
         return parameter

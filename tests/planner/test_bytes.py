@@ -83,6 +83,8 @@ CASES = [
     ("deepseek_v3", {}, Layout(2, TP2, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16, optimizer="muon")),
     ("olmoe", {}, Layout(2, TP2, BF16)),
+    ("qwen3_next", {}, Layout(2, TP2, BF16)),
+    ("qwen3_next", {}, Layout(2, TP2, BF16, lora="per_expert")),
     ("deepseek_v3", {"q_lora_rank": None}, Layout(4, TP2 | {"pipeline": 2, "expert": 2} | ENDS)),
 ]
 

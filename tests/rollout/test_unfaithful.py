@@ -27,8 +27,18 @@ def test_architectures_that_sglang_runs_in_part() -> None:
         refuse_unfaithful(deepseek, on_gpu=False, return_routes=True)
 
 
+def test_qwen3_next_needs_a_gpu_and_experts_in_every_layer() -> None:
+    config = {"model_type": "qwen3_next", "mlp_only_layers": [], "decoder_sparse_step": 1}
+    refuse_unfaithful(SimpleNamespace(**config), on_gpu=True, return_routes=True)
+    with pytest.raises(InputError, match=r"'qwen3_next': on a CPU .* roll it out on GPUs"):
+        refuse_unfaithful(SimpleNamespace(**config), on_gpu=False, return_routes=True)
+    dense = SimpleNamespace(**config | {"mlp_only_layers": [1]})
+    with pytest.raises(InputError, match="would run every layer as MoE"):
+        refuse_unfaithful(dense, on_gpu=True, return_routes=True)
+
+
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "olmoe", "glm4_moe", "qwen2_moe", "qwen3_moe", "llama"]
+    "model_type", ["mixtral", "olmoe", "glm4_moe", "qwen2_moe", "qwen3_moe", "qwen3_next", "llama"]
 )
 def test_what_sglang_ignores_in_a_config(model_type: str) -> None:
     sizes = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}

@@ -12,7 +12,7 @@ from mrl.system.releases import numbers
 ROUTES_SINCE = {"mixtral": "0.5.22", "olmoe": "0.5.22"}
 """For models that passed no layer numbers to the recorder of routes: the first SGLang release in which
 they do."""
-UNTIED = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+UNTIED = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
 """The model types whose output layer SGLang never ties to the embedding."""
 OLMOE_EPS = 1e-5
 """The epsilon of all norms of SGLang's OLMoE, whatever config.json says."""
@@ -31,6 +31,7 @@ def refuse_unfaithful(
     `config` has the keys of config.json, `num_ranks` is the number of ranks of an engine, and `release`
     is the release of SGLang, by default the installed one. SGLang has these faults:
 
+    - On CPUs Qwen3-Next needs kernels of sgl-kernel's build for AMX, which mrl's CPU engine replaces.
     - The Qwen MoE models make every layer sparse, whatever config.json says. The experts of a dense
       layer keep their random initialisation, and nothing is logged.
     - Attention on CPUs uses the cached latents of a DeepSeek prompt as if they were values.
@@ -65,6 +66,11 @@ def _findings(
         ": SGLang's latent attention is wrong on a CPU; roll it out on GPUs",
     )
     yield (
+        kind == "qwen3_next" and not on_gpu,
+        ": on a CPU SGLang computes its gated delta nets only with its own build of sgl-kernel for AMX "
+        "(chunk_gated_delta_rule_cpu), which mrl's CPU engine does not have; roll it out on GPUs",
+    )
+    yield (
         kind in UNTIED and getattr(config, "tie_word_embeddings", False),
         " with tie_word_embeddings: SGLang would not tie its output layer; save the model with "
         "tie_word_embeddings=false and the embedding as lm_head.weight",
@@ -79,7 +85,7 @@ def _findings(
     dense = list(getattr(config, "mlp_only_layers", None) or [])
     sparse_step = getattr(config, "decoder_sparse_step", None) or 1
     yield (
-        kind in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1),
+        kind in ("qwen2_moe", "qwen3_moe", "qwen3_next") and (dense or sparse_step != 1),
         f" with mlp_only_layers={dense} and decoder_sparse_step={sparse_step}: SGLang would run every "
         "layer as MoE; expected [] and 1",
     )
