@@ -1,4 +1,4 @@
-"""What `mrl check` refuses of a model with linear attention, each in one line, and what it turns off."""
+"""What `mrl check` refuses of a model with linear attention, and what it turns off."""
 
 from __future__ import annotations
 
