@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.engines.sglang.unfaithful import refuse_unfaithful
+from mrl.engines.sglang.unfaithful import refuse_unfaithful, refuse_unread_keys
 from mrl.errors import InputError
 
 
@@ -35,6 +35,34 @@ def test_qwen3_next_needs_a_gpu_and_experts_in_every_layer() -> None:
     dense = SimpleNamespace(**config | {"mlp_only_layers": [1]})
     with pytest.raises(InputError, match="would run every layer as MoE"):
         refuse_unfaithful(dense, on_gpu=True, return_routes=True)
+
+
+NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "rope_theta": 5e6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"rope_theta": ...}, "rope_theta 5000000.0 in its RoPE settings: SGLang would take 10000"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.25 in .* would take 0.5"),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": ...}, "RoPE type 'yarn': SGLang"),
+        ({"full_attention_interval": ...}, "no full_attention_interval, from which SGLang derives"),
+        ({"full_attention_interval": 2}, "interval 2, .* other kinds of layers than layer_types"),
+    ],
+)
+def test_what_sglang_does_not_read_of_qwen3_next(changes: dict[str, Any], match: str) -> None:
+    refuse_unread_keys(SimpleNamespace(**NEXT))
+    refuse_unread_keys(SimpleNamespace(model_type="qwen3"))
+    config = {key: value for key, value in (NEXT | changes).items() if value is not ...}
+    with pytest.raises(InputError, match=f"model 'qwen3_next' with .*{match}"):
+        refuse_unread_keys(SimpleNamespace(**config))
 
 
 @pytest.mark.parametrize(

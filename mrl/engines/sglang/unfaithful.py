@@ -91,6 +91,46 @@ def _findings(
     )
 
 
+def refuse_unread_keys(config: Any) -> None:
+    """Raise InputError if SGLang would not find a key where a Qwen3-Next's config.json has it.
+
+    `config` has the keys of config.json as they are in the file. SGLang has a class of its own for them
+    (`configs/qwen3_next.py`): it reads `rope_theta` and `partial_rotary_factor` at the top level, where
+    transformers 4 wrote them, with defaults, drops the scaling of RoPE, and reads
+    `full_attention_interval` in place of `layer_types`.
+    """
+    if config.model_type != "qwen3_next":
+        return
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    interval = getattr(config, "full_attention_interval", None)
+    layers = range(1, config.num_hidden_layers + 1)
+    kinds = ["linear_attention" if interval and n % interval else "full_attention" for n in layers]
+    for wrong, text in (
+        *(
+            (
+                key in rope and getattr(config, key, default) != rope[key],
+                f"{key} {rope.get(key)} in its RoPE settings: SGLang would take "
+                f"{getattr(config, key, default)}; write it at the top level of config.json, too",
+            )
+            for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 0.25))
+        ),
+        (kind != "default", f"RoPE type {kind!r}: SGLang would leave it out; expected 'default'"),
+        (
+            interval is None,
+            "no full_attention_interval, from which SGLang derives the kinds of layers; write it into "
+            "config.json, 4 in Qwen3-Next",
+        ),
+        (
+            (getattr(config, "layer_types", None) or kinds) != kinds,
+            f"full_attention_interval {interval}, from which SGLang derives other kinds of layers than "
+            "layer_types has; expected the same",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"model 'qwen3_next' with {text}")
+
+
 def _findings_of_olmoe(config: Any, num_ranks: int) -> Iterator[tuple[Any, str]]:
     """Yield pairs as `_findings` does, for OLMoE (`models/olmoe.py` of SGLang).
 
