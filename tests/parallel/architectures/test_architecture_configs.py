@@ -53,7 +53,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
     ("olmoe", {"head_dim": 16}, "4 heads of 16 are 64 columns, but"),
     ("qwen3_next", {"num_experts_per_tok": 1}, "no gradient"),
-    ("qwen3_next", OLD_ROPE, "there is no partial_rotary_factor; write it, 0.25"),
+    (
+        "qwen3_next",
+        {**OLD_ROPE, "partial_rotary_factor": None},
+        "there is no partial_rotary_factor; write it, 0.25",
+    ),
     ("qwen3_next", {"head_dim": 12}, "of head_dim 12 rotates 3 dimensions"),
     ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types has 3 entries"),
     ("qwen3_next", {"linear_num_value_heads": 3}, "3 is not a multiple of linear_num_key_heads 2"),
