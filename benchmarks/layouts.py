@@ -87,6 +87,7 @@ ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
     "olmoe": SPARSE, "glm4_moe": SPARSE, "gpt_oss": SPARSE,
+    "qwen3_next": [layout for layout in SPARSE + MUON_SPARSE if "context" not in layout.sizes],
 }  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}}
 """What differs from the tiny models of tests/parallel/models.py."""
@@ -148,6 +149,7 @@ LORA_ARCHITECTURES = {
     **dict.fromkeys(
         ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"), LORA_SPARSE
     ),
+    "qwen3_next": lora("per_expert", [Layout(4, ETP2 | EP2)]),
 }
 REFUSED = [
     (3, TP2), (4, {"tensor": 4}), (3, {"expert": 3}), (4, EP2 | {"pipeline": 4, "context": 3}),

@@ -29,6 +29,14 @@ class ModelSizes:
     """FFN columns of one expert."""
     shared_expert_ffn_size: int = 0
     """FFN columns of all shared experts together; 0 if there are none."""
+    linear_key_heads: int = 0
+    """Key heads of layers with linear attention; 0 if there are no such layers."""
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers have a state that passes through all tokens of a sequence, so that a rank
+        needs whole sequences."""
+        return self.linear_key_heads > 0
 
 
 @dataclass(frozen=True)
@@ -140,12 +148,19 @@ class ParallelDims:
             ("experts", sizes.num_experts, "expert", self.ep),
             ("expert FFN columns", sizes.moe_ffn_size, "expert tensor", self.etp),
             ("shared expert FFN columns", sizes.shared_expert_ffn_size, "tensor", self.tp),
+            ("key heads of linear attention", sizes.linear_key_heads, "tensor", self.tp),
             *self._layer_rules(sizes.num_layers),
         ]
         if self.ep * self.etp > 1 and not sizes.num_experts:
             name = "expert_model_parallel_size" if self.ep > 1 else "expert_tensor_parallel_size"
             raise InputError(
                 f"parallel.{name} is {max(self.ep, self.etp)}, but the model has no experts"
+            )
+        if self.cp > 1 and sizes.has_linear_attention:
+            raise InputError(
+                f"parallel.context_parallel_size is {self.cp}, but the model has linear attention, "
+                "whose state passes through all tokens of a sequence, so a rank needs whole sequences; "
+                "set it to 1"
             )
         wrong = [
             f"{count} {what} are not divisible by {size_name} parallel size {size} "

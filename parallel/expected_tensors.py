@@ -34,7 +34,13 @@ class _Sizes:
         self.vocab: int = model.sizes.vocab_size
 
     def qkv(self) -> tuple[int, int, int]:
-        return self.heads * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim
+        queries = (2 if self.get("attention_output_gate") else 1) * self.heads
+        return queries * self.head_dim, self.groups * self.head_dim, self.groups * self.head_dim
+
+    def linear(self) -> tuple[int, int]:
+        """Return the widths of all keys and of all values of linear attention."""
+        keys = self.get("linear_num_key_heads") * self.get("linear_key_head_dim")
+        return keys, self.get("linear_num_value_heads") * self.get("linear_value_head_dim")
 
     def latent_query(self) -> int:
         """Return the width of all query heads under multi-head latent attention."""
@@ -85,6 +91,18 @@ SHAPES: dict[str, Shapes] = {
 }
 """Maps the name of a Megatron parameter, as in the architecture's rules, to the shapes of its HF
 tensors."""
+LINEAR_ATTENTION: dict[str, Shapes] = {
+    _ATTENTION + "linear_qkvz.weight": lambda s: ((2 * sum(s.linear()), s.hidden),),
+    _ATTENTION + "linear_ba.weight": lambda s: ((2 * s.get("linear_num_value_heads"), s.hidden),),
+    _ATTENTION + "linear_out.weight": lambda s: ((s.hidden, s.linear()[1]),),
+    _ATTENTION + "conv_weight": lambda s: (
+        (2 * s.linear()[0] + s.linear()[1], 1, s.get("linear_conv_kernel_dim")),
+    ),
+    _ATTENTION + "dt_bias": lambda s: ((s.get("linear_num_value_heads"),),),
+    _ATTENTION + "A_log": lambda s: ((s.get("linear_num_value_heads"),),),
+    _ATTENTION + "norm_weight": lambda s: ((s.get("linear_value_head_dim"),),),
+}
+"""Maps the parameters of gated delta nets to their shapes."""
 PER_HEAD: dict[str, Shapes] = {
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
     _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
@@ -131,7 +149,7 @@ def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Sha
     Parameters that are not in SHAPES or a similar table of this module are left out.
     """
     sizes = _Sizes(model)
-    table = dict(SHAPES)
+    table = SHAPES | LINEAR_ATTENTION
     if not sizes.get("multi_latent_attention"):
         whole = model.architecture.norms_whole_projections
         table |= WHOLE_PROJECTIONS if whole else PER_HEAD
@@ -185,6 +203,8 @@ def _layers(rule: Rule, model: HfModel) -> list[int]:
         return [0]
     moe = {number - 1 for number in model.moe_layer_numbers}
     layers = range(model.sizes.num_layers)
+    if rule.layers is not None:
+        return list(rule.layers)
     if not rule.megatron.startswith(_MLP):
         return list(layers)
     is_dense = rule.megatron.removeprefix(_MLP).startswith("linear_")

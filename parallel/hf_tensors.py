@@ -231,10 +231,12 @@ def check_names(model: HfModel, names: set[str]) -> None:
     """Raise InputError for a weight in the folder that loading would silently ignore."""
     config, sizes = model.config, model.sizes
     known = {"lm_head.weight"} if model.tied_embeddings else set()
-    for name in (name for rule in model.architecture.rules(config) for name in rule.hf):
-        layers = range(sizes.num_layers if "{layer}" in name else 1)
-        experts = range(sizes.num_experts if "{expert}" in name else 1)
-        known |= {name.format(layer=n, expert=e) for n in layers for e in experts}
+    for rule in model.architecture.rules(config):
+        for name in rule.hf:
+            layers = range(sizes.num_layers if "{layer}" in name else 1)
+            experts = range(sizes.num_experts if "{expert}" in name else 1)
+            numbers = layers if rule.layers is None else rule.layers
+            known |= {name.format(layer=n, expert=e) for n in numbers for e in experts}
     left_out = tuple(model.architecture.unread(config))
     unknown = sorted(
         name

@@ -55,9 +55,9 @@ class Matrix:
     """The dimension along which the shards are split. The rows of a gated MLP's shards are gathered
     as [gate; up] of one rank after the other, because a permutation of rows permutes the rows of the
     result and changes nothing else."""
-    heads: tuple[int, int, int] | None = None
-    """If set, queries, keys and values are three matrices: the numbers of their rows in each query
-    group."""
+    heads: tuple[int, ...] | None = None
+    """If set, queries, keys and values are three matrices (four with output gates): the numbers of
+    their rows in each query group."""
 
 
 def newton_schulz(update: Tensor, steps: int, kind: str = "simple") -> Tensor:

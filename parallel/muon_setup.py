@@ -56,10 +56,11 @@ def matrices_of(weights: WeightMap, *, split_qkv: bool) -> dict[int, Matrix]:
     sizes, mesh = weights.model.sizes, weights.mesh
     for entry in filter(is_matrix, weights.entries):
         heads = None
-        if entry.rule.split == "qkv" and split_qkv:
+        if entry.rule.split in ("qkv", "gated_qkv") and split_qkv:
             each = entry.parameter.size(0) * weights.tp_place(entry)[1] // weights.num_groups
-            rows = each // (sizes.num_attention_heads // sizes.num_query_groups + 2)
-            heads = (each - 2 * rows, rows, rows)
+            parts = 2 if entry.rule.split == "gated_qkv" else 1  # queries, and their gates
+            rows = each // (parts * sizes.num_attention_heads // sizes.num_query_groups + 2)
+            heads = (*[(each - 2 * rows) // parts] * parts, rows, rows)
         group = None
         if weights.tp_place(entry)[1] > 1:
             group = mesh.tp if entry.expert < 0 else mesh.etp

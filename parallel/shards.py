@@ -24,16 +24,30 @@ from parallel.architectures.base import Split
 
 def join(parts: list[Tensor], kind: Split, num_groups: int) -> Tensor:
     """Join the HF tensors of one parameter to the whole Megatron tensor."""
-    if kind == "qkv":
+    if kind in ("qkv", "gated_qkv"):
         grouped = [p.unflatten(0, (num_groups, -1)) for p in parts]
+        if kind == "gated_qkv":
+            grouped[0] = gates_last(grouped[0], grouped[1].shape[1], 1)
         return torch.cat(grouped, dim=1).flatten(0, 1)
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def gates_last(queries: Tensor, size: int, dim: int) -> Tensor:
+    """Reorder dimension `dim` of a group's queries: from the query and the gate of each head, with
+    `size` elements each, to the queries of all heads and then their gates."""
+    heads = queries.unflatten(dim, (-1, 2, size))
+    return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
 def split(full: Tensor, kind: Split, num_groups: int, heads_per_group: int) -> list[Tensor]:
     """Split the whole Megatron tensor into its HF tensors: the inverse of `join`."""
     if kind == "gated":
         return list(full.chunk(2))
+    if kind == "gated_qkv":
+        heads = full.unflatten(0, (num_groups, 2 * heads_per_group + 2, -1))
+        queries, gates, key, value = heads.split([heads_per_group] * 2 + [1, 1], dim=1)
+        both = torch.stack([queries, gates], dim=2)
+        return [both.flatten(0, 3), key.flatten(0, 2), value.flatten(0, 2)]
     if kind != "qkv":
         return [full]
     grouped = full.unflatten(0, (num_groups, heads_per_group + 2, -1))

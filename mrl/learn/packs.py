@@ -21,6 +21,9 @@ from parallel.mesh import Mesh
 from parallel.prefix_packing import families_of, pack_families, with_common_rows
 from parallel.reduce import reduce_statistics
 
+LINEAR = "the state of linear attention passes through all tokens of a sequence"
+"""Why nothing is shared in a model that has layers with linear attention."""
+
 
 def shares_prefixes(
     config: TrainConfig, models: Sequence[MegatronModel], warn: Callable[[str], None]
@@ -31,6 +34,9 @@ def shares_prefixes(
     them.
     """
     if config.share_prefixes == "off":
+        return False
+    if any(model.base.setup.model.sizes.has_linear_attention for model in models):
+        warn(f"train.share_prefixes is auto, but {LINEAR}: nothing is shared; set it to off")
         return False
     if any(model.base.implementation == "transformer_engine" for model in models):
         warn(

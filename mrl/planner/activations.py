@@ -29,13 +29,16 @@ def layer_parts(shape: ModelShape, number: int) -> dict[str, tuple[int, int]]:
     activations under keys that begin with `kept`. The values are (number of elements in the dtype
     of the weights, number of elements of 4 bytes).
     """
-    width = shape.query_width + shape.kv_width
+    width = shape.query_width * (1 + shape.output_gate) + shape.kv_width
     rotated = (1 + shape.qk_norm) * (shape.query_width + shape.kv_width // 2)
     parts = {
         "kept": (2 * shape.hidden + shape.value_width, shape.heads),
         "layernorm": (2 * shape.hidden, 0),
         "mla_up_proj" if shape.mla else "kept queries, keys, values": (width + rotated, 0),
     }
+    if shape.linear and number in shape.linear.layers:
+        parts["kept"] = (2 * shape.hidden, 0)
+        parts["kept queries, keys, values"] = shape.linear.activations
     if number not in shape.moe_layers:
         return parts | {"mlp": (3 * shape.dense_ffn, 0)}
     return parts | {

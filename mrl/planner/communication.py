@@ -77,9 +77,9 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
     embedding scatters its output in the forward pass and gathers the gradient in the backward pass. The
     output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers its
-    compressed vectors instead of [N, H]. A norm over all queries or all keys all-reduces one fp32
-    number per token, and its gradient. Gradients of parameters that every rank holds are all-reduced in
-    fp32.
+    compressed vectors instead of [N, H]. Linear attention also gathers two numbers for each value head.
+    A norm over all queries or all keys all-reduces one fp32 number per token, and its gradient.
+    Gradients of parameters that every rank holds are all-reduced in fp32.
 
     With an adapter, inputs are not gathered again, because frozen weights get no gradient. For the same
     reason the frozen embedding communicates nothing in the backward pass. Layers whose weight rows are
@@ -90,12 +90,14 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
     rotary = mla.rope_dim if mla else 0
     attention = len(stage.layers)
     mlps = sum(1 for n in stage.layers if n not in shape.moe_layers or shape.shared_ffn)
-    forward = attention * (inputs + rotary + hidden) + mlps * 2 * hidden
-    backward = attention * (2 * inputs + rotary + hidden) + mlps * 3 * hidden
+    linear = shape.linear
+    heads = linear.value_heads * sum(n in linear.layers for n in stage.layers) if linear else 0
+    forward = attention * (inputs + rotary + hidden) + mlps * 2 * hidden + 2 * heads
+    backward = attention * (2 * inputs + rotary + hidden) + mlps * 3 * hidden + 2 * heads
     ends = ends_back = (stage.has_embedding + stage.has_output) * hidden
     if shape.adapter:
         low = sum(shape.adapter.layers[n].gathered for n in stage.layers)
-        backward = low + attention * (inputs + rotary + hidden) + mlps * 2 * hidden
+        backward = low + attention * (inputs + rotary + hidden) + mlps * 2 * hidden + 2 * heads
         forward, ends_back = forward + low, stage.has_output * hidden
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
     unit = ring(dims.tp, tokens * work.weight_bytes)

@@ -268,5 +268,8 @@ def num_hf_tensors(shape: ModelShape) -> int:
         attention = 5 + 2 * (shape.mla.q_rank > 0)  # down, norm and up, twice, and the output
     each_moe = 1 + 3 * shape.num_experts + 3 * (shape.shared_ffn > 0) + shape.shared_gate
     each_moe += shape.expert_bias + shape.linear_bias * (1 + 3 * shape.num_experts)
-    layers = shape.num_layers * (2 + attention) + moe * each_moe + 3 * (shape.num_layers - moe)
+    linear = len(shape.linear.layers) * (7 - attention) if shape.linear else 0
+    layers = (
+        linear + shape.num_layers * (2 + attention) + moe * each_moe + 3 * (shape.num_layers - moe)
+    )
     return layers + 2 + (not shape.tied)

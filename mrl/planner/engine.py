@@ -38,7 +38,7 @@ def engine_weight_bytes(shape: ModelShape, work: Workload) -> int:
     """
     ranks, total, quantized = work.attention_ranks, 0, 0
     extra = max(0, ranks - shape.kv_heads) if shape.mla is None else 0
-    copies = 2 * shape.head_dim * shape.hidden * shape.num_layers * extra
+    copies = 2 * shape.head_dim * shape.hidden * len(shape.full_layers) * extra
     for part in shape.parts():
         ways = work.engine_tp
         if part.sharing == "whole":
@@ -65,10 +65,11 @@ def _weights_in_words(num_bytes: int, work: Workload) -> str:
 def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of KV cache per token on one engine rank.
 
-    With latent attention, every rank caches all compressed keys and values.
+    With latent attention, every rank caches all compressed keys and values. Layers with linear
+    attention cache none; their states, one for each request, are not counted.
     """
     ways = 1 if shape.mla else min(work.attention_ranks, shape.kv_heads)
-    return work.weight_bytes * shape.num_layers * shape.kv_cache_width // ways
+    return work.weight_bytes * len(shape.full_layers) * shape.kv_cache_width // ways
 
 
 def kv_capacity_tokens(shape: ModelShape, work: Workload, device_bytes: int) -> int:

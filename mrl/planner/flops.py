@@ -8,17 +8,24 @@ from mrl.planner.shape import ModelShape, Part
 from mrl.planner.stages import Stage
 
 
-def forward_flops(shape: ModelShape, parts: Iterable[Part], layers: int, context: float) -> float:
+def forward_flops(
+    shape: ModelShape, parts: Iterable[Part], layers: Iterable[int], context: float
+) -> float:
     """Return the FLOPs of one token's forward pass through `parts` and through attention.
 
-    `parts` are the model's parts with parameters. `layers` is the number of layers whose attention
-    is counted: the products of queries with keys, and the weighted sums of values.
+    `parts` are the model's parts with parameters. `layers` are the indices of the layers whose
+    attention is counted: the products of queries with keys, and the weighted sums of values; in layers
+    with linear attention the delta rule, whatever the context.
 
     A token needs 2 FLOPs per active parameter (arXiv 2001.08361, table 1) and, in each layer, 2 x
     (query width + value width) for each of the `context` tokens that it attends to.
     """
     matrices = sum(p.num_active for p in parts if p.name not in ("embedding", "norms"))
-    return 2 * matrices + 2 * layers * context * (shape.query_width + shape.value_width)
+    counted, linear = list(layers), shape.linear
+    num_linear = sum(n in linear.layers for n in counted) if linear else 0
+    rule = num_linear * linear.rule_flops if linear else 0
+    width = shape.query_width + shape.value_width
+    return 2 * matrices + 2 * (len(counted) - num_linear) * context * width + rule
 
 
 def model_flops(shape: ModelShape, context: float) -> float:
@@ -28,14 +35,14 @@ def model_flops(shape: ModelShape, context: float) -> float:
     """
     tied = 2 * shape.vocab * shape.hidden * shape.tied
     parts = [*shape.parts(), *(shape.adapter.parts if shape.adapter else ())]
-    return forward_flops(shape, parts, shape.num_layers, context) + tied
+    return forward_flops(shape, parts, range(shape.num_layers), context) + tied
 
 
 def stage_flops(shape: ModelShape, stage: Stage, context: float) -> float:
     """Return the FLOPs of one token in one forward pass of one pipeline stage."""
     tied = 2 * shape.vocab * shape.hidden * (shape.tied and stage.has_output)
     parts = (*stage.parts, *stage.adapter)
-    return forward_flops(shape, parts, len(stage.layers), context) + tied
+    return forward_flops(shape, parts, stage.layers, context) + tied
 
 
 def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> float:
@@ -47,7 +54,7 @@ def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> 
     if shape.adapter is None:
         return 0.0
     tied = 2 * shape.vocab * shape.hidden * (shape.tied and has_output)
-    return forward_flops(shape, parts, 0, 0.0) + tied
+    return forward_flops(shape, parts, (), 0.0) + tied
 
 
 def training_flops(shape: ModelShape, context: float) -> float:

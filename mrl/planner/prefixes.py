@@ -71,7 +71,7 @@ def prefix_gain(shape: ModelShape, work: Workload) -> PrefixGain:
     scores = parts * length**2 / 2 + others * own * before
     whole = work.samples * length, work.samples * length**2 / 2
     per_row = model_flops(shape, 0)
-    per_score = forward_flops(shape, (), shape.num_layers, 1)
+    per_score = forward_flops(shape, (), shape.full_layers, 1)
     flops = [a * per_row + b * per_score for a, b in (whole, (rows, scores))]
     return PrefixGain(whole[0] / rows, whole[1] / scores, flops[0] / flops[1])
 

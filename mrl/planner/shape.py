@@ -10,6 +10,7 @@ from typing import Literal
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
+from mrl.planner.attention import LatentAttention, LinearAttention, read_linear
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
@@ -51,21 +52,6 @@ class Part:
     def num(self) -> int:
         """Number of elements before any sharding."""
         return sum(count * numel for count, numel in self.tensors)
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """The sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    q_rank: int
-    """Rank of the compressed queries; 0 if queries are projected directly from the hidden state."""
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    rotary_positions: int = 0
-    """Number of positions in the tables of cosines and sines that YaRN keeps in every layer; 0 without
-    YaRN."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +124,10 @@ class ModelShape:
     """Whether a bias balances the router's choices. It is a buffer, not a parameter."""
     mla: LatentAttention | None = None
     """The sizes of latent attention; None if the model has grouped-query attention."""
+    output_gate: bool = False
+    """Whether the queries' projection also gives a gate for each element of attention's output."""
+    linear: LinearAttention | None = None
+    """The layers with linear attention; None if there are none."""
     adapter: AdapterShape | None = None
     """If set, only the adapter is trained, and the model's own parameters are frozen."""
 
@@ -174,15 +164,23 @@ class ModelShape:
         return self.mla.kv_rank + self.mla.rope_dim if self.mla else self.kv_width
 
     @property
-    def attention_sizes(self) -> tuple[int, ...]:
-        """Numbers of elements of the attention's larger matrices.
+    def full_layers(self) -> tuple[int, ...]:
+        """0-based indices of the layers whose attention is not linear."""
+        linear = self.linear.layers if self.linear else ()
+        return tuple(n for n in range(self.num_layers) if n not in linear)
 
-        They are (query-key-value, output) for grouped-query attention, and (query up, key-value up,
-        output) for latent attention.
-        """
+    @property
+    def attention_sizes(self) -> tuple[int, ...]:
+        """Numbers of elements of the larger matrices of all kinds of attention."""
+        return (*self._full_sizes, *(self.linear.matrices if self.linear else ()))
+
+    @property
+    def _full_sizes(self) -> tuple[int, ...]:
+        """Those of grouped-query attention (query-key-value, output) or latent attention."""
         out = self.hidden * self.value_width
         if self.mla is None:
-            return self.hidden * (self.query_width + self.kv_width), out
+            queries = self.query_width * (1 + self.output_gate)
+            return self.hidden * (queries + self.kv_width), out
         expanded = self.heads * (self.mla.nope_dim + self.mla.value_dim)
         queries = (self.mla.q_rank or self.hidden) * self.query_width
         return queries, self.mla.kv_rank * expanded, out
@@ -202,7 +200,7 @@ class ModelShape:
 
     def layer(self, number: int) -> list[Part]:
         """List the parameters of the layer with the 0-based index `number`."""
-        parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention()]
+        parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
         if number not in self.moe_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
@@ -226,8 +224,16 @@ class ModelShape:
         sizes = 2 * self.hidden * columns, self.hidden * columns
         return _all(name, "tensor", *sizes, is_muons=True)
 
-    def _attention(self) -> list[Part]:
-        matrices, m = self.attention_sizes, self.mla
+    def _attention(self, number: int) -> list[Part]:
+        matrices, m = self._full_sizes, self.mla
+        if (one := self.linear) is not None and number in one.layers:
+            conv, *rest = one.small
+            return [
+                _all("attention", "tensor", *one.matrices, is_muons=True),
+                _all("attention", "whole", one.write_and_decay, is_muons=True),
+                _all("attention", "whole", conv),
+                _all("norms", "whole", *rest),
+            ]
         if m is None:
             norms = [self.head_dim] * (2 * self.qk_norm)
             if self.norms_whole_projections:
@@ -240,16 +246,11 @@ class ModelShape:
                 _all("norms", "whole", *norms),
             ]
         down = [self.hidden * m.q_rank] * (m.q_rank > 0)
+        down.append(self.hidden * (m.kv_rank + m.rope_dim))
         # Megatron replicates the down projections on all tensor-parallel ranks.
         return [
             _all("attention", "tensor", *matrices, is_muons=True),
-            _all(
-                "attention",
-                "whole",
-                *down,
-                self.hidden * (m.kv_rank + m.rope_dim),
-                is_muons=True,
-            ),
+            _all("attention", "whole", *down, is_muons=True),
             _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
         ]
 
@@ -355,4 +356,6 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         shared_gate=settings.get("moe_shared_expert_gate", False),
         expert_bias=settings.get("moe_router_enable_expert_bias", False),
         mla=latent,
+        output_gate=settings.get("attention_output_gate", False),
+        linear=read_linear(settings),
     )

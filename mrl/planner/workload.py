@@ -218,7 +218,10 @@ def recipe_workload(
         decomposes=recipe.diagnosis.decompose_every > 0,
     )
     work = dataclasses.replace(
-        work, share_prefixes=work.native and recipe.train.share_prefixes == "auto"
+        work,
+        share_prefixes=work.native
+        and recipe.train.share_prefixes == "auto"
+        and shape.linear is None,
     )
     bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
     return dataclasses.replace(work, bucket_bytes=bucket_bytes)

@@ -35,9 +35,9 @@ from mrl.preflight.data import (
 from mrl.preflight.data_position import steps_done
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.long_tails import check_importance, check_partial_rollouts, check_started
-from mrl.preflight.lora import read_lora, with_native_layers
+from mrl.preflight.lora import read_lora
 from mrl.preflight.machine import check_machine, local_ranks
-from mrl.preflight.megatron import check_megatron
+from mrl.preflight.megatron import check_megatron, with_native_layers
 from mrl.preflight.moe import check_moe
 from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy

@@ -116,6 +116,8 @@ def check_engine_sizes(rollout: RolloutConfig, sizes: ModelSizes) -> None:
             f"{by_attention}: {kv_heads} key/value heads can neither be split nor replicated over "
             f"{attention} ranks; one of the two numbers must divide the other"
         )
+    key_heads = sizes.linear_key_heads
+    _divide(by_attention, f"{key_heads} key heads of linear attention", key_heads, attention)
     _divide(EXPERTS, f"{sizes.num_experts} experts", sizes.num_experts, experts)
     _divide(by_experts, f"{sizes.moe_ffn_size} columns of an expert", sizes.moe_ffn_size, columns)
     for what, size in (

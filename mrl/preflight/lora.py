@@ -8,11 +8,11 @@ from mrl.config import Recipe
 from mrl.config.adapter import Adapter
 from mrl.engines.sglang.adapter.limits import refuse_layout, refuse_modules
 from mrl.errors import InputError
+from mrl.preflight.megatron import with_layers, with_native_layers
 from mrl.preflight.releases import check_serves_adapters
 from mrl.preflight.roles import Roles
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel
-from parallel.implementation import impl_for
 from parallel.lora.peft_folder import PeftFolder
 from parallel.lora.rules import check_rank, module_name, read_adapter
 
@@ -87,6 +87,12 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
                 f"up rows of a {model.architecture.model_type} model's experts in turns, which its "
                 "adapters of experts do not; set lora.experts=none or lora.rollout=merged"
             )
+        if model.sizes.has_linear_attention:
+            raise InputError(
+                f"lora.rollout=adapter: SGLang has no sizes for adapters of a "
+                f"{model.architecture.model_type}, whose projections have output gates; set "
+                "lora.rollout=merged"
+            )
         refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
         refuse_layout(recipe.rollout, adapter, num_nodes)
 
@@ -102,15 +108,4 @@ def read_lora(recipe: Recipe, model: HfModel, roles: Roles) -> tuple[Adapter | N
     adapter = check_lora(recipe, model, num_nodes)
     if adapter is None:
         return None, with_native_layers(recipe, model)
-    return adapter, _with_layers(recipe, "local")
-
-
-def with_native_layers(recipe: Recipe, model: HfModel) -> Recipe:
-    """Return the recipe with `model.transformer_impl: local` if the model needs mrl's own layers, and
-    otherwise as it is. Raises InputError if the recipe asks for TransformerEngine's."""
-    return _with_layers(recipe, impl_for(recipe.model.transformer_impl, model.architecture))
-
-
-def _with_layers(recipe: Recipe, asked: str) -> Recipe:
-    chosen = recipe.model.model_copy(update={"transformer_impl": asked})
-    return recipe.model_copy(update={"model": chosen})
+    return adapter, with_layers(recipe, "local")

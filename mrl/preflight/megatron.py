@@ -11,9 +11,21 @@ from mrl.config import Recipe
 from mrl.errors import InputError
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
-from parallel.implementation import choose_dtype, choose_implementation
+from parallel.implementation import choose_dtype, choose_implementation, impl_for
 from parallel.options.read import MegatronOptions, read_options
 from parallel.options.rules import Surroundings, check_rules
+
+
+def with_native_layers(recipe: Recipe, model: HfModel) -> Recipe:
+    """Return the recipe with `model.transformer_impl: local` if the model needs mrl's own layers, and
+    otherwise as it is. Raises InputError if the recipe asks for TransformerEngine's."""
+    return with_layers(recipe, impl_for(recipe.model.transformer_impl, model.architecture))
+
+
+def with_layers(recipe: Recipe, asked: str) -> Recipe:
+    """Return the recipe with `model.transformer_impl: asked`."""
+    chosen = recipe.model.model_copy(update={"transformer_impl": asked})
+    return recipe.model_copy(update={"model": chosen})
 
 
 def check_megatron(

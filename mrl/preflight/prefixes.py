@@ -26,6 +26,8 @@ def describe_prefixes(
     prompts: the prompts of the run; only their mean length is used. shape: the shape of the model.
     elsewhere: whether the run is for GPUs that this machine does not have.
     """
+    if shape.linear is not None:
+        return "nowhere: the state of linear attention passes through all tokens of a sequence"
     asked = "local" if recipe.lora is not None else recipe.model.transformer_impl
     if not elsewhere and choose_implementation(asked)[0] == "transformer_engine":
         return "nowhere: TransformerEngine's attention takes whole sequences"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from parallel.dims import ModelSizes
 
-Split = Literal["none", "rows", "columns", "gated", "qkv"]
+Split = Literal["none", "rows", "columns", "gated", "qkv", "gated_qkv"]
 """How a Megatron parameter is split over tensor-parallel ranks, or an expert's parameter over
 expert-tensor-parallel ranks.
 
@@ -22,6 +22,8 @@ expert-tensor-parallel ranks.
 - columns: dim 1 is split in rank order.
 - gated: gate and up are stacked in dim 0, and each is split by rows (SwiGLU's linear_fc1).
 - qkv: dim 0 has the query groups, each with its query heads, key and value; it is split by group.
+- gated_qkv: as qkv, with the output gates of a group's heads between its query heads and its key. In
+  the HF tensor of the queries, each head's rows are followed by the rows of its gate.
 """
 
 
@@ -35,6 +37,9 @@ class Rule:
     is_buffer: bool = False
     """Whether Megatron keeps the parameter as a buffer: without gradient and optimizer state, and
     always in fp32."""
+    layers: tuple[int, ...] | None = None
+    """The 0-based indices of the layers that have the parameter, in a model whose layers have
+    different attention; None if the kind of the layer's MLP alone decides."""
 
     @property
     def shard_dim(self) -> int:

@@ -106,12 +106,13 @@ def refuse_unsupported(
     *,
     attention_bias: bool = False,
     partial_rotary: bool = False,
+    layer_types: tuple[str, ...] = ("full_attention",),
 ) -> None:
     """Raise InputError for settings that no architecture in mrl supports, and for a RoPE type that
     is not in `rope_types`.
 
     `attention_bias` and `partial_rotary`: whether the architecture supports the key `attention_bias`,
-    and RoPE on a part of each head.
+    and RoPE on a part of each head. `layer_types`: the kinds of layers that it supports.
     """
     kind, act = rope_settings(hf)["rope_type"], hf.get("hidden_act", "silu")
     dropout = hf.get("attention_dropout")
@@ -124,7 +125,7 @@ def refuse_unsupported(
             ),
             (
                 hf.get("use_sliding_window")
-                or any(kind != "full_attention" for kind in hf.get("layer_types") or ()),
+                or any(kind not in layer_types for kind in hf.get("layer_types") or ()),
                 "sliding-window attention (use_sliding_window, layer_types) is not supported, only "
                 "full attention",
             ),

@@ -22,7 +22,7 @@ ALIKE = {
     "num_moe_experts": "num_experts",
 }
 """Maps keys of `transformer_config` to the fields of `sizes` that must have the same value."""
-PARTS = {"gated": 2, "qkv": 3}
+PARTS = {"gated": 2, "qkv": 3, "gated_qkv": 3}
 """Maps the kind of a parameter's split to the number of HF tensors that form the parameter. A parameter
 of any other kind consists of one HF tensor."""
 

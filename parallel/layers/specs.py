@@ -12,15 +12,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from parallel.implementation import Implementation
 from parallel.layers import invariant
 from parallel.layers.attention import PackedAttention, RotaryAttention
 from parallel.layers.dispatch import NativeMoELayer, OrderedMoELayer
 from parallel.layers.experts import GroupedExperts
+from parallel.layers.gated_delta_net import gated_delta_net_spec
 from parallel.layers.latent_attention import LatentAttention
 from parallel.layers.projection_norm import normalise_projections
 from parallel.layers.sinks import SinkAttention
@@ -29,7 +34,8 @@ from parallel.layers.sinks import SinkAttention
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """An RMSNorm whose weight gradient Megatron sums over the sequence-parallel ranks.
 
-    Megatron's own torch norm refuses sequence parallelism.
+    Megatron's own torch norm refuses sequence parallelism, and weights around zero
+    (`layernorm_zero_centered_gamma`), to which the norm adds 1 in fp32.
     """
 
     def __init__(
@@ -39,6 +45,13 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.get_default_device()
         )
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_zero_centered:
+            return super().forward(x)
+        weight = self.weight.float() + 1
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 def block_spec(
@@ -69,7 +82,27 @@ def block_spec(
             normalise_projections(parts.self_attention.submodules, config)
     if not engine:
         spec.layer_norm = SequenceParallelRMSNorm
+    if config.linear_attention_freq is not None:
+        is_linear = linear_layers(config, vp_stage)
+        pairs = zip(spec.layer_specs, is_linear, strict=True)
+        spec.layer_specs = [_with_delta_net(layer) if each else layer for layer, each in pairs]
     return spec
+
+
+def linear_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:
+    """Return, for each decoder layer of one chunk, whether its attention is linear
+    (`linear_attention_freq` is a list)."""
+    pattern: Any = config.linear_attention_freq
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return [bool(each) for each in pattern[first : first + count]]
+
+
+def _with_delta_net(layer: Any) -> Any:
+    """Return the spec of the same layer with a gated delta net. Layers may share one spec."""
+    attention = gated_delta_net_spec(layer.submodules.self_attention.submodules)
+    parts = dataclasses.replace(layer.submodules, self_attention=attention)
+    return dataclasses.replace(layer, submodules=parts)
 
 
 def _native_layer(

@@ -116,9 +116,10 @@ class _Builder:
             raise ValueError(f"{name}: no update is known for a layer of {type(linear).__name__}")
         rows, inputs = linear.weight.shape
         sizes = [rows // len(rule.hf)] * len(rule.hf)
-        if rule.split == "qkv":
-            one = rows // (self.heads_per_group + 2)
-            sizes = [self.heads_per_group * one, one, one]
+        if rule.split in ("qkv", "gated_qkv"):
+            heads = self.heads_per_group * (2 if rule.split == "gated_qkv" else 1)
+            one = rows // (heads + 2)
+            sizes = [heads * one, one, one]
         update = Update(rule.split, sizes, self.num_groups, self.adapter.scale, self.switch)
         for number, hf in enumerate(rule.hf):
             if hf in adapted(rule, self.adapter):

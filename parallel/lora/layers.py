@@ -24,7 +24,7 @@ from torch import Tensor
 from parallel.architectures.base import Split
 from parallel.layers.experts import GroupedExperts, grouped_linear, join_parameters
 from parallel.layers.latent_attention import ReplicatedLinear
-from parallel.shards import join
+from parallel.shards import gates_last, join
 
 
 class Switch:
@@ -128,8 +128,11 @@ class Update(torch.nn.Module):
             like.new_zeros(*like.shape[:-1], size) if part is None else part
             for part, size in zip(parts, self.sizes, strict=True)
         ]
-        if self.split == "qkv":
+        if self.split in ("qkv", "gated_qkv"):
             grouped = [part.unflatten(-1, (self.num_groups, -1)) for part in full]
+            if self.split == "gated_qkv":
+                size, last = grouped[1].shape[-1], grouped[0].dim() - 1
+                grouped[0] = gates_last(grouped[0], size, last)
             return torch.cat(grouped, dim=-1).flatten(-2) * self.scale
         return (torch.cat(full, dim=-1) if len(full) > 1 else full[0]) * self.scale
 

@@ -98,5 +98,9 @@ def _command(place: str, line: str, *, is_mention: bool) -> Iterator[Command]:
 @cache
 def pages() -> list[Page]:
     """README.md, CONTRIBUTING.md, CHANGELOG.md and everything in docs/."""
-    top = [path for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (path := ROOT / name).exists()]
+    top = [
+        path
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+        if (path := ROOT / name).exists()
+    ]
     return [Page(path) for path in (*top, *sorted((ROOT / "docs").glob("*.md")))]

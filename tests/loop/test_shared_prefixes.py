@@ -15,6 +15,7 @@ from mrl.learn.packs import shares_prefixes
 from mrl.planner.shape import read_shape
 from mrl.preflight.prefixes import describe_prefixes
 from mrl.shared_prefixes import expected_gain
+from parallel.dims import ModelSizes
 from parallel.hf_config import read_config
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.loop.test_guards import made_trainer
@@ -72,20 +73,25 @@ def test_the_steps_are_the_same(
 
 
 def test_layers_that_share_nothing_are_named_once() -> None:
-    """TransformerEngine's attention takes whole sequences."""
-    local, engine = (
-        SimpleNamespace(base=SimpleNamespace(implementation=each))
-        for each in ("local", "transformer_engine")
-    )
+    """TransformerEngine's attention takes whole sequences, and so does linear attention."""
+
+    def model(implementation: str, key_heads: int = 0) -> SimpleNamespace:
+        sizes = ModelSizes(1, 1, 1, 1, 1, 0, linear_key_heads=key_heads)
+        setup = SimpleNamespace(model=SimpleNamespace(sizes=sizes))
+        return SimpleNamespace(base=SimpleNamespace(implementation=implementation, setup=setup))
+
+    local, engine, linear = model("local"), model("transformer_engine"), model("local", 2)
     warned: list[str] = []
     for kind, models, expected in (
         ("off", [local, engine], False),
         ("auto", [local], True),
         ("auto", [local, engine], False),
+        ("auto", [local, linear], False),
     ):
         config = TrainConfig.model_validate({"share_prefixes": kind})
         assert shares_prefixes(config, models, warned.append) == expected  # type: ignore[arg-type]
-    (text,) = warned
+    text, of_linear = warned
+    assert "state of linear attention" in of_linear
     assert "TransformerEngine" in text
     assert "model.transformer_impl" in text
 

@@ -114,6 +114,22 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": GPT_OSS_YARN,
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "rope_parameters": {**COMMON["rope_parameters"], "partial_rotary_factor": 0.25},
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {

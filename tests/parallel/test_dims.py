@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mrl.config import ParallelConfig
@@ -73,6 +75,17 @@ def test_a_world_that_does_not_divide_is_refused(world: int, sizes: dict, messag
 def test_a_model_that_does_not_divide_is_refused(world: int, sizes: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         dims(world, **sizes).check_model(MODEL)
+
+
+def test_linear_attention_takes_whole_sequences_and_is_split_by_key_heads() -> None:
+    linear = replace(MODEL, linear_key_heads=2)
+    dims(4, tp=2, pp=2).check_model(linear)
+    context = {"context_parallel_size": 2}
+    dims(2, **context).check_model(MODEL)
+    with pytest.raises(InputError, match=r"context_parallel_size is 2, .* whole sequences; set it"):
+        dims(2, **context).check_model(linear)
+    with pytest.raises(InputError, match=r"2 key heads of linear attention .* size 4"):
+        dims(4, tp=4).check_model(linear)
 
 
 def test_two_stages_can_both_be_given_their_layers() -> None:

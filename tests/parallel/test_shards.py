@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parallel.architectures.base import Split
 from parallel.shards import boxes, take_shard, whole_shape
 
-KINDS: tuple[Split, ...] = ("none", "rows", "columns", "gated", "qkv")
+KINDS: tuple[Split, ...] = ("none", "rows", "columns", "gated", "qkv", "gated_qkv")
 
 
 @st.composite

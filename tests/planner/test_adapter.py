@@ -51,7 +51,11 @@ def num_trained(shape: ModelShape) -> int:
 
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize(
-    "kind", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"]
+    "kind",
+    [
+        *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next"),
+        "deepseek_v3",
+    ],
 )
 def test_the_count_is_that_of_the_matrices(kind: str, experts: Experts, tmp_path: Path) -> None:
     model = HfModel.read(write_tiny(kind, tmp_path / "model"))

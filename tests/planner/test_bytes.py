@@ -85,6 +85,8 @@ CASES = [
     ("gpt_oss", {}, Layout(2, TP2)),
     ("gpt_oss", {}, Layout(2, {"expert": 2})),
     ("olmoe", {}, Layout(2, TP2, BF16)),
+    ("qwen3_next", {}, Layout(2, TP2, BF16)),
+    ("qwen3_next", {}, Layout(2, TP2, BF16, lora="per_expert")),
     ("deepseek_v3", {"q_lora_rank": None}, Layout(4, TP2 | {"pipeline": 2, "expert": 2} | ENDS)),
 ]
 

@@ -25,6 +25,9 @@ MLA = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_hea
        "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}  # fmt: skip
 GLM = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
        "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}  # fmt: skip
+NEXT = {"num_hidden_layers": 4, "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
+        "partial_rotary_factor": 0.25}  # fmt: skip
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", MOE | {"mlp_only_layers": [1]}),
     "qwen3_moe, every second layer": ("qwen3_moe", MOE | {"decoder_sparse_step": 2}),
@@ -36,6 +39,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True}),
     "glm4_moe with norms": ("glm4_moe", GLM | {"use_qk_norm": True, "first_k_dense_replace": 2}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_next": ("qwen3_next", MOE | NEXT),
     "deepseek_v3": ("deepseek_v3", MLA),
     "deepseek_v3, whole queries": ("deepseek_v3", MLA | {"q_lora_rank": None}),
 }

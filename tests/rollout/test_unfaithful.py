@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.engines.sglang.unfaithful import refuse_unfaithful
+from mrl.engines.sglang.unfaithful import refuse_unfaithful, refuse_unread_keys
 from mrl.errors import InputError
 
 
@@ -36,8 +36,46 @@ def test_gpt_oss_needs_a_release_that_the_plug_in_was_made_for() -> None:
     refuse_unfaithful(config, on_gpu=False, return_routes=True, release="0.5.23")
 
 
+def test_qwen3_next_needs_a_gpu_and_experts_in_every_layer() -> None:
+    config = {"model_type": "qwen3_next", "mlp_only_layers": [], "decoder_sparse_step": 1}
+    refuse_unfaithful(SimpleNamespace(**config), on_gpu=True, return_routes=True)
+    with pytest.raises(InputError, match=r"'qwen3_next': on a CPU .* roll it out on GPUs"):
+        refuse_unfaithful(SimpleNamespace(**config), on_gpu=False, return_routes=True)
+    dense = SimpleNamespace(**config | {"mlp_only_layers": [1]})
+    with pytest.raises(InputError, match="would run every layer as MoE"):
+        refuse_unfaithful(dense, on_gpu=True, return_routes=True)
+
+
+NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "rope_theta": 5e6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25},
+}
+
+
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "olmoe", "glm4_moe", "qwen2_moe", "qwen3_moe", "llama"]
+    ("changes", "match"),
+    [
+        ({"rope_theta": ...}, "rope_theta 5000000.0 in its RoPE settings: SGLang would take 10000"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.25 in .* would take 0.5"),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": ...}, "RoPE type 'yarn': SGLang"),
+        ({"full_attention_interval": ...}, "no full_attention_interval, from which SGLang derives"),
+        ({"full_attention_interval": 2}, "interval 2, .* other kinds of layers than layer_types"),
+    ],
+)
+def test_what_sglang_does_not_read_of_qwen3_next(changes: dict[str, Any], match: str) -> None:
+    refuse_unread_keys(SimpleNamespace(**NEXT))
+    refuse_unread_keys(SimpleNamespace(model_type="qwen3"))
+    config = {key: value for key, value in (NEXT | changes).items() if value is not ...}
+    with pytest.raises(InputError, match=f"model 'qwen3_next' with .*{match}"):
+        refuse_unread_keys(SimpleNamespace(**config))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mixtral", "olmoe", "glm4_moe", "qwen2_moe", "qwen3_moe", "qwen3_next", "llama"]
 )
 def test_what_sglang_ignores_in_a_config(model_type: str) -> None:
     sizes = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4}

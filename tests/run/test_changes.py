@@ -262,5 +262,7 @@ def test_many_changes_are_another_run_and_not_this_one_continued() -> None:
 def test_the_folder_of_the_model_is_no_run_folder(run: Path) -> None:
     model = run.parent / "model"
     recipe = load_recipe(TOY_RECIPE, [f"output_dir={model}", f"model.path={model}"])
-    with pytest.raises(InputError, match=r"is the folder of model.path, which a run must not write"):
+    with pytest.raises(
+        InputError, match=r"is the folder of model.path, which a run must not write"
+    ):
         RunFolder(model).check(recipe)

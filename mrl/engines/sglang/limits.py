@@ -15,7 +15,7 @@ from mrl.engines.sglang.external_models import import_external_models, refuse_un
 from mrl.engines.sglang.quantized import check_gpu, check_quantization
 from mrl.engines.sglang.requests import longest_in_cache
 from mrl.engines.sglang.settings import CPU_MAX_TOTAL_TOKENS
-from mrl.engines.sglang.unfaithful import refuse_unfaithful
+from mrl.engines.sglang.unfaithful import refuse_unfaithful, refuse_unread_keys
 from mrl.errors import InputError
 
 
@@ -49,6 +49,7 @@ def check_limits(
         return_routes=return_routes,
         num_ranks=config.tensor_parallel_size,
     )
+    refuse_unread_keys(hf_config)
     _refuse_fused_rope(hf_config, config.server_args)
     check_quantization(hf_config, config, config.weight_sync, on_gpu=on_gpu)
     if capability is not None:

@@ -12,7 +12,7 @@ from mrl.system.releases import numbers
 ROUTES_SINCE = {"mixtral": "0.5.22", "olmoe": "0.5.22"}
 """For models that passed no layer numbers to the recorder of routes: the first SGLang release in which
 they do."""
-UNTIED = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+UNTIED = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
 """The model types whose output layer SGLang never ties to the embedding."""
 OLMOE_EPS = 1e-5
 """The epsilon of all norms of SGLang's OLMoE, whatever config.json says."""
@@ -35,6 +35,7 @@ def refuse_unfaithful(
     `config` has the keys of config.json, `num_ranks` is the number of ranks of an engine, and `release`
     is the release of SGLang, by default the installed one. SGLang has these faults:
 
+    - On CPUs Qwen3-Next needs kernels of sgl-kernel's build for AMX, which mrl's CPU engine replaces.
     - The Qwen MoE models make every layer sparse, whatever config.json says. The experts of a dense
       layer keep their random initialisation, and nothing is logged.
     - Attention on CPUs uses the cached latents of a DeepSeek prompt as if they were values.
@@ -75,6 +76,11 @@ def _findings(
         ": SGLang's latent attention is wrong on a CPU; roll it out on GPUs",
     )
     yield (
+        kind == "qwen3_next" and not on_gpu,
+        ": on a CPU SGLang computes its gated delta nets only with its own build of sgl-kernel for AMX "
+        "(chunk_gated_delta_rule_cpu), which mrl's CPU engine does not have; roll it out on GPUs",
+    )
+    yield (
         kind in UNTIED and getattr(config, "tie_word_embeddings", False),
         " with tie_word_embeddings: SGLang would not tie its output layer; save the model with "
         "tie_word_embeddings=false and the embedding as lm_head.weight",
@@ -89,10 +95,50 @@ def _findings(
     dense = list(getattr(config, "mlp_only_layers", None) or [])
     sparse_step = getattr(config, "decoder_sparse_step", None) or 1
     yield (
-        kind in ("qwen2_moe", "qwen3_moe") and (dense or sparse_step != 1),
+        kind in ("qwen2_moe", "qwen3_moe", "qwen3_next") and (dense or sparse_step != 1),
         f" with mlp_only_layers={dense} and decoder_sparse_step={sparse_step}: SGLang would run every "
         "layer as MoE; expected [] and 1",
     )
+
+
+def refuse_unread_keys(config: Any) -> None:
+    """Raise InputError if SGLang would not find a key where a Qwen3-Next's config.json has it.
+
+    `config` has the keys of config.json as they are in the file. SGLang has a class of its own for them
+    (`configs/qwen3_next.py`): it reads `rope_theta` and `partial_rotary_factor` at the top level, where
+    transformers 4 wrote them, with defaults, drops the scaling of RoPE, and reads
+    `full_attention_interval` in place of `layer_types`.
+    """
+    if config.model_type != "qwen3_next":
+        return
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    interval = getattr(config, "full_attention_interval", None)
+    layers = range(1, config.num_hidden_layers + 1)
+    kinds = ["linear_attention" if interval and n % interval else "full_attention" for n in layers]
+    for wrong, text in (
+        *(
+            (
+                key in rope and getattr(config, key, default) != rope[key],
+                f"{key} {rope.get(key)} in its RoPE settings: SGLang would take "
+                f"{getattr(config, key, default)}; write it at the top level of config.json, too",
+            )
+            for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 0.25))
+        ),
+        (kind != "default", f"RoPE type {kind!r}: SGLang would leave it out; expected 'default'"),
+        (
+            interval is None,
+            "no full_attention_interval, from which SGLang derives the kinds of layers; write it into "
+            "config.json, 4 in Qwen3-Next",
+        ),
+        (
+            (getattr(config, "layer_types", None) or kinds) != kinds,
+            f"full_attention_interval {interval}, from which SGLang derives other kinds of layers than "
+            "layer_types has; expected the same",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"model 'qwen3_next' with {text}")
 
 
 def _findings_of_olmoe(config: Any, num_ranks: int) -> Iterator[tuple[Any, str]]:

@@ -15,6 +15,7 @@ from mrl.config import Recipe
 from mrl.errors import InputError
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.learn.named_losses import LOSSES
+from mrl.learn.packs import shares_prefixes
 from mrl.learn.saves import make_checkpoints, make_named_checkpoints
 from mrl.learn.sequences import SequenceTrainer, Weighted
 from mrl.run import console
@@ -60,7 +61,7 @@ class SessionTrainer:
             mesh,
             RolloutExchange(mesh, policy.moe_layers),
             recipe.train.micro_batch_tokens,
-            share_prefixes=recipe.train.share_prefixes == "auto",
+            share_prefixes=shares_prefixes(recipe.train, [policy], console.warn_on(mesh.rank == 0)),
         )
         self._replays = recipe.moe.routing_replay == "r3"
         self._gradients = KeptGradients(policy)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from mrl.errors import InputError
 from parallel.architectures import architectures, load_architecture
+from parallel.architectures.qwen3_next import layer_types
 from parallel.expected_tensors import check_tensors, expected_shapes
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_finite_tensors, check_names
@@ -36,6 +37,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for changes, text in EVERY
         if not (name == "glm4_moe" and changes.keys() & {"attention_bias", "partial_rotary_factor"})
         and not (name == "gpt_oss" and changes.keys() & {"attention_bias", "layer_types"})
+        and not (name == "qwen3_next" and "partial_rotary_factor" in changes)
     ),
     ("qwen3", {"rope_parameters": YARN}, "only default and llama3"),
     ("llama", {"rope_parameters": YARN}, "only default and llama3"),
@@ -62,6 +64,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"rope_parameters": LLAMA3}, "only default and yarn"),
     ("gpt_oss", {"rope_parameters": YARN}, "YaRN with mscale"),
     ("gpt_oss", {"rope_parameters": {**GPT_OSS_YARN, "factor": None}}, "needs its factor"),
+    ("qwen3_next", {"num_experts_per_tok": 1}, "no gradient"),
+    (
+        "qwen3_next",
+        {**OLD_ROPE, "partial_rotary_factor": None},
+        "there is no partial_rotary_factor; write it, 0.25",
+    ),
+    ("qwen3_next", {"head_dim": 12}, "of head_dim 12 rotates 3 dimensions"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types has 3 entries"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "3 is not a multiple of linear_num_key_heads 2"),
+    ("qwen3_next", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
+    ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate false"),
+    ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}, "models without experts"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "one epsilon"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "must equal num_attention_heads 4"),
@@ -175,6 +189,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "olmoe": (0, 8, 48, 0),
         "glm4_moe": (48, 8, 16, 32),
         "gpt_oss": (0, 4, 16, 0),
+        "qwen3_next": (0, 8, 16, 24),
         "deepseek_v3": (48, 8, 16, 32),
     }
     layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
@@ -188,6 +203,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "olmoe": (1, 2, 3, 4),
         "glm4_moe": (2, 3, 4),
         "gpt_oss": (1, 2, 3, 4),
+        "qwen3_next": (1, 2, 3, 4),
         "deepseek_v3": (2, 3, 4),
     }
     assert sizes["deepseek_v3"].num_query_groups == 4
@@ -199,6 +215,22 @@ def test_the_plan_names_the_model(folders: dict[str, Path]) -> None:
     assert lines["llama"] == "llama, dense, 4 layers"
     assert lines["qwen2_moe"] == "qwen2_moe, 4 experts in 2 of 4 layers"
     assert lines["deepseek_v3"] == "deepseek_v3, 8 experts in 3 of 4 layers"
+
+
+def test_every_fourth_layer_has_full_attention(folders: dict[str, Path]) -> None:
+    """transformers 5 writes the kind of each layer, and older folders have the interval or nothing."""
+    config = json.loads((folders["qwen3_next"] / "config.json").read_text())
+    kinds = [*["linear_attention"] * 3, "full_attention"]
+    assert config["layer_types"] == kinds
+    del config["layer_types"]
+    assert layer_types(config) == kinds
+    assert layer_types(config | {"full_attention_interval": 2}) == kinds[2:] * 2
+    model = HfModel.read(folders["qwen3_next"])
+    for name in ("0.self_attn.q_proj.weight", "3.linear_attn.A_log"):
+        with pytest.raises(InputError, match="1 weight"):
+            check_names(model, {f"model.layers.{name}"})
+    assert check_names(model, {"mtp.layers.0.self_attn.q_proj.weight"}) is None
+    assert "(mtp.*) is not trained, and exported as it is" in model.describe()
 
 
 def test_weights_that_the_model_would_not_have_are_refused(folders: dict[str, Path]) -> None:

@@ -19,6 +19,10 @@ MTP = {
     "model.layers.4.eh_proj.weight": torch.randn(32, 64),
     "model.layers.4.mlp.experts.3.up_proj.weight": torch.randn(16, 32).bfloat16(),
 }
+NEXT = {
+    "mtp.fc.weight": torch.randn(32, 64),
+    "mtp.layers.0.mlp.experts.3.up_proj.weight": torch.randn(16, 32).bfloat16(),
+}
 
 
 def saves(path: Path, root: Path) -> None:
@@ -26,21 +30,25 @@ def saves(path: Path, root: Path) -> None:
     Checkpoints(root, mesh, keep=1).save(1, build(path, mesh), {})
 
 
+@pytest.mark.parametrize(("model_type", "mtp"), [("glm4_moe", MTP), ("qwen3_next", NEXT)])
 def test_an_export_has_the_layers_of_the_base(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_type: str,
+    mtp: dict[str, torch.Tensor],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    base, root = write_tiny("glm4_moe", tmp_path / "base"), tmp_path / "checkpoints"
+    base, root = write_tiny(model_type, tmp_path / "base"), tmp_path / "checkpoints"
     config = json.loads((base / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (base / "config.json").write_text(json.dumps(config))
     given = load_file(base / "model.safetensors")
-    save_file(MTP, base / "mtp.safetensors")
+    save_file(mtp, base / "mtp.safetensors")
     run_ranks(1, saves, base, root, folder=tmp_path / "out")
 
     main(["export", str(root / "iter_0000001"), str(tmp_path / "hf")])
     assert "2 of them untrained, as in the base model" in capsys.readouterr().out
     found = load_file(next((tmp_path / "hf").glob("*.safetensors")))
-    assert found.keys() == given.keys() | MTP.keys()
-    for name, tensor in (given | MTP).items():
+    assert found.keys() == given.keys() | mtp.keys()
+    for name, tensor in (given | mtp).items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
 

@@ -33,6 +33,7 @@ def merged(model_path: Path, kind: Experts, sizes: dict[str, int]) -> dict[str, 
         release("olmoe", "shared_outer", {"tensor": 2}),
         release("glm4_moe", "per_expert", {"tensor": 2}),
         release("gpt_oss", "per_expert", {"tensor": 2}),
+        ("qwen3_next", "per_expert", {"tensor": 2}),
         release("qwen3", "none", {"tensor": 2}),
     ],
 )

@@ -40,7 +40,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HfModel]:
 @pytest.mark.parametrize("experts", KINDS)
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"],
+    [
+        *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next"),
+        "deepseek_v3",
+    ],
 )
 def test_what_is_written_is_read_bit_for_bit(
     model_type: str, experts: Experts, models: dict[str, HfModel], tmp_path: Path

@@ -41,6 +41,7 @@ def model_of(model_type: str, **changes: Any) -> HfModel:
         (model_of("olmoe"), QKVO, MLP),
         (model_of("glm4_moe"), QKVO, MLP),
         (model_of("gpt_oss"), QKVO, MLP),
+        (model_of("qwen3_next"), (*QKVO, "in_proj_qkvz", "in_proj_ba", "out_proj"), MLP),
         (model_of("deepseek_v3"), LATENT, MLP),
         (model_of("deepseek_v3", q_lora_rank=None), ("q_proj", *LATENT[2:]), MLP),
     ],

@@ -20,6 +20,7 @@ RANK, INPUTS, SCALE, GROUPS, HEADS_PER_GROUP, HEAD = 3, 10, 2.5, 2, 3, 4
 QUERY, KEY = GROUPS * HEADS_PER_GROUP * HEAD, GROUPS * HEAD
 LAYERS: dict[Split, dict[str, int]] = {
     "qkv": {"q_proj": QUERY, "k_proj": KEY, "v_proj": KEY},
+    "gated_qkv": {"q_proj": 2 * QUERY, "k_proj": KEY, "v_proj": KEY},
     "gated": {"gate_proj": 6, "up_proj": 6},
     "columns": {"o_proj": 7},
 }
@@ -56,13 +57,16 @@ def make_update(split: Split, adapted: tuple[str, ...]) -> tuple[Update, dict[st
 
 
 def by_hand(split: Split, weights: dict[str, Tensor]) -> Tensor:
-    """The rows of Megatron's layer, one group of queries after the other, or gate before up."""
-    if split != "qkv":
+    """The rows of Megatron's layer, one group of queries after the other, or gate before up. In the
+    Hugging Face weight, each head's query is before its output gate, if it has one."""
+    if split not in ("qkv", "gated_qkv"):
         return torch.cat(list(weights.values()))
-    rows = []
+    rows, each = [], 2 if split == "gated_qkv" else 1
     for group in range(GROUPS):
-        for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
-            rows.append(weights["q_proj"][head * HEAD : (head + 1) * HEAD])
+        for kind in range(each):
+            for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
+                first = (each * head + kind) * HEAD
+                rows.append(weights["q_proj"][first : first + HEAD])
         for name in ("k_proj", "v_proj"):
             rows.append(weights[name][group * HEAD : (group + 1) * HEAD])
     return torch.cat(rows)
