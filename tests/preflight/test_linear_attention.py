@@ -10,7 +10,7 @@ from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.planner.shape import read_shape
 from mrl.preflight import check
-from mrl.preflight.megatron import with_own_layers
+from mrl.preflight.megatron import with_native_layers
 from mrl.preflight.prefixes import describe_prefixes
 from mrl.toy_model import build_tokenizer
 from parallel.hf_config import HfModel
@@ -66,7 +66,7 @@ def test_only_own_layers_and_no_shared_prefixes(model: Toy, tmp_path: Path) -> N
     keys = model.overrides(tmp_path, "train.share_prefixes=auto")
     recipe, found = load_recipe(TOY_RECIPE, keys), HfModel.read(model.model)
     assert recipe.model.transformer_impl == "auto"
-    assert with_own_layers(recipe, found).model.transformer_impl == "local"
+    assert with_native_layers(recipe, found).model.transformer_impl == "local"
     shape = read_shape(found.config, found.architecture)
     text = describe_prefixes(recipe, [], shape, elsewhere=False)
     assert text.startswith("nowhere: the state of linear attention")
