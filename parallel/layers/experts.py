@@ -153,7 +153,7 @@ def _check(config: Any) -> None:
     )
     for name, expected in (
         ("gated_linear_unit", True),
-        *(() if config.activation_func is quick_gelu else plain),
+        *(() if getattr(config, "activation_func", F.silu) is quick_gelu else plain),
         ("moe_apply_probs_on_input", False),
         ("moe_latent_size", None),
         ("fp8", None),
