@@ -58,7 +58,7 @@ def write_model(name: str, folder: Path) -> Toy:
         release("olmoe", False),
         release("glm4_moe", False),
         ("qwen2_moe", False),
-        ("gpt_oss", False),
+        release("gpt_oss", False),
         release("qwen3_moe", False),
         release("mixtral", True),
         release("olmoe", True),
