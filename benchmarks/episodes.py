@@ -3,8 +3,9 @@
 slow: runs with free engines (one trainer rank, one engine) in which the environment takes 20 ms for
 each answer, and the same runs with one prompt in 16 whose environment takes 50 times as long. They
 are started in turn, and the throughput of the one divided by that of the other is reported. The limit
-holds for `async.in_flight_updates: interrupt`. With `finish`, an engine takes no new prompts until its
-slowest group has ended, and synchronous steps wait for their slowest episode; both are shown beside it.
+holds for `async.in_flight_updates: interrupt`. With `finish`, which is shown beside it, an engine takes
+no new prompts until its slowest group has ended. Runs that are done are on file in --work, and the same
+command continues after an interruption.
 
 many: steps of 1,000 episodes that are all open at one time, none of which may be lost: as Python
 classes in one worker process, and over the endpoint with the tools of an MCP server (needs
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 from pathlib import Path
@@ -44,7 +46,6 @@ ASYNC = (
 SCHEDULES = {
     "free engines, interrupt": (*ASYNC, "async.in_flight_updates=interrupt"),
     "free engines, finish": ASYNC,
-    "synchronous": (),
 }
 """With `finish`, an engine loads newer weights only when its slowest group has ended."""
 
@@ -75,10 +76,14 @@ def slow(work: Path, repeats: int, steps: int) -> list[dict[str, Any]]:
         for repeat in range(repeats):
             for num_slow, measured in speeds.items():
                 data = rows_file(work / f"{num_slow}.jsonl", num_slow)
-                folder = work / f"{schedule.replace(' ', '_')}_{num_slow}_{repeat}"
-                given = (*common, f"data.path={data}", *keys)
-                metrics = train(GAME, folder, given, 2 if keys else 1)
-                measured.append(samples_per_s(metrics, 16 * 8))
+                name = f"{schedule.replace(', ', '_').replace(' ', '_')}_{num_slow}_{repeat}"
+                file = work / f"{name}_{steps}.json"
+                if not file.exists():
+                    shutil.rmtree(work / name, ignore_errors=True)
+                    given = (*common, f"data.path={data}", *keys)
+                    speed = samples_per_s(train(GAME, work / name, given, 2), 16 * 8)
+                    file.write_text(json.dumps(speed))
+                measured.append(json.loads(file.read_text()))
                 print(f"{schedule}, {num_slow} slow: {measured[-1]:.1f} samples/s", flush=True)
         without, with_slow = map(statistics.median, speeds.values())
         ratios = [one / none for none, one in zip(*speeds.values(), strict=True)]
@@ -177,11 +182,13 @@ def main() -> None:
     if options.steps <= WARM_UP:
         parser.error(f"--steps: got {options.steps}, expected more than {WARM_UP}")
     options.work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        work = Path(folder)
+    work = options.work.absolute()
+    if not (work / "model").exists():
         write_toy_model(work / "model")
-        slow_rows = slow(work, options.repeats, options.steps)
-        many_rows = many(work)
+    slow_rows = slow(work, options.repeats, options.steps)
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        (Path(folder) / "model").symlink_to(work / "model")
+        many_rows = many(Path(folder))
     show(slow_rows, many_rows)
     checks = [slow_rows[0]["ratio"] >= 1 - SLOW_LIMIT, many_rows[0]["most_open"] == NUM_MANY]
     checks += [row["lost"] == 0 and row["episodes"] == 2 * NUM_MANY for row in many_rows]

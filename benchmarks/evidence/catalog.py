@@ -154,7 +154,7 @@ TARGETS = (
             "studies/stability.py", "studies/stability_study", "benchmarks/start_model.py"), 80,
            short="tests/rollout/test_quantized_engine.py"),
     Target("quantization-smollm", "a pretrained model, dense and as a MoE, with an engine in fp8_block",
-           ("studies.quantization", "--model", "smollm"), (),
+           ("studies.quantization", "--model", "smollm"), ("quantization_smollm",),
            (*STEP, "mrl/quantization.py", "mrl/weight_sync/quantize.py", "mrl/algorithms",
             "parallel/upcycle.py", "launch/recipes/smollm.yaml", *STEPPED,
             "studies/quantization*.py", "studies/stability.py", "studies/stability_study"), 60,
