@@ -83,6 +83,20 @@ class LinearAttention:
         return 5 * channels + 3 * self.values, self.value_heads * rule
 
 
+def read_latent(settings: Mapping[str, Any]) -> LatentAttention | None:
+    """Return the latent attention of Megatron's settings; None without it."""
+    if not settings.get("multi_latent_attention"):
+        return None
+    return LatentAttention(
+        q_rank=settings["q_lora_rank"] or 0,
+        kv_rank=settings["kv_lora_rank"],
+        nope_dim=settings["qk_head_dim"],
+        rope_dim=settings["qk_pos_emb_head_dim"],
+        value_dim=settings["v_head_dim"],
+        rotary_positions=settings.get("original_max_position_embeddings", 0),
+    )
+
+
 def read_linear(settings: Mapping[str, Any]) -> LinearAttention | None:
     """Return the linear attention of Megatron's settings; None if every layer has full attention."""
     pattern = settings.get("linear_attention_freq")

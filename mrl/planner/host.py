@@ -59,10 +59,17 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
     found: list[tuple[Tensors, int]] = [
         (((2 * moe_layers * shape.expert_bias, shape.num_experts),), 4)
     ]
-    if shape.mla and shape.mla.rotary_positions:
-        table = shape.mla.rotary_positions * shape.mla.rope_dim
-        found.append((((2 * len(stage.layers), table),), 0))
+    found.append(((rotary_tables(shape, stage),), 0))
     return found
+
+
+def rotary_tables(shape: ModelShape, stage: Stage) -> tuple[int, int]:
+    """Return (number of tables, elements of each) of the cosines and sines that YaRN keeps on a stage:
+    two for each layer with latent attention, otherwise two for the stage (two for each of its
+    chunks under virtual pipeline parallelism, of which only the first are counted)."""
+    if shape.mla:
+        return 2 * len(stage.layers), shape.mla.rotary_positions * shape.mla.rope_dim
+    return 2, shape.yarn_positions * shape.head_dim
 
 
 def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from mrl.planner.activations import activation_rows, adapter_rows, head_rows, layer_parts
-from mrl.planner.host import routes_per_token, stage_tensors
+from mrl.planner.host import rotary_tables, routes_per_token, stage_tensors
 from mrl.planner.prefixes import prefix_row
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
@@ -33,9 +33,8 @@ def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
     The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
     bias and token count of every expert.
     """
-    biases, mla = 2 * router_bias_bytes(shape, stage.layers), shape.mla
-    table = 2 * mla.rotary_positions * mla.rope_dim * len(stage.layers) if mla else 0
-    return work.weight_bytes * (stage.num_local + table) + biases
+    biases, (count, numel) = 2 * router_bias_bytes(shape, stage.layers), rotary_tables(shape, stage)
+    return work.weight_bytes * (stage.num_local + count * numel) + biases
 
 
 def gradient_bytes(stage: Stage, work: Workload) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.planner.attention import LatentAttention, LinearAttention, read_linear
+from mrl.planner.attention import LatentAttention, LinearAttention, read_latent, read_linear
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
@@ -23,8 +23,7 @@ Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
 - `whole`: every rank holds all of it.
 - `tensor`: it is split over the tensor-parallel ranks.
 - `expert`: it is split over the expert-parallel and the expert-tensor-parallel ranks.
-- `expert_whole`: it is split over the expert-parallel ranks only; all expert-tensor-parallel ranks of
-  an expert hold the expert's whole matrix.
+- `expert_whole`: it is split over the expert-parallel ranks only, each of which holds whole matrices.
 """
 
 
@@ -45,8 +44,7 @@ class Part:
     num_active: int
     """Number of elements that are used for one token."""
     is_muons: bool = False
-    """Whether Muon updates the parameters if the recipe trains with it: all are weight matrices of a
-    layer (`parallel.muon_setup.matrices_of`)."""
+    """Whether they are weight matrices that Muon would update (`parallel.muon_setup.matrices_of`)."""
 
     @property
     def num(self) -> int:
@@ -118,6 +116,8 @@ class ModelShape:
     """Whether all linear layers, those of experts and the routers have biases, as in gpt-oss."""
     sinks: bool = False
     """Whether each head has a learned logit in the denominator of its softmax, as in gpt-oss."""
+    yarn_positions: int = 0
+    """Number of positions in YaRN's tables of the whole model, as in gpt-oss; 0 without them."""
     shared_gate: bool = False
     """Whether a sigmoid gate [H -> 1] scales the shared expert, as in Qwen2-MoE."""
     expert_bias: bool = False
@@ -209,11 +209,9 @@ class ModelShape:
         parts.append(_all("router", "whole", *router))
         parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2), is_muons=True))
         if self.linear_bias:
-            biases: tuple[tuple[Sharing, int], ...]
-            biases = (("expert", 2 * self.moe_ffn), ("expert_whole", self.hidden))
-            for sharing, numel in biases:
-                tensors = ((self.num_experts, numel),)
-                parts.append(Part("experts", sharing, tensors, self.topk * numel))
+            up, down = (self.num_experts, 2 * self.moe_ffn), (self.num_experts, self.hidden)
+            parts.append(Part("experts", "expert", (up,), self.topk * up[1]))
+            parts.append(Part("experts", "expert_whole", (down,), self.topk * down[1]))
         if self.shared_ffn:
             parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
@@ -323,16 +321,6 @@ def _check_numbers(hf: HfConfig) -> None:
 
 def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
     settings, sizes = architecture.transformer_config(hf), architecture.sizes(hf)
-    latent = None
-    if settings.get("multi_latent_attention"):
-        latent = LatentAttention(
-            q_rank=settings["q_lora_rank"] or 0,
-            kv_rank=settings["kv_lora_rank"],
-            nope_dim=settings["qk_head_dim"],
-            rope_dim=settings["qk_pos_emb_head_dim"],
-            value_dim=settings["v_head_dim"],
-            rotary_positions=settings.get("original_max_position_embeddings", 0),
-        )
     return ModelShape(
         sizes=sizes,
         num_layers=sizes.num_layers,
@@ -355,7 +343,8 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         sinks=settings.get("softmax_type") == "learnable",
         shared_gate=settings.get("moe_shared_expert_gate", False),
         expert_bias=settings.get("moe_router_enable_expert_bias", False),
-        mla=latent,
+        mla=read_latent(settings),
+        yarn_positions=settings.get("yarn_original_max_position_embeddings", 0),
         output_gate=settings.get("attention_output_gate", False),
         linear=read_linear(settings),
     )

@@ -21,6 +21,8 @@ from mrl.quantization import Scheme, is_quantized
 from mrl.types import WeightBucket
 
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
+"""Names of gpt-oss's tensors that hold the weights or biases of all experts of a layer."""
 OUTPUT_LAYER = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -101,6 +103,8 @@ class Manifest(Arrivals):
         file, or a file is damaged. `config` is the Hugging Face config. With a `scheme`, matrices
         arrive quantised, each with its scales."""
         shapes = _shapes_in(folder)
+        if config.model_type == "gpt_oss":
+            shapes = dict(_by_expert(shapes))
         # The trainer dequantises a checkpoint whose weights are stored in fp8 blocks.
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("_scale_inv")}
         self.quantized_modules: set[str] = set()
@@ -160,3 +164,18 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     if not shapes:
         raise InputError(f"model.path {folder}: no *.safetensors there, expected the weights")
     return shapes
+
+
+def _by_expert(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the shapes as a trainer sends the weights: those that the checkpoint has in one tensor
+    [E, in, out] or [E, out] for all experts of a layer arrive expert by expert."""
+    for name, shape in shapes.items():
+        if (match := STACKED.fullmatch(name)) is None:
+            yield name, shape
+            continue
+        parts = ("gate_proj", "up_proj") if match[2] == "gate_up" else ("down_proj",)
+        num_experts, *inner, rows = shape
+        for expert in range(num_experts):
+            for part in parts:
+                own = f"{match[1]}.{expert}.{part}.{'bias' if match[3] else 'weight'}"
+                yield own, (rows // len(parts), *inner)
