@@ -103,7 +103,7 @@ class Manifest(Arrivals):
         file, or a file is damaged. `config` is the Hugging Face config. With a `scheme`, matrices
         arrive quantised, each with its scales."""
         shapes = _shapes_in(folder)
-        if config.model_type == "gpt_oss":
+        if getattr(config, "model_type", "") == "gpt_oss":
             shapes = dict(_by_expert(shapes))
         # The trainer dequantises a checkpoint whose weights are stored in fp8 blocks.
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("_scale_inv")}
