@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from parallel.layers.attention import PackedSequences
@@ -56,7 +55,7 @@ class GatedDeltaNet(torch.nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: Any,
         submodules: GatedDeltaNetSubmodules,
         layer_number: int,
         pg_collection: Any = None,
@@ -64,7 +63,7 @@ class GatedDeltaNet(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.layer_number = config, layer_number
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         self.num_ranks, self.rank = self.tp_group.size(), self.tp_group.rank()
         self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
         self.key_heads = config.linear_num_key_heads // self.num_ranks

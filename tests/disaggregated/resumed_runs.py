@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from mrl.algorithms import load_algorithm
 from mrl.collect.backlog import StepPrompts
 from mrl.collect.collector import Collector
 from mrl.collect.prompts import PromptSupply, SynchronousSteps
@@ -194,7 +195,7 @@ class Run:
     def _collector(self, recipe: Recipe) -> Collector:
         plan = SimpleNamespace(
             recipe=recipe, sources=[Source("a", PROMPTS, None, ())], prompts=PROMPTS, num_engines=2,
-            eval_sets=[],
+            eval_sets=[], algorithm=load_algorithm(recipe.algorithm.name),
         )  # fmt: skip
         mesh = SimpleNamespace(rank=0, dims=SimpleNamespace(world=1))
         given: Any = (plan, mesh, None)
