@@ -1,7 +1,7 @@
-"""Warns of steps whose rewards teach the policy nothing.
+"""Warns about steps whose rewards have no learning signal.
 
 If the samples of each prompt have equal rewards, algorithms that compare them have only advantages
-of 0, and the run goes on without learning: a reward that never finds its answer looks like this.
+of 0, and the run goes on without learning, for example with a reward that never matches an answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mrl.config import AlgorithmConfig
 from mrl.types import SampleGroup
 
 FIRST = 2
-"""Number of such steps in a row at the first warning; at each further warning it is ten times as
-high."""
+"""After so many such steps in a row comes the first warning. Each further one comes after ten times
+as many."""
 
 
 class EqualRewards:
@@ -32,7 +32,7 @@ class EqualRewards:
     def look(self, step: int, groups: Sequence[SampleGroup]) -> None:
         """Count step `step` with its `groups`, which have rewards, and warn if that is due."""
         rewards = [group.rewards for group in groups if group.rewards is not None]
-        if not rewards or self._teach(rewards):
+        if not rewards or self._have_advantage(rewards):
             self._in_a_row, self._next = 0, FIRST
             return
         self._in_a_row += 1
@@ -50,10 +50,10 @@ class EqualRewards:
         self._warn(
             f"steps {step - self._in_a_row + 1} to {step}: {what}, so nothing was learned from them; "
             "look at these samples in rollouts/. What helps: a reward that also tells wrong answers "
-            "apart, easier prompts, or a larger rollout.samples_per_prompt"
+            "apart, prompts of another difficulty, or a larger rollout.samples_per_prompt"
         )
 
-    def _teach(self, rewards: Sequence[torch.Tensor]) -> bool:
+    def _have_advantage(self, rewards: Sequence[torch.Tensor]) -> bool:
         """Return whether an advantage differs from 0; `rewards` is f32[G] for each group."""
         if self._config.turn_rewards or any(map(has_signal, rewards)):
             return True

@@ -1,8 +1,9 @@
 """Gated delta nets (arXiv 2412.06464): linear attention whose state is updated by the delta rule.
 
 Megatron has this layer (`megatron.core.ssm.gated_delta_net`), but it refuses packed sequences, and
-needs flash-linear-attention. This one takes packed batches. Convolution and state start anew at each
-sequence: the sequences of a bucket (`parallel.layers.attention`) are a batch of the delta rule.
+needs flash-linear-attention. This one takes packed batches. Convolution and state are reset at the
+start of each sequence: the sequences of a bucket (`parallel.layers.attention`) are a batch of the delta
+rule.
 
 Tensor-parallel ranks have a part of the key heads each, with the value heads that belong to them. Every
 rank holds the whole of the small parameters and uses the elements of its own heads; Megatron sums their

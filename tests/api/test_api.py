@@ -85,8 +85,9 @@ def test_what_is_no_callback_is_refused():
 
 
 def test_one_callback_or_key_in_the_place_of_a_list_is_refused():
+    one: Any = Watch()
     with pytest.raises(mrl.InputError, match=r"callbacks: got .*, expected a list such as"):
-        mrl.train(TOY_RECIPE, callbacks=Watch())  # type: ignore[arg-type]
+        mrl.train(TOY_RECIPE, callbacks=one)
     with pytest.raises(mrl.InputError, match=r"allow: got 'optimizer.lr', expected a list such as"):
         mrl.train(TOY_RECIPE, allow="optimizer.lr")
 

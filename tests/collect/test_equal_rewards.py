@@ -1,9 +1,9 @@
-"""A run whose rewards teach nothing is told, once and then ever more rarely."""
+"""The warning about steps whose rewards have no learning signal, and how often it is repeated."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def groups_of(*rewards: list[float]) -> list[SampleGroup]:
-    empty: Any = SampleGroup(prompt=None, samples=[])  # type: ignore[arg-type]
+    empty = SampleGroup(prompt=cast(Any, None), samples=[])
     return [replace(empty, rewards=torch.tensor(each)) for each in rewards]
 
 
@@ -39,7 +39,7 @@ def test_equal_rewards_of_each_prompt_are_said_at_the_second_step_and_the_twenti
     assert "no sample had a reward" in line
 
 
-def test_a_step_that_teaches_begins_the_count_anew() -> None:
+def test_a_step_with_a_signal_resets_the_count() -> None:
     zero, good = groups_of([0.0, 0.0]), groups_of([0.0, 0.0], [0.0, 1.0])
     assert not warnings_of("gspo", [zero, good, zero, good])
     first, second = warnings_of("gspo", [zero, zero, good, zero, zero])

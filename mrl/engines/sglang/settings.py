@@ -96,7 +96,7 @@ def model_settings(
     if model_type != "gpt_oss":
         return {}
     # On CPUs, SGLang's attention does not find keys in the cache that it keeps for windows alone. On
-    # GPUs, its other kernels for experts lay the weights out anew, so that an update cannot be copied.
+    # GPUs, its other MoE kernels rearrange the weights, so an update could not be copied into them.
     needed: dict[str, Any] = {"moe_runner_backend": "triton"}
     if not on_gpu:  # the plug-in's attention has the name of this backend
         needed = {"disable_hybrid_swa_memory": True, "attention_backend": "intel_amx"}
