@@ -45,6 +45,7 @@ class HfTensors:
         self._files = [_open(file) for file in _weight_files(model.path)]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         self._slices = slices_of(model, self._where)
+        self._check_stacked(model.sizes.num_experts)
         for name, piece in self._slices.items():
             self._where[name] = self._where[piece.stored]
         for stored in {piece.stored for piece in self._slices.values()}:
@@ -58,6 +59,16 @@ class HfTensors:
                 self._check_scales(name)
         for name in self._where:
             self._refuse_unscaled(name)
+
+    def _check_stacked(self, num_experts: int) -> None:
+        """Raise InputError if a tensor of all experts is not of so many, or cannot be taken apart."""
+        for stored, num_parts in {(p.stored, p.num_parts) for p in self._slices.values()}:
+            shape = list(self._where[stored].get_slice(stored).get_shape())
+            if len(shape) < 2 or shape[0] != num_experts or shape[-1] % num_parts:
+                raise InputError(
+                    f"{self.path}: {stored} is {shape}, expected {num_experts} experts in the first "
+                    f"dimension, and a multiple of {num_parts} in the last of two or three"
+                )
 
     def __enter__(self) -> HfTensors:
         return self

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms.base import Algorithm, traits
 from mrl.algorithms.signal import has_signal
 from mrl.config import AlgorithmConfig
 from mrl.types import SampleGroup
@@ -54,8 +54,11 @@ class EqualRewards:
         )
 
     def _have_advantage(self, rewards: Sequence[torch.Tensor]) -> bool:
-        """Return whether an advantage differs from 0; `rewards` is f32[G] for each group."""
-        if self._config.turn_rewards or any(map(has_signal, rewards)):
+        """Return whether an advantage may differ from 0; `rewards` is f32[G] for each group."""
+        has_penalty = self._config.kl_in == "reward" and self._config.kl_coef > 0
+        if has_penalty or self._config.turn_rewards or traits(self._algorithm).needs_critic:
+            return True
+        if any(map(has_signal, rewards)):
             return True
         advantages = self._algorithm.advantages(list(rewards), self._config)
         return any(bool(each.nan_to_num().any()) for each in advantages)

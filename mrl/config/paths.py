@@ -68,6 +68,8 @@ def _refuse_variables(tree: dict[str, Any], section: str = "") -> None:
     """Raise InputError for a shell's variable in the path of a new folder, whose name it would
     become."""
     for key, value in tree.items():
+        if key in NOT_OURS:
+            continue
         if isinstance(value, dict):
             _refuse_variables(value, f"{section}{key}.")
         elif key in NEW_FOLDERS and isinstance(value, str) and VARIABLE.search(value):

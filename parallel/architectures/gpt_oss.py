@@ -72,6 +72,7 @@ def layer_types(hf: HfConfig) -> list[str]:
 
 def _refuse_others(hf: HfConfig) -> None:
     types, window = layer_types(hf), hf.get("sliding_window")
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     alpha, limit = hf.get("swiglu_alpha", ALPHA), hf.get("swiglu_limit", 7.0)
     other = sorted(set(types) - {WINDOWED, FULL})
     common.refuse(
@@ -90,6 +91,11 @@ def _refuse_others(hf: HfConfig) -> None:
             (
                 WINDOWED in types and (not isinstance(window, int) or window < 1),
                 f"sliding_window {window!r} with layers of {WINDOWED}; expected a positive number",
+            ),
+            (
+                not rope.keys() & {"rope_type", "type"},
+                "its RoPE settings have no rope_type, and transformers would take YaRN with a factor "
+                "of 32; write them (rope_type: default for plain RoPE)",
             ),
             (alpha != ALPHA, f"swiglu_alpha {alpha} is not supported, only {ALPHA}"),
             (

@@ -133,10 +133,12 @@ class GroupedExperts(SequentialMLP):
         if linears[0].bias is None:
             return product
         biases = torch.stack([linear.bias for linear in linears])
+        if biases.dtype.itemsize < 4:  # the gradients of many rows are added up
+            biases = biases.float()
         counts = num_rows.to(product.device, non_blocking=True)
         bias = biases.repeat_interleave(counts, dim=0, output_size=len(product))
         if probs is None:
-            return product + bias
+            return product + bias.to(product.dtype)
         if dist.get_rank(linears[0].tp_group) > 0:
             bias = bias - bias.detach()
         return product + (bias * probs.unsqueeze(-1)).to(product.dtype)

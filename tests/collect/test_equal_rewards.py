@@ -47,5 +47,9 @@ def test_a_step_with_a_signal_resets_the_count() -> None:
     assert second.startswith("steps 3 to 4")
 
 
+def test_a_critic_learns_from_equal_rewards() -> None:
+    assert not warnings_of("ppo", [groups_of([0.0, 0.0])] * 3)
+
+
 def test_algorithms_that_compare_prompts_learn_from_them() -> None:
-    assert not warnings_of("ppo", [groups_of([0.0, 0.0], [1.0, 1.0])] * 3)
+    assert not warnings_of("reinforce_pp", [groups_of([0.0, 0.0], [1.0, 1.0])] * 3)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from mrl.config import dump_recipe, load_recipe
+from mrl.config.paths import resolve_paths
 from mrl.errors import InputError
 
 RECIPE = {
@@ -114,3 +115,8 @@ def test_a_new_folder_may_lie_in_the_home_folder(project, monkeypatch):
         with pytest.raises(InputError, match=r"^output_dir: got .*variables are not replaced in a"):
             load_recipe("recipes/deep/one.yaml", [f"output_dir={given}"])
     assert load_recipe("recipes/deep/one.yaml", ["output_dir=costs$"]).output_dir == "costs$"
+
+
+def test_an_argument_of_an_environment_may_have_a_variable() -> None:
+    tree = {"environment": {"arguments": {"output_dir": "$HOME/x"}}}
+    assert resolve_paths(tree, None) == tree

@@ -109,6 +109,27 @@ def test_others_play_while_a_process_is_replaced(plain, tmp_path):
     wait_until(lambda: not find_by_variable(MARK, mark))
 
 
+def test_a_worker_that_cannot_be_replaced_is_told_and_not_tried_at_every_episode(
+    plain, monkeypatch, capfd
+):
+    with EpisodeWorkers(make_config(num_workers=2)) as workers:
+        run(workers, "dies")
+        calls = []
+
+        def fail():
+            calls.append(1)
+            raise RunFailed("no memory")
+
+        monkeypatch.setattr(workers, "_start_one", fail)
+        assert run(workers, "good").reward == 1
+        wait_until(lambda: not workers._replacements)
+        assert [run(workers, "good").reward for _ in range(3)] == [2, 3, 4]
+        assert len(calls) == 1
+        assert "a lost worker was not replaced: no memory" in capfd.readouterr().err
+        run(workers, "dies")
+        assert "could not be started again: no memory" in run(workers, "good").error
+
+
 def test_a_process_that_blocks_is_killed(plain):
     with EpisodeWorkers(make_config(time_limit_s=1)) as workers:
         outcome = run(workers, "blocks")

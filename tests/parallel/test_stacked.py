@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,17 @@ def test_mxfp4_is_refused_with_what_to_do(folder: Path, tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"'mxfp4', which mrl does not read; .*dequantize=True"):
         HfModel.read(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(6, 64, 32), (2, 64, 32), (4, 64, 33), (4,)])
+def test_a_tensor_that_cannot_be_taken_apart_is_refused(
+    shape: tuple[int, ...], folder: Path, tmp_path: Path
+) -> None:
+    """The tiny model has 4 experts."""
+    bad = tmp_path / "bad"
+    shutil.copytree(folder, bad)
+    stored = load_file(folder / "model.safetensors")
+    stored[f"{EXPERTS}.gate_up_proj"] = torch.zeros(shape)
+    save_file(stored, bad / "model.safetensors")
+    with pytest.raises(InputError, match=rf"{EXPERTS}.gate_up_proj is \[.*, expected 4 experts"):
+        HfTensors(HfModel.read(bad))

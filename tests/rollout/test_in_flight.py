@@ -322,3 +322,13 @@ def test_a_token_on_its_way_belongs_to_the_old_weights(
     plugin.with_pending(original, scheduler, new_version="8")
     assert request.weight_version_events == [Event(*event) for event in after]
     assert not hasattr(chunked, "weight_version_events")
+
+
+def test_an_abort_without_output_is_an_answer():
+    """It may have computed its prompt, but nothing that begins with it."""
+    in_flight = make_in_flight()
+    opened, request = begin(in_flight, "a", 0), make_request("a")
+    in_flight._context_of(opened, ["r1"], [request])
+    answer = Answer("r1", request, 0, {"meta_info": {}, "output_ids": []})
+    in_flight._note_answer(opened, answer, in_flight._expected(opened, 0))
+    assert not in_flight._known._versions[0]._unanswered

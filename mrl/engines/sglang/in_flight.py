@@ -331,9 +331,13 @@ class InFlightRequests:
         """Record the tokens of a request with a cache key. Raise WrongWeights if it or an earlier
         request read cached tokens that no request with the same key has computed."""
         meta, output = answer.answer["meta_info"], answer.answer["output_ids"]
-        if not opened.is_keyed or not output:
+        if not opened.is_keyed:
             return
         prompt, versions = answer.request.token_ids, expected.versions
+        if not output:  # aborted: it may have computed its prompt, and no more
+            for version in versions:
+                self._known.finish(version, answer.rid, prompt, None)
+            return
         tokens = torch.cat([prompt, torch.tensor(output, dtype=prompt.dtype)])
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
         if was_retracted(meta, expected) or str(spans[0]["version"]) != str(versions[0]):

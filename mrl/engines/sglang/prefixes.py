@@ -120,8 +120,9 @@ class _Sequences:
             if self._has_author(prefix):
                 del self.unproved[prefix]
             elif not self._may_be_unanswered(prefix):
+                name = self.unproved.pop(prefix)
                 raise WrongWeights(
-                    f"{self.unproved[prefix]}: {num_tokens} tokens came from the prefix cache, and "
+                    f"{name}: {num_tokens} tokens came from the prefix cache, and "
                     f"no request has computed them under weight version {version}: the engine used "
                     "keys and values of older weights"
                 )

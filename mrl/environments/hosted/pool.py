@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from mrl.environments.hosted.spec import worker_command, worker_spec
 from mrl.environments.hosted.worker import HostedWorker
 from mrl.errors import InputError, RunFailed
 from mrl.system.processes import Closing
+
+RETRY_S = 30.0
+"""Seconds between two tries to replace a lost worker while other workers play."""
 
 
 class EpisodeWorkers(Closing):
@@ -34,6 +38,8 @@ class EpisodeWorkers(Closing):
         self._workers: list[HostedWorker] = []
         self._replacements: dict[int, Future[HostedWorker]] = {}
         """Workers that are being started for a place in `_workers`."""
+        self._next_start: dict[int, float] = {}
+        """When a place whose worker could not be replaced is tried again (`time.monotonic`)."""
         self._guard = Guard(self._mark)
         try:
             self._workers = self._start(config.num_workers)
@@ -105,13 +111,18 @@ class EpisodeWorkers(Closing):
             if self._closed.is_set():
                 return self._workers[0]
             for place, worker in enumerate(self._workers):
-                if worker.is_lost and place not in self._replacements:
+                waits = bool(alive) and time.monotonic() < self._next_start.get(place, 0.0)
+                if worker.is_lost and place not in self._replacements and not waits:
                     self._replace(place)
             replacements = list(self._replacements.values())
         if alive:
             return min(alive, key=lambda worker: worker.num_playing)
-        started = next(as_completed(replacements))
-        return started.result()
+        error: BaseException | None = None
+        for replacement in as_completed(replacements):
+            if (error := replacement.exception()) is None:
+                return replacement.result()
+        assert error is not None
+        raise error
 
     def _replace(self, place: int) -> None:
         """Begin to start another worker for a place."""
@@ -123,6 +134,10 @@ class EpisodeWorkers(Closing):
             except BaseException as error:
                 with self._choosing:
                     del self._replacements[place]
+                    self._next_start[place] = time.monotonic() + RETRY_S
+                if not self._closed.is_set():
+                    what = f"environment {self._config.label}"
+                    print(f"{what}: a lost worker was not replaced: {error}", file=sys.stderr)
                 replacement.set_exception(error)
                 return
             with self._choosing:

@@ -62,6 +62,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit 0.0"),
     ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings"),
     ("gpt_oss", {"rope_parameters": LLAMA3}, "only default and yarn"),
+    ("gpt_oss", {"rope_parameters": {"rope_theta": 1e4}}, "would take YaRN with a factor of 32"),
     ("gpt_oss", {"rope_parameters": YARN}, "YaRN with mscale"),
     ("gpt_oss", {"rope_parameters": {**GPT_OSS_YARN, "factor": None}}, "needs its factor"),
     ("qwen3_next", {"num_experts_per_tok": 1}, "no gradient"),
