@@ -81,7 +81,7 @@ def _rows(name: str) -> Callable[[bytes, Path], None]:
 
 def _tensors(data: bytes, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
-    with HfTensors(HfModel(folder, {}, find_architecture(CONFIG, None))) as tensors:
+    with HfTensors(HfModel(folder, CONFIG, find_architecture(CONFIG, None))) as tensors:
         for name in tensors.names:
             require(tuple(tensors[name].shape) == tensors.shape(name), f"{name} has another shape")
 
@@ -97,7 +97,7 @@ def _config(data: bytes, folder: Path) -> None:
 def _index(data: bytes, folder: Path) -> None:
     (folder / "model-1.safetensors").write_bytes(TENSORS)
     (folder / "model.safetensors.index.json").write_bytes(data)
-    with HfTensors(HfModel(folder, {}, find_architecture(CONFIG, None))) as tensors:
+    with HfTensors(HfModel(folder, CONFIG, find_architecture(CONFIG, None))) as tensors:
         require(tensors.names <= {"a", "b"}, "names of no file")
 
 

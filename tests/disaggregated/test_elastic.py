@@ -77,6 +77,7 @@ def test_an_added_engine_gets_weights_beside_the_others_and_work_from_the_next_s
     assert [(work.part, work.num_parts) for work in got] == [(0, 2), (1, 2)]
     assert states(one.membership) == {0: "serving", 1: "serving"}
     assert one.metrics()["rollout/num_engines"] == 2
+    wait_until(lambda: one._workers[1].can_receive)
     assert send_weights(one, 2) == [0, 1]
 
 
