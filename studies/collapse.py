@@ -8,10 +8,11 @@ criteria and what refutes the claim; it was written before any run.
     --model smollm    SmolLM2-135M as a MoE: GRPO, R3 and GSPO at 10%, 2 seeds
 
 A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it was,
-`--fresh` starts over. A whole study writes its result and its curves into runs/results/, and `python -m
-benchmarks.evidence --record` makes them the committed ones and those of the page; a study with other
-seeds, steps, rates or arms writes files of these names in FOLDER. The last line counts what must hold
-of the study itself, whatever its answer.
+`--fresh` starts over. `--keep` runs nothing and writes the finished runs into a file of
+benchmarks/results/, from which a clone on another machine continues. A whole study writes its result
+and its curves into runs/results/, and `python -m benchmarks.evidence --record` makes them the committed
+ones and those of the page; a study with other seeds, steps, rates or arms writes files of these names
+in FOLDER. The last line counts what must hold of the study itself, whatever its answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.result import NEW, between_markers, finish, summary, write_result
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.result import (
+    NEW,
+    between_markers,
+    finish,
+    provenance,
+    summary,
+    write_result,
+)
 from studies.collapse_study.arms import (
     ARMS,
     COLORS,
@@ -40,9 +49,10 @@ from studies.collapse_study.arms import (
 from studies.collapse_study.arms import cases as cases_of
 from studies.collapse_study.calibrate import calibrated
 from studies.collapse_study.criteria import WINDOW, Result, claim, of, verdicts
+from studies.collapse_study.kept import continue_kept, digest_of, keep
 from studies.collapse_study.report import line_of, panels, rows_of, table, verdict_table
 from studies.stability_study.arms import ROOT
-from studies.stability_study.jobs import make_missing, open_results
+from studies.stability_study.jobs import make_missing, open_results, read_lines
 from studies.stability_study.plot import svg
 from studies.stability_study.report import mean
 
@@ -54,8 +64,8 @@ NEAR = 0.5
 """How far, as a share of it, the rate of the first step may be from the one that was asked for."""
 
 
-def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> list[Result]:
-    """Return the results on file for the same settings; make the model that runs start from."""
+def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> None:
+    """Open the folder of a study with these settings; make the model that its runs start from."""
     settings = {
         "model": model.name,
         "recipe": model.recipe.read_text(),
@@ -64,7 +74,7 @@ def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> li
         "start": SHAPE if model.name == "toy" else (UPCYCLE, SFT),
         "num_steps": num_steps,
     }
-    results = open_results(folder, settings, fresh=fresh)
+    open_results(folder, settings, fresh=fresh)
     if model.name == "smollm" and not (SMOLLM / "dense/config.json").is_file():
         sys.exit(f"error: there is no {SMOLLM.relative_to(ROOT)}/dense; make it with `make smollm`")
     if not (folder / "start").exists():
@@ -73,7 +83,6 @@ def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> li
         command = [sys.executable, "-W", "ignore", "-m", module, model.name, str(folder)]
         with (folder / "start.log").open("w") as log:
             subprocess.run(command, check=True, cwd=ROOT, stdout=log, stderr=log)
-    return results
 
 
 def checks(results: Sequence[Result], wanted: Sequence[Case]) -> dict[str, bool]:
@@ -83,6 +92,7 @@ def checks(results: Sequence[Result], wanted: Sequence[Case]) -> dict[str, bool]
     disturbed = [r for r in results if r["rate"] and r["steps"]]
     return {
         f"all {len(wanted)} runs were made": len(results) == len(wanted),
+        "all runs of a model started from the same bits": len({r["start"] for r in results}) == 1,
         "each run's first step differs in the asked share of choices, to a half of it": all(
             abs(seen - rate) <= NEAR * rate + 1e-3 for rate, seen in first
         ),
@@ -151,6 +161,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, help="shares, such as 0.1")
     parser.add_argument("--folder", type=Path, help="runs/collapse[_smollm]")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results of the folder")
+    parser.add_argument("--keep", action="store_true", help="write the folder's runs for a commit")
     arguments = parser.parse_args()
     whole = MODELS[arguments.model]
     model = replace(
@@ -167,7 +178,13 @@ def main() -> None:
     folder = (arguments.folder or ROOT / "runs" / whole.result).absolute()
     if model.num_workers == 1:
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
-    results = open_study(folder, model, model.num_steps, fresh=arguments.fresh)
+    if arguments.keep:
+        print(f"written: {keep(folder, model.result).relative_to(ROOT)}")
+        return
+    open_study(folder, model, model.num_steps, fresh=arguments.fresh)
+    if arguments.folder is None and not arguments.fresh:
+        continue_kept(folder, model.result)
+    results = read_lines(folder / "results.jsonl")
     larger = replace(model, keys=(*model.keys, f"rollout.prompts_per_step={CALIBRATED_ON}"))
     first = Case("R3", 0.0, 0).job(larger, folder, model.num_steps, 0.0)
     scales = calibrated(folder, first, model.rates)
@@ -178,9 +195,12 @@ def main() -> None:
         if not any(r["seed"] == case.seed for r in of(results, case.arm, case.rate))
     ]
     options = {"num_workers": model.num_workers, "worker": WORKER}
+    commit = provenance(target_of(model.result).measures)["commit"]
+    origin = {"start": digest_of(folder / "start"), "commit": commit}
     failed = make_missing(
-        folder, results, missing, line_of, timeout_s=model.run_timeout_s, **options
-    )
+        folder, results, missing, line_of, timeout_s=model.run_timeout_s,
+        more=origin, **options,
+    )  # fmt: skip
     if not results:
         sys.exit("no run was made; 0 passed, 1 failed")
     is_whole = model == whole and not failed

@@ -116,13 +116,17 @@ class Case:
 
 
 def cases(model: Model, num_seeds: int) -> list[Case]:
-    """Return all runs, seed after seed, so that an interrupted study has all arms of the first ones.
-    Within a seed the control comes first, then the largest rate."""
+    """Return all runs in their order: the largest rate with the control, then the others.
+
+    Within a rate they go seed after seed, so that an interrupted study has all arms of the first ones.
+    """
+    rates = sorted(model.rates)[::-1]
     return [
         case
+        for rate in rates
         for seed in range(num_seeds)
         for case in (
-            *([Case(BASE, 0.0, seed)] if model.has_control else []),
-            *(Case(arm, rate, seed) for rate in sorted(model.rates)[::-1] for arm in model.arms),
+            *([Case(BASE, 0.0, seed)] if model.has_control and rate == rates[0] else []),
+            *(Case(arm, rate, seed) for arm in model.arms),
         )
     ]

@@ -14,8 +14,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mrl.system.json_worker import JsonWorker, WorkerLost
@@ -58,12 +59,13 @@ def make_missing(
     num_workers: int = NUM_WORKERS,
     worker: str = WORKER,
     timeout_s: float = RUN_TIMEOUT_S,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
     """Make the runs `missing`, and add each to `results` and to FOLDER/results.jsonl.
 
-    A result has the columns of its job. A line is printed for each run: the number of results, minutes,
-    and what `tell` says of its result. Returns a line for each run that failed. `worker` and
-    `timeout_s` are those of `run_all`.
+    A result has the columns of its job, and those of `more`. A line is printed for each run: the
+    number of results, minutes, and what `tell` says of its result. Returns a line for each run that
+    failed. `worker` and `timeout_s` are those of `run_all`.
     """
     start, failed = time.monotonic(), []
     file = folder / "results.jsonl"
@@ -74,7 +76,7 @@ def make_missing(
             failed.append(f"{job.name}: {found}")
             print(f"FAILED {failed[-1]}", flush=True)
             continue
-        result = job.columns | found
+        result = job.columns | found | dict(more)
         results.append(result)
         with file.open("a") as lines:
             lines.write(json.dumps(result) + "\n")

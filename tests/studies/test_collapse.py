@@ -18,7 +18,7 @@ from benchmarks.evidence.result import RESULTS, between_markers
 from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
 from studies.collapse import DOCUMENT, PLOT, checks
-from studies.collapse_study import start
+from studies.collapse_study import kept, start
 from studies.collapse_study.arms import ARMS, COLORS, MODELS, Case, cases
 from studies.collapse_study.calibrate import find_scale, repeated
 from studies.collapse_study.criteria import (
@@ -167,6 +167,7 @@ def made_up(
         "ended": "done",
         "seconds": 9.0,
         "steps": steps,
+        "start": "0123456789abcdef",
     } | more
 
 
@@ -232,6 +233,9 @@ def test_what_decides_the_claim() -> None:
     some = verdicts(study({})[:30], TOY.arms, TOY.rates, 5)
     assert set(some.values()) == {"incomplete"}
     assert claim(some, 0.1) == "incomplete"
+    largest = verdicts(study({})[:40], TOY.arms, TOY.rates, 5)
+    assert claim(largest, 0.1) == "refuted"  # the other rates do not decide it
+    assert largest["at 1% R3 prevents it"] == "incomplete"
 
 
 def test_a_run_that_only_learns_less_is_seen() -> None:
@@ -269,16 +273,44 @@ def test_rows_and_tables() -> None:
 def test_what_must_hold_of_the_study() -> None:
     wanted, results = cases(TOY, 5), study({("GRPO", 0.1): 5})
     assert all(checks(results, wanted).values())
-    far = made_up(GOOD, rate=0.1)
+    far = made_up(GOOD, rate=0.1, start="fedcba9876543210")
     far["steps"][0]["paired"]["routes"]["disagreement"] = 0.2
     far["steps"][0]["paired"]["replayed"]["k3"] = 1.0
     assert not any(checks([*results, far], wanted).values())
+
+
+def test_a_study_continues_from_the_committed_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "RESULTS", tmp_path)
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "settings.json").write_text('{"num_steps": 50}')
+    (here / "calibration.json").write_text('{"scales": {"0.1": 0.2}}')
+    runs = study({})[:3]
+    (here / "results.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    kept.continue_kept(there, "collapse")
+    assert not (there / "results.jsonl").exists()  # nothing is committed
+    once = kept.keep(here, "collapse").read_bytes()
+    assert kept.keep(here, "collapse").read_bytes() == once
+    kept.continue_kept(there, "collapse")
+    assert kept.read_lines(there / "results.jsonl") == runs
+    assert json.loads((there / "calibration.json").read_text()) == {"scales": {"0.1": 0.2}}
+    (there / "results.jsonl").write_text("")
+    kept.continue_kept(there, "collapse")
+    assert kept.read_lines(there / "results.jsonl") == []  # the folder's own runs stand
+    (there / "results.jsonl").unlink()
+    (there / "settings.json").write_text('{"num_steps": 6}')
+    with pytest.raises(SystemExit, match="holds runs of other settings"):
+        kept.continue_kept(there, "collapse")
 
 
 def test_arms_and_jobs_are_the_pages(tmp_path: Path) -> None:
     assert len(cases(TOY, 5)) == 5 * (1 + 7 * 3)
     assert len(cases(MODELS["smollm"], 2)) == 6
     assert cases(TOY, 5)[:2] == [Case("GRPO", 0.0, 0), Case("GRPO", 0.1, 0)]
+    assert {case.rate for case in cases(TOY, 5)[:40]} == {0.0, 0.1}
     page = DOCUMENT.read_text()
     for arm, keys in ARMS.items():
         assert f"| {arm} |" in page
@@ -331,7 +363,7 @@ def test_the_study_in_short(tmp_path: Path) -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.endswith("3 passed, 0 failed\n")
+        assert done.stdout.endswith("4 passed, 0 failed\n")
         assert sum(line.startswith("[") for line in done.stdout.splitlines()) == num_made
     rows = json.loads((tmp_path / "collapse.json").read_text())["rows"]
     assert [(row["arm"], row["rate"]) for row in rows] == [
