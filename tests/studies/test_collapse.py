@@ -235,7 +235,7 @@ def test_what_decides_the_claim() -> None:
     assert claim(some, 0.1) == "incomplete"
     largest = verdicts(study({})[:40], TOY.arms, TOY.rates, 5)
     assert claim(largest, 0.1) == "refuted"  # the other rates do not decide it
-    assert largest["at 1% R3 prevents it"] == "incomplete"
+    assert largest["at 1% GRPO collapses, and without a disturbance it does not"] == "incomplete"
 
 
 def test_a_run_that_only_learns_less_is_seen() -> None:
