@@ -4,7 +4,8 @@ Each takes three optimizer steps of all weights or of a LoRA adapter, with captu
 and activations recomputed, on up to 8 gloo ranks of a CPU with the real Megatron-core. Writes
 runs/results/layouts.json. Layouts that are refused are tried too: the reason in the table is the error.
 
-`--only TP2xPP2` measures the layouts of that name alone and writes nothing.
+`--only TP2xPP2` measures the layouts of that name alone, and `--models gpt_oss` those of that model;
+both write nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ SPARSE = [
     Layout(4, ETP2 | EP2), Layout(4, VPP2 | CP2), Layout(4, CP2 | EP2 | ALLGATHER),
 ]  # fmt: skip
 DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed_optimizer=True)]
+TOY = "qwen3_moe"
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
@@ -181,7 +183,7 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         rows = list(measured_rows(folder))
-        refused = [refusal(folder / "qwen3_moe", world, sizes) for world, sizes in REFUSED]
+        refused = [refusal(folder / TOY, world, sizes) for world, sizes in REFUSED]
     passed = sum(row.passed for row in rows)
     content = {
         "tolerance": TOLERANCE,
@@ -193,15 +195,19 @@ def measure() -> dict[str, Any]:
     return write_result("layouts", content, passed=passed, failed=failed, packages=packages)
 
 
-def measured_rows(folder: Path, only: str = "") -> Iterator[Row]:
-    """Yield the rows of all layouts, or of those called `only`; writes the models to `folder`."""
-    model, samples = write_model(folder / "qwen3_moe"), make_samples()
+def measured_rows(
+    folder: Path, only: str = "", models: Sequence[str] = (TOY, *ARCHITECTURES)
+) -> Iterator[Row]:
+    """Yield the rows of all layouts of `models`, or of those called `only`; writes the models to
+    `folder`."""
+    model, samples = write_model(folder / TOY), make_samples()
     cases = [(model, samples, [*FLOAT32, *BFLOAT16, *MUON, *LORA])]
     for model_type, layouts in ARCHITECTURES.items():
         tiny = write_tiny(model_type, folder / model_type, **CHANGES.get(model_type, {}))
         cases.append((tiny, tiny_samples(tiny), layouts + LORA_ARCHITECTURES[model_type]))
     for model, samples, layouts in cases:
-        if wanted := [layout for layout in layouts if only in ("", layout.name)]:
+        wanted = [layout for layout in layouts if only in ("", layout.name)]
+        if wanted and model.name in models:
             yield from compare(model, samples, wanted)
 
 
@@ -263,10 +269,10 @@ def document(result: dict[str, Any]) -> str:
     whole = [row for row in rows if row.lora is None]
 
     def table(dtype: str) -> str:
-        chosen = (row for row in whole if (row.model, row.dtype) == ("qwen3_moe", dtype))
+        chosen = (row for row in whole if (row.model, row.dtype) == (TOY, dtype))
         return "\n".join([head, *map(_line, chosen)])
 
-    others = (f"| {row.model} {_line(row)}" for row in whole if row.model != "qwen3_moe")
+    others = (f"| {row.model} {_line(row)}" for row in whole if row.model != TOY)
     adapted = (f"| {row.model} {_line(row)}" for row in rows if row.lora is not None)
     lora_head = head.replace("weights |", "adapter | merged |") + "---|"
 
@@ -295,10 +301,15 @@ def main() -> None:
     """Measure all layouts, or those of one name."""
     parser = argparse.ArgumentParser(description=summary(__doc__))
     parser.add_argument("--only", default="", metavar="NAME", help="as in a row of docs/layouts.md")
-    only = parser.parse_args().only
-    if only:
+    every = (TOY, *ARCHITECTURES)
+    parser.add_argument("--models", nargs="+", choices=every, metavar="MODEL",
+                        help=", ".join(every))  # fmt: skip
+    arguments = parser.parse_args()
+    only, models = arguments.only, arguments.models
+    if only or models:
         with tempfile.TemporaryDirectory() as scratch:
-            passed = [row.passed for row in measured_rows(Path(scratch), only)]
+            rows = measured_rows(Path(scratch), only, models or every)
+            passed = [row.passed for row in rows]
         if not passed:
             parser.error(f"--only {only!r}: expected the name of a row of docs/layouts.md")
         finish(sum(passed), passed.count(False))

@@ -10,17 +10,20 @@ import torch
 
 from mrl.errors import InputError
 from mrl.planner.adapter import count_adapter
+from mrl.planner.shape import read_shape
+from mrl.planner.stages import stages
 from mrl.preflight.plan import Plan
 from mrl.system.disk import existing, free_bytes
 from mrl.system.files import bytes_in_words
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
+from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
 from parallel.implementation import choose_dtype
 
-STATE_BYTES = 8
-"""Bytes per parameter of Adam's two moments, which are float32. Muon has a single one for most
-parameters, so that its checkpoints are smaller than estimated."""
+MOMENT_BYTES = 4
+"""Bytes per parameter of one moment. Adam has two; Muon, for the matrices that it updates, one."""
+ONE_RANK = ParallelDims(world=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1)
 
 
 def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
@@ -60,18 +63,26 @@ def check_room(plan: Plan, warn: Callable[[str], None]) -> str:
 def checkpoint_bytes(plan: Plan) -> int:
     """Estimate the bytes of a checkpoint.
 
-    A checkpoint holds the weights of the policy (or only of its adapter) and of the critic, and
-    Adam's moments for these weights. If the weights are not float32, it also holds a float32 copy
+    A checkpoint holds the weights of the policy (or only of its adapter) and of the critic, and the
+    optimizer's moments for these weights. If the weights are not float32, it also holds a float32 copy
     of them (the optimizer's main parameters).
     """
     dtype = choose_dtype(plan.recipe.model.dtype)
-    each = STATE_BYTES + (4 if dtype == torch.float32 else 2 + 4)
-    critic = _num_parameters(plan.critic) if plan.critic else 0
-    if plan.adapter:
-        policy = count_adapter(plan.model, plan.adapter).num_parameters
-    else:
-        policy = _num_parameters(plan.model)
-    return (policy + critic) * each
+    each = 2 * MOMENT_BYTES + (4 if dtype == torch.float32 else 2 + 4)
+    if plan.adapter:  # has no Muon
+        critic = _num_parameters(plan.critic) if plan.critic else 0
+        return (count_adapter(plan.model, plan.adapter).num_parameters + critic) * each
+    models = [plan.model, *([plan.critic] if plan.critic else [])]
+    total = each * sum(map(_num_parameters, models))
+    if plan.recipe.optimizer.name == "muon":
+        total -= MOMENT_BYTES * sum(map(_num_muon, models))
+    return total
+
+
+def _num_muon(model: HfModel) -> int:
+    """Return the number of elements of the matrices that Muon updates."""
+    (stage,) = stages(read_shape(model.config, model.architecture), ONE_RANK)
+    return sum(part.num for part in stage.trained if part.is_muons)
 
 
 def _num_parameters(model: HfModel) -> int:
