@@ -88,7 +88,10 @@ TOY = "qwen3_moe"
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
-    "olmoe": SPARSE, "glm4_moe": SPARSE, "gpt_oss": SPARSE,
+    "olmoe": SPARSE, "glm4_moe": SPARSE,
+    "gpt_oss": [
+        Layout(4, TP2 | EP2), *(each for each in SPARSE if "expert_tensor" not in each.sizes),
+    ],
     "qwen3_next": [layout for layout in SPARSE + MUON_SPARSE if "context" not in layout.sizes],
 }  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {"llama": {"tie_word_embeddings": True}}
@@ -148,9 +151,8 @@ LORA_ARCHITECTURES = {
         ("qwen3", "qwen2", "llama"),
         lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
     ),
-    **dict.fromkeys(
-        ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"), LORA_SPARSE
-    ),
+    **dict.fromkeys(("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"), LORA_SPARSE),
+    "gpt_oss": [*lora("per_expert", [Layout(4, TP2 | EP2)]), *LORA_SPARSE[1:]],
     "qwen3_next": lora("per_expert", [Layout(4, ETP2 | EP2)]),
 }
 REFUSED = [

@@ -31,6 +31,8 @@ class ModelSizes:
     """FFN columns of all shared experts together; 0 if there are none."""
     linear_key_heads: int = 0
     """Key heads of layers with linear attention; 0 if there are no such layers."""
+    experts_have_bias: bool = False
+    """Whether the matrices of an expert have biases."""
 
     @property
     def has_linear_attention(self) -> bool:
@@ -161,6 +163,11 @@ class ParallelDims:
                 f"parallel.context_parallel_size is {self.cp}, but the model has linear attention, "
                 "whose state passes through all tokens of a sequence, so a rank needs whole sequences; "
                 "set it to 1"
+            )
+        if self.etp > 1 and sizes.experts_have_bias:
+            raise InputError(
+                f"parallel.expert_tensor_parallel_size is {self.etp}, but the model's experts have "
+                "biases, which Megatron-core supports with whole experts only; set it to 1"
             )
         wrong = [
             f"{count} {what} are not divisible by {size_name} parallel size {size} "

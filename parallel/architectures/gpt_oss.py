@@ -34,6 +34,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
         dense_ffn_size=0,
         num_experts=hf["num_local_experts"],
         moe_ffn_size=hf["intermediate_size"],
+        experts_have_bias=True,
     )
 
 

@@ -88,6 +88,15 @@ def test_linear_attention_takes_whole_sequences_and_is_split_by_key_heads() -> N
         dims(4, tp=4).check_model(linear)
 
 
+def test_experts_with_biases_stay_whole() -> None:
+    biased = replace(MODEL, experts_have_bias=True)
+    dims(4, tp=2, ep=2).check_model(biased)
+    with pytest.raises(
+        InputError, match=r"expert_tensor_parallel_size is 2, .* biases, .* set it to"
+    ):
+        dims(4, tp=2, expert_tensor_parallel_size=2).check_model(biased)
+
+
 def test_two_stages_can_both_be_given_their_layers() -> None:
     ends = {"decoder_first_pipeline_num_layers": 4}
     dims(2, pp=2, decoder_last_pipeline_num_layers=2, **ends).check_model(MODEL)
