@@ -29,25 +29,28 @@ from mrl.types import UNKNOWN_VERSION
 from tests.release import release
 
 LONG = 300
+SCALE = 1.1
+"""Of the new weights to the old ones."""
 PROMPT_LEN = 20
 
 
 @pytest.fixture(scope="module")
 def new_weights(toy_weights):
-    return [(name, tensor * 1.1) for name, tensor in toy_weights]
+    return [(name, tensor * SCALE) for name, tensor in toy_weights]
 
 
 @pytest.fixture(scope="module")
-def new_oracle(toy_folder, new_weights, tmp_path_factory):
-    from safetensors.torch import save_file
+def new_oracle(toy_folder, tmp_path_factory):
+    """The folder's own tensors: those of `toy_weights` may be parts of them (gpt-oss)."""
+    from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("new")
     for file in toy_folder.iterdir():
         if file.suffix == ".json":
             (folder / file.name).write_bytes(file.read_bytes())
-    save_file(
-        {n: t.contiguous() for n, t in new_weights}, folder / "model.safetensors", {"format": "pt"}
-    )
+        elif file.suffix == ".safetensors":
+            scaled = {name: tensor * SCALE for name, tensor in load_file(file).items()}
+            save_file(scaled, folder / file.name, {"format": "pt"})
     return load_oracle(folder)
 
 
