@@ -205,13 +205,21 @@ def score(model: Any, ids: Tensor, prompt_len: int, temperature: float, least: i
     """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K], which are
     empty for a dense model. The first `least` tokens of the completion could not be the end of the
     sequence."""
-    is_dense = MODEL in DENSE
-    with torch.no_grad():
-        out = model(ids[None], **({} if is_dense else {"output_router_logits": True}))
+    chosen: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, arguments: chosen.append(arguments[1]))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    try:
+        with torch.no_grad():
+            out = model(ids[None])
+    finally:
+        for hook in hooks:
+            hook.remove()
     logits = out.logits[0, :-1] / temperature
     logits[prompt_len - 1 : prompt_len - 1 + least, model.config.eos_token_id] = -torch.inf
     logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
-    if is_dense:
+    if MODEL in DENSE:
         return logprobs[prompt_len - 1 :], torch.empty(len(ids) - 1, 0, 0, dtype=torch.int64)
-    routes = [logits.topk(2, -1).indices[:-1] for logits in out.router_logits]
-    return logprobs[prompt_len - 1 :], torch.stack(routes, 1)
+    return logprobs[prompt_len - 1 :], torch.stack([each[:-1] for each in chosen], 1)
