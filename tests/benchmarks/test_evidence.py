@@ -100,6 +100,7 @@ def test_the_page_quotes_the_counts_on_file() -> None:
     assert num_compared >= 2
 
 
+@pytest.mark.release
 def test_a_result_was_made_with_the_code_of_its_commit() -> None:
     """Nothing can be compared where a result has no digest, or no commit holds its code."""
     missing = []
