@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 
+# Where it is set, every Python that a test starts compiles mrl's files again.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # Before torch is imported, and for all that the tests start: forked ranks cannot use the threads of
 # their parent and would wait for them.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -20,6 +22,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from hypothesis import HealthCheck, settings
 from tests.checkout import left_files
 from tests.engine_starts import use_template
 
+sys.dont_write_bytecode = False  # else each worker compiles and rewrites every file of tests
 # A test is not wrong because the other worker has the machine.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")

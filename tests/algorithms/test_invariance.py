@@ -51,7 +51,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-EXAMPLES = 40 if os.environ.get("MRL_TEST_REAL_STARTS") == "1" else 12
+EXAMPLES = 40 if os.environ.get("MRL_TEST_REAL_STARTS") == "1" else 8
 """The number of drawn cases of each algorithm; `make test-all` draws more."""
 _NOT_FOR_ALL = ("clip_low", "clip_high", "dual_clip", "proximal_at_no_lag")
 

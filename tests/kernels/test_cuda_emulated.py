@@ -30,7 +30,7 @@ from tests.kernels.test_vp_logprob import (
     make_logits,
     run,
 )
-from tests.release import release
+from tests.release import only_in_release, release
 
 LENGTHS = [40, 0, 1, 1030, 17, 2050, 33]
 
@@ -48,7 +48,10 @@ def test_policy_loss_matches_the_cpu(emulated_cuda, o, order) -> None:
     assert_close(cuda, run_oracle(case, o), rtol=2e-5)
 
 
-@pytest.mark.parametrize("o", FEW_OPTIONS, ids=str)
+# In `make test`: a token's ratio with weights by sequence, and a sequence's with weights by token.
+@pytest.mark.parametrize(
+    "o", only_in_release(FEW_OPTIONS, lambda o: o not in (FEW_OPTIONS[1], FEW_OPTIONS[5])), ids=str
+)
 def test_policy_loss_bits(emulated_cuda, o) -> None:
     """Packing order, batch size and thread order change nothing; nor does what is masked."""
     case = make_case(LENGTHS, seed=3)
@@ -102,8 +105,13 @@ def test_bad_cu_seqlens_stop_the_kernel(emulated_cuda, bounds) -> None:
 @pytest.mark.parametrize(
     ("dtype", "order", "columns"),
     [
-        *product(DTYPES, ["forward"], [1, 32, 100, 1503]),
-        *product([torch.float32, torch.bfloat16], ["reverse", "shuffled"], [100, 1503]),
+        *product(DTYPES, ["forward"], [1, 100, 1503]),
+        *((torch.float32, order, 100) for order in ("reverse", "shuffled")),
+        *(release(dtype, "forward", 32) for dtype in DTYPES),
+        *(
+            release(*case)
+            for case in product([torch.float32, torch.bfloat16], ["reverse", "shuffled"], [1503])
+        ),
         *(release(*case) for case in product(DTYPES, ORDERS, [4748])),
     ],
     ids=str,
@@ -169,7 +177,9 @@ def test_vp_logprob_ranks_and_alignment_change_no_bit(emulated_cuda) -> None:
             assert torch.equal(got[2], whole[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", only_in_release(DTYPES, lambda dtype: dtype == torch.float16), ids=str
+)
 def test_vp_logprob_whole_blocks_have_the_bits_of_single_columns(emulated_cuda, dtype) -> None:
     """A tile of whole blocks and a long rest, from an aligned address and from one that is not."""
     columns = 8192 + 1000
@@ -195,7 +205,7 @@ def test_vp_logprob_whole_blocks_have_the_bits_of_single_columns(emulated_cuda, 
 
 def test_vp_logprob_is_exact_at_any_level_of_the_logits(emulated_cuda) -> None:
     with emulated_cuda("forward"):
-        assert_exact_at_any_level()
+        assert_exact_at_any_level(num_rows=50)
 
 
 def test_options_are_all_covered() -> None:

@@ -26,7 +26,7 @@ needs_tools = pytest.mark.skipif(
     NVCC is None or CUOBJDUMP is None,
     reason="no nvcc or no cuobjdump: set CUDA_HOME or install the toolkit",
 )
-ARCHITECTURES = ("sm_90a", release("sm_100a"))
+ARCHITECTURES = (release("sm_90a"), release("sm_100a"))
 IN_FLIGHT = 4
 """Loads of 16 bytes a thread."""
 

@@ -163,27 +163,29 @@ for target in targets:
         results = [run_op(case, o) for o in FEW_OPTIONS]
         torch.save([[r.loss, r.grad, r.stats, r.seq_stats] for r in results], f"{folder}/{target}.pt")
     except Exception as error:
-        print(target, error, file=sys.stderr, flush=True)
+        print(target, type(error).__name__, error, file=sys.stderr, flush=True)
     os._exit(0)
 """
 
 
 def test_instruction_sets_agree(tmp_path) -> None:
-    """AVX2 and AVX-512 add in the same order and fuse the same products; SSE cannot fuse."""
+    """AVX2 and AVX-512 add in the same order and fuse the same products; SSE cannot fuse. An unknown
+    instruction set is an error and no crash."""
     done = subprocess.run(
-        [sys.executable, "-c", AVX_CODE, str(tmp_path), *TARGETS],
+        [sys.executable, "-c", AVX_CODE, str(tmp_path), *TARGETS, "bogus"],
         env=os.environ,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "bogus ValueError MRL_CPU_TARGET: got 'bogus'" in done.stderr
     results = {}
     for target in TARGETS:
         path = tmp_path / f"{target}.pt"
         if not path.exists():
             assert target != "narrow", done.stderr
-            assert f"{target} MRL_CPU_TARGET: got" in done.stderr
+            assert f"{target} ValueError MRL_CPU_TARGET: got" in done.stderr
             continue
         results[target] = torch.load(path, weights_only=True)
     narrow = results.pop("narrow")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 
 from mrl.kernels import Clip, ImportanceWeight, KlPenalty, oracle, policy_loss, seq_logratio
 from tests.kernels.policy_cases import FEW_OPTIONS, Options, make_case, run_op
+from tests.release import only_in_release
 
 
 def op_arguments(case, o: Options) -> tuple:
@@ -27,7 +25,9 @@ def op_arguments(case, o: Options) -> tuple:
     return captured[0]
 
 
-@pytest.mark.parametrize("o", FEW_OPTIONS[::2], ids=str)
+@pytest.mark.parametrize(
+    "o", only_in_release(FEW_OPTIONS, lambda o: o not in FEW_OPTIONS[::5]), ids=str
+)
 def test_opcheck(o) -> None:
     case = make_case([3, 0, 20])
     torch.library.opcheck(torch.ops.mrl.policy_loss.default, op_arguments(case, o))
@@ -163,22 +163,6 @@ def test_tokens_need_a_sequence() -> None:
     nothing = torch.tensor([0]).int()
     with pytest.raises(ValueError, match="cu_seqlens: got no sequence for 5 tokens"):
         seq_logratio(torch.zeros(5), torch.zeros(5), torch.ones(5).bool(), nothing)
-
-
-def test_an_unknown_instruction_set_is_an_error_and_no_crash() -> None:
-    code = (
-        "import torch; from mrl.kernels import seq_logratio; x = torch.zeros(4); "
-        "seq_logratio(x, x, x > -1, torch.tensor([0, 4]).int())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "MRL_CPU_TARGET": "bogus"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "ValueError: MRL_CPU_TARGET: got 'bogus'" in done.stderr
 
 
 def test_strided_inputs_are_read_right() -> None:

@@ -128,7 +128,10 @@ def test_the_reference_is_sglangs_function() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("vocab", "num"),
-    [(1, 5000), (7, 50_000), (128, 8000), (1000, 1000), (49_152, 20), release(7, 1_000_000)],
+    [
+        *((1, 2000), (7, 10_000), (128, 2000), (1000, 200), (49_152, 5)),
+        *(release(*case) for case in ((7, 1_000_000), (128, 8000), (1000, 1000), (49_152, 20))),
+    ],
 )
 def test_many_draws_are_the_same(kind: str, vocab: int, num: int) -> None:
     rng = torch.Generator().manual_seed(vocab)
@@ -160,7 +163,7 @@ def count_open(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_near_ties_are_torchs_to_decide(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs that all but cancel the noise: last bits of logarithms choose the token."""
-    num, vocab = 3000, 40
+    num, vocab = 1500, 40
     rng = torch.Generator().manual_seed(5)
     seeds, positions = places(num, rng)
     uniform = murmur_hash32(seeds, positions, torch.arange(vocab)).double() / UINT32
@@ -175,7 +178,7 @@ def test_near_ties_are_torchs_to_decide(kind: str, monkeypatch: pytest.MonkeyPat
     opened = count_open(monkeypatch)
     check(scores, seeds, positions, are_probs=kind == "probs")
     if kind != "logprobs32":  # rounded to fp32, log-probs are not near enough to a tie
-        assert 100 < len(opened) < num
+        assert 50 < len(opened) < num
     assert torch.unique(reference(scores, seeds, positions, are_probs=kind == "probs")).numel() > 30
 
 
@@ -203,20 +206,21 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 7, 64, 130])
+@pytest.mark.parametrize(
+    ("vocab", "flush"), [*((n, False) for n in (1, 2, 7, 64, 130)), (7, True), (130, True)]
+)
 @pytest.mark.parametrize("kind", KINDS[:3])
-@pytest.mark.parametrize("flush", [False, True])
 def test_zeros_denormals_infinities_and_nan(kind: str, vocab: int, flush: bool) -> None:
     """Whole rows of each value, rows of two of them, and single ones among usual values."""
     rng = torch.Generator().manual_seed(vocab)
     dtype = torch.float64 if kind == "logprobs64" else torch.float32
     values = torch.tensor(SPECIAL[kind], dtype=dtype)
     blocks = [values[:, None].expand(-1, vocab)]
-    pairs = torch.randint(0, len(values), (400, 2), generator=rng)
-    which = torch.randint(0, 2, (400, vocab), generator=rng)
+    pairs = torch.randint(0, len(values), (100, 2), generator=rng)
+    which = torch.randint(0, 2, (100, vocab), generator=rng)
     blocks.append(values[pairs.gather(1, which)])
-    usual = make(kind, 400, vocab, rng)
-    place = torch.randint(0, vocab, (400, 1), generator=rng)
+    usual = make(kind, 100, vocab, rng)
+    place = torch.randint(0, vocab, (100, 1), generator=rng)
     blocks.append(usual.scatter(1, place, values[pairs[:, :1]]))
     scores = torch.cat(blocks)
     torch.set_flush_denormal(flush)

@@ -20,6 +20,7 @@ from parallel.model import unwrap
 from tests.parallel.layouts import build, join_mesh
 from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
+from tests.release import release
 
 
 def test_the_value_is_recorded_and_the_gradient_is_the_routers_own() -> None:
@@ -90,7 +91,7 @@ def replayed_gates(model_path: Path, recompute: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [release("qwen3_moe"), "deepseek_v3"])
 def test_with_ids_and_weights_the_routers_do_not_matter(model_type: str, tmp_path: Path) -> None:
     """Softmax, and sigmoid with bias, groups and a scale: all that a router gives is replaced."""
     path = write_tiny(model_type, tmp_path / "model")

@@ -25,6 +25,7 @@ from tests.parallel.layouts import (
 )
 from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
+from tests.release import release
 
 
 def weighed_samples(model_path: Path) -> list[Sample]:
@@ -81,7 +82,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("model_type", SIZES)
+# test_gates has the gate weights of deepseek_v3.
+@pytest.mark.parametrize("model_type", ["qwen3_moe", release("deepseek_v3")])
 def test_each_level_takes_its_part(model_type: str, tmp_path: Path) -> None:
     path = write_tiny(model_type, tmp_path / "model", **SIZES[model_type])
     found = {
@@ -109,18 +111,22 @@ def test_weights_that_nobody_captured_are_not_left_out_silently(tmp_path: Path) 
         run_ranks(1, replayed, folder=tmp_path / "out")
 
 
-def test_layouts_agree_on_weights_and_order(tmp_path: Path) -> None:
-    """Slices of sequence and context parallelism, experts on other ranks, and recompute."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, {"tensor": 2, "expert": 2}, replay="ids_order_weights"),
+        release(Layout(2, {"context": 2, "expert": 2}, replay="ids_order_weights")),
+        release(Layout(4, {"tensor": 2, "context": 2, "expert": 2}, replay="ids_order_weights")),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_layouts_agree_on_weights_and_order(layout: Layout, tmp_path: Path) -> None:
+    """Slices of sequence or context parallelism, experts on other ranks, and recompute."""
     path = write_tiny("qwen3_moe", tmp_path / "model", num_experts=8, num_experts_per_tok=3)
     samples = weighed_samples(path)
     one, many = (
-        run_ranks(layout.world, train_layout, path, layout, samples, folder=tmp_path / layout.name)[
-            0
-        ]
-        for layout in (
-            Layout(1, replay="ids_order_weights"),
-            Layout(4, {"tensor": 2, "context": 2, "expert": 2}, replay="ids_order_weights"),
-        )
+        run_ranks(each.world, train_layout, path, each, samples, folder=tmp_path / each.name)[0]
+        for each in (Layout(1, replay="ids_order_weights"), layout)
     )
     found = agreement(many, one, one["loaded"])
     assert found.replay_coverage == 1.0

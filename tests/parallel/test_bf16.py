@@ -14,6 +14,7 @@ from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.hf_config import HfModel
 from parallel.policy import Policy
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import (
     exported,
     join_mesh,
@@ -23,6 +24,11 @@ from tests.parallel.layouts import (
 )
 from tests.ranks import run_ranks
 from tests.release import release
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def exercise(

@@ -12,6 +12,7 @@ import pytest
 from mrl.config import ParallelConfig
 from parallel import connections
 from parallel.connections import choose_connections, set_connections
+from tests.release import release
 
 ALONE = ParallelConfig(expert_model_parallel_size=8)
 TENSOR = ParallelConfig(tensor_model_parallel_size=2)
@@ -61,7 +62,7 @@ def test_a_value_of_the_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert connections.VARIABLE not in os.environ
 
 
-@pytest.mark.parametrize("command", ["train", "serve"])
+@pytest.mark.parametrize("command", ["train", release("serve")])
 def test_it_is_set_before_torch_asks_for_gpus(command: str, tmp_path: Path) -> None:
     """The command ends at the first question to CUDA, and says what the environment was."""
     program = f"""

@@ -13,6 +13,7 @@ from mrl.algorithms import gspo
 from mrl.algorithms.entropy import with_entropy_bonus
 from mrl.config import AlgorithmConfig
 from mrl.types import LossOutput, MicroBatch, Sample
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import (
     CHUNK,
     TOLERANCE,
@@ -26,6 +27,11 @@ from tests.ranks import run_ranks
 from tests.release import release
 
 COEF = 0.5
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def updated(

@@ -16,9 +16,10 @@ from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.hf_config import HfModel
 from parallel.mesh import Mesh
 from parallel.policy import Policy
-from tests.parallel.conftest import make_samples
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
+from tests.release import release
 
 STEP = 1
 
@@ -67,15 +68,22 @@ def train_then_evaluate(
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("world", "sizes"), [(1, {}), (4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2})]
+    ("world", "sizes", "dtype"),
+    [
+        (1, {}, "float32"),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}, "bfloat16"),
+        release(1, {}, "bfloat16"),
+        release(4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, "float32"),
+        release(4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, "bfloat16"),
+    ],
+    ids=str,
 )
 def test_weights_are_all_that_it_holds(
     world: int, sizes: dict[str, int], dtype: str, model_path: Path, tmp_path: Path
 ) -> None:
     outs = run_ranks(
-        world, train_then_evaluate, model_path, sizes, make_samples(), dtype, tmp_path / "saved",
+        world, train_then_evaluate, model_path, sizes, few_samples(), dtype, tmp_path / "saved",
         folder=tmp_path / "out",
     )  # fmt: skip
     for out in outs:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from mrl.cli import main
 from mrl.errors import ExitCode
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.ledger import Ledger
+from tests.loop.forked import Command
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
 from tests.parallel.layouts import join_mesh
 from tests.parallel.test_critic import build as build_critic
@@ -92,17 +92,14 @@ def test_an_empty_folder_is_filled(checkpoint: Path, tmp_path: Path) -> None:
 def test_a_disk_that_runs_full_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for it; the system reports both where it writes."""
 
-    def limit() -> None:
+    def limited(arguments: list[str]) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does where it starts
         resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, DISK_BYTES))
+        main(arguments)
 
-    target = tmp_path / "new"
-    done = subprocess.run(
-        [sys.executable, "-m", "mrl", "export", str(checkpoint), str(target)],
-        capture_output=True,
-        text=True,
-        preexec_fn=limit,
-        check=False,
-    )
+    target, printed = tmp_path / "new", tmp_path.with_name(f"{tmp_path.name}.printed")
+    words = ["export", str(checkpoint), str(target)]
+    done = Command(words, os.environ, printed, entry=limited).finish(120)
     assert done.returncode == ExitCode.DISK
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"mrl: {target} could not be written: ")

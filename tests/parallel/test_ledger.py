@@ -21,7 +21,7 @@ from parallel.ledger import Ledger, memory_statistics
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
-from tests.parallel.conftest import make_samples
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
 from tests.parallel.test_critic import build as build_critic
 from tests.ranks import run_ranks
@@ -154,7 +154,7 @@ def test_every_byte_is_somewhere_and_nothing_is_lost(
 ) -> None:
     world, sizes = (2, {"expert": 2}) if distributed else (1, {})
     outs = run_ranks(
-        world, exercise, model_path, sizes, make_samples(), dtype, distributed, folder=tmp_path
+        world, exercise, model_path, sizes, few_samples(), dtype, distributed, folder=tmp_path
     )
     for out in outs:
         assert out["same"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe.routes import Replay
 from mrl.types import Sample
 from parallel.policy import Policy
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss, ready_batch
 from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
@@ -32,6 +33,12 @@ SAME_BITS: dict[str, dict[str, Any]] = {
     "messages freed": {"deallocate_pipeline_outputs": True},
 }
 """Options for two steps of the distributed optimizer on a model of dense and MoE layers."""
+IN_SHORT = (
+    "parameters while the forward pass runs",
+    "norms and dense layers again",
+    "experts and their router again",
+)
+"""What `make test` takes of them: the first has the overlap of the gradients too."""
 OTHER_SUMS = {
     "gradients while the backward pass runs": 1e-6,
     "parameters while the forward pass runs": 1e-6,
@@ -41,6 +48,11 @@ OTHER_SUMS = {
 norm; and the gradients of a norm's two readers are added up before they reach its input."""
 
 
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
+
+
 def steps(policy: Policy, mesh: Any, samples: list[Sample]) -> list[dict[str, Tensor]]:
     """The weights after each of two updates, with a pass without gradients before and in between.
 
@@ -48,7 +60,7 @@ def steps(policy: Policy, mesh: Any, samples: list[Sample]) -> list[dict[str, Te
     before it is reduced, which only holds where just the last micro-batch counts (`no_sync`).
     """
     weights = []
-    for part in (samples[:6], samples):
+    for part in (samples[:3], samples):
         batch, _ = ready_batch(policy, mesh, part)
         policy.train_step(batch, loss, Replay.rollout)
         weights.append(exported(policy))
@@ -56,7 +68,11 @@ def steps(policy: Policy, mesh: Any, samples: list[Sample]) -> list[dict[str, Te
 
 
 def compare_all(
-    model_path: Path, sizes: dict[str, int], samples: list[Sample], dtype: str
+    model_path: Path,
+    sizes: dict[str, int],
+    samples: list[Sample],
+    dtype: str,
+    names: tuple[str, ...],
 ) -> dict[str, float]:
     """Relative distance from the plain run, by option set, one after the other in one process."""
     mesh = join_mesh(model_path, sizes)
@@ -66,26 +82,32 @@ def compare_all(
         return steps(policy, mesh, samples)
 
     plain = run({})
-    return {name: max(map(distance, run(options), plain)) for name, options in SAME_BITS.items()}
+    return {name: max(map(distance, run(SAME_BITS[name]), plain)) for name in names}
 
 
 @pytest.mark.parametrize(
-    ("world", "sizes", "dtype"),
+    ("world", "sizes", "dtype", "names"),
     [
-        (2, {}, "bfloat16"),
-        release(4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "float32"),
+        (2, {}, "bfloat16", IN_SHORT),
+        release(2, {}, "bfloat16", tuple(SAME_BITS)),
+        release(
+            4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "float32", tuple(SAME_BITS)
+        ),
     ],
-    ids=["DP2 bf16", "PP2xVPP2xEP2"],
+    ids=["DP2 bf16", "DP2 bf16, all", "PP2xVPP2xEP2, all"],
 )
 def test_the_same_bits(
     world: int,
     sizes: dict[str, int],
     dtype: str,
+    names: tuple[str, ...],
     model_path: Path,
     samples: list[Sample],
     tmp_path: Path,
 ) -> None:
-    for out in run_ranks(world, compare_all, model_path, sizes, samples, dtype, folder=tmp_path):
+    arguments = (model_path, sizes, samples, dtype, names)
+    for out in run_ranks(world, compare_all, *arguments, folder=tmp_path):
+        assert out.keys() == set(names)
         assert all(found <= OTHER_SUMS.get(name, 0.0) for name, found in out.items()), out
 
 

@@ -21,12 +21,18 @@ from parallel.muon_setup import is_matrix
 from parallel.optimizer_state import optimizer_shards
 from parallel.owners import assign
 from parallel.policy import Policy
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, saved_and_resumed
 from tests.parallel.models import write_tiny
 from tests.ranks import run_ranks
 from tests.release import release
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def muon(parameter: Tensor, dtype: torch.dtype, matrix: Matrix = Matrix(), **keys: Any) -> Muon:  # noqa: B008

@@ -16,6 +16,7 @@ from mrl.types import Sample
 from parallel.model import unwrap
 from parallel.optimizer_state import get_step, optimizer_shards
 from parallel.policy import Policy
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import Layout, build, join_mesh, loss, ready_batch
 from tests.ranks import run_ranks
 from tests.release import release
@@ -30,6 +31,11 @@ LAYOUTS = [
 ]
 BAD = 1
 """The micro-batch that overflows, counted from 0."""
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def state_of(policy: Policy) -> list[Tensor]:

@@ -14,6 +14,7 @@ from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.optimizer import torch_adams, use_fused_kernels
 from parallel.optimizer_state import optimizer_shards
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, saved_and_resumed
 from tests.ranks import run_ranks
 from tests.release import release
@@ -31,7 +32,12 @@ VARIANTS: dict[str, Variant] = {
 ROUNDED = ("bf16 gradients",)
 
 
-IN_SHORT = ("fp32", "bf16 weights")
+IN_SHORT = ("bf16 weights",)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def exercise(

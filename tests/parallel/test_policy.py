@@ -20,10 +20,16 @@ from mrl.types import NATIVE_ROUTE, LossOutput, MicroBatch, Sample, TrainBatch
 from parallel.hf_config import HfModel
 from parallel.packing import pack
 from tests.parallel.conftest import weighted
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, exported, join_mesh
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.8  # of layouts.build
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def packed(samples: list[Sample]) -> MicroBatch:

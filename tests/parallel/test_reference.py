@@ -22,7 +22,8 @@ from parallel.hf_config import HfModel
 from parallel.mesh import Mesh
 from parallel.policy import Policy, with_old_logprobs, with_ref_logprobs
 from parallel.reduce import reduce_statistics
-from tests.parallel.conftest import make_samples, write_model
+from tests.parallel.conftest import write_model
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import exported, join_mesh
 from tests.ranks import run_ranks
 from tests.release import release
@@ -125,7 +126,7 @@ def exercise(
 @pytest.fixture(scope="module")
 def one_process(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("reference")
-    return run_ranks(1, exercise, model_path, {}, make_samples(), folder / "c", folder=folder)[0]
+    return run_ranks(1, exercise, model_path, {}, few_samples(), folder / "c", folder=folder)[0]
 
 
 def test_the_reference_is_the_start_and_stays_it(one_process: dict[str, Any]) -> None:
@@ -138,7 +139,7 @@ def test_the_reference_is_the_start_and_stays_it(one_process: dict[str, Any]) ->
 def test_stages_give_the_numbers_of_one_process(
     sizes: dict[str, int], model_path: Path, one_process: dict[str, Any], tmp_path: Path
 ) -> None:
-    arguments = (model_path, sizes, make_samples(), tmp_path / "c")
+    arguments = (model_path, sizes, few_samples(), tmp_path / "c")
     outs = run_ranks(math.prod(sizes.values()), exercise, *arguments, folder=tmp_path)
     for mine, theirs in zip(outs[0]["steps"], one_process["steps"], strict=True):
         for key in ("kl/ref", "grad_norm", "loss/policy"):
@@ -166,7 +167,7 @@ def gradients_of_the_penalty(model_path: Path, samples: list[Sample]) -> list[fl
 
 
 def test_the_penalty_reaches_the_gradient(model_path: Path, tmp_path: Path) -> None:
-    run = run_ranks(1, gradients_of_the_penalty, model_path, make_samples(), folder=tmp_path)
+    run = run_ranks(1, gradients_of_the_penalty, model_path, few_samples(), folder=tmp_path)
     penalty, advantage = run[0]
     assert penalty > 1e-3
     assert penalty == pytest.approx(advantage, rel=1e-6)
@@ -199,7 +200,7 @@ def test_another_folder_as_reference_and_bf16_main_parameters(
     model_path: Path, tmp_path: Path
 ) -> None:
     other = write_model(tmp_path / "other", initializer_range=0.1)
-    for out in run_ranks(2, half_precision, model_path, other, make_samples(), folder=tmp_path):
+    for out in run_ranks(2, half_precision, model_path, other, few_samples(), folder=tmp_path):
         assert out["same"]
         assert out["other"]
 

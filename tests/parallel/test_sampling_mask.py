@@ -22,12 +22,18 @@ from parallel.forward import HeadInput
 from parallel.logprobs import LogprobHead, chunked_logprobs
 from parallel.packing import WeightedSample, pack
 from parallel.pass_output import PassOutput
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import CHUNK, TOLERANCE, build, distance, exported, join_mesh, loss
 from tests.parallel.layouts import ready_batch as ready
 from tests.ranks import run_ranks
 from tests.release import release
 
 VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return few_samples()
 
 
 def masked(sample: Sample, vocab: int, seed: int) -> Sample:

@@ -57,7 +57,7 @@ TOLERANCE = 1e-6
 TP2, PP2 = {"tensor": 2}, {"pipeline": 2}
 LAYOUTS = [
     Layout(1),
-    Layout(2, PP2),
+    release(Layout(2, PP2)),
     release(Layout(1, recompute=False)),
     release(Layout(2)),
     release(Layout(2, TP2)),
@@ -324,7 +324,7 @@ def logprobs(model_path: Path, true_on_policy: bool) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("true_on_policy", [True, False])
+@pytest.mark.parametrize("true_on_policy", [True, release(False)])
 def test_log_probs_do_not_depend_on_who_shares(
     true_on_policy: bool, model_path: Path, tmp_path: Path
 ) -> None:

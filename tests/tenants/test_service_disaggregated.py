@@ -66,6 +66,7 @@ def service(model: Path, tmp_path: Path) -> Service:
     return made
 
 
+@pytest.mark.release
 def test_a_tenant_trains_while_the_engine_is_a_step_ahead(service: Service) -> None:
     service.add("bob", num_steps=3, **AHEAD["bob"])
     service.run()

@@ -103,10 +103,8 @@ def drop(trainer: SessionTrainer, tokens: list[int], refused: Callable[..., None
         else:
             refused(InputError, "drop_gradients", reason=reason)
         refused(InputError, "optim_step")
-    large = {"tokens": tokens, "weight": 1e17}
-    for _ in range(
-        40
-    ):  # their norms are finite, and so are the numbers of their sum, but not its norm
+    large = {"tokens": tokens, "weight": 3e17}
+    for _ in range(12):  # their norms are finite, and the numbers of their sum, but not its norm
         operation(trainer, "forward_backward", loss="cross_entropy", sequences=[large])
     refused(NotFinite, "optim_step")
 

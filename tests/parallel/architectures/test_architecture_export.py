@@ -14,11 +14,12 @@ from moe.routes import Replay
 from mrl.cli import main
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
+from tests.parallel import models
 from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, replay_of
 from tests.parallel.models import SETTINGS, checkpoint_tensors, tiny_samples, write_tiny
 from tests.parallel.test_policy import TEMPERATURE, packed
 from tests.ranks import run_ranks
-from tests.release import only_in_release
+from tests.release import release
 
 SPARSE = (8, {"tensor": 2, "pipeline": 2, "expert": 2})
 DENSE = (4, {"tensor": 2, "pipeline": 2})
@@ -45,15 +46,24 @@ def takes_over(folder: Path, samples: list[Sample], written: Path, root: Path) -
     }
 
 
-IN_SHORT = ("qwen3_moe", "deepseek_v3")
-"""`make test` writes back the others from ranks in test_architectures.py."""
+SHORT = (2, {"tensor": 2, "expert": 2})
+"""`make test` exports a model of qwen3_moe from four ranks in test_hf_export.py, and writes back every
+architecture in test_architectures.py."""
 
 
-@pytest.mark.parametrize("model_type", only_in_release(SETTINGS, lambda name: name not in IN_SHORT))
-def test_export_from_a_layout_equals_that_from_one_process(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        ("deepseek_v3", SHORT),
+        *(release(name, DENSE if name in models.DENSE else SPARSE) for name in SETTINGS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value[0]} ranks",
+)
+def test_export_from_a_layout_equals_that_from_one_process(
+    model_type: str, layout: tuple[int, dict[str, int]], tmp_path: Path
+) -> None:
     base = write_tiny(model_type, tmp_path / "base")
-    samples = tiny_samples(base)
-    world, sizes = SPARSE if samples[0].routing is not None else DENSE
+    samples, (world, sizes) = tiny_samples(base), layout
     many, one = tmp_path / "many", tmp_path / "one"
     arguments = (base, sizes, samples, many)
     live = run_ranks(world, trains, *arguments, folder=tmp_path / "out")[0]

@@ -30,7 +30,8 @@ from parallel.lora.weights import LoraSetup
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from tests.parallel.checkpoint.test_hf_export import read
-from tests.parallel.conftest import make_samples, write_model
+from tests.parallel.conftest import write_model
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, drained, exported, join_mesh, loss, ready_batch
 from tests.parallel.lora.exchange import assert_same, make_adapter
 from tests.ranks import run_ranks
@@ -95,7 +96,7 @@ def loads(
 def save(
     path: Path, root: Path, experts: Experts, world: int = 1, dtype: str = "float32"
 ) -> dict[str, Any]:
-    args = (path, EIGHT if world == 8 else {}, experts, dtype, root, make_samples())
+    args = (path, EIGHT if world == 8 else {}, experts, dtype, root, few_samples())
     return run_ranks(world, saves, *args, folder=root / "out")[0]
 
 
@@ -121,7 +122,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_goes_on(
     experts: Experts, dtype: str, base: Path, saved: Saved, tmp_path: Path
 ) -> None:
     root, out = saved(experts, dtype)
-    args = (base, {}, experts, dtype, root, make_samples())
+    args = (base, {}, experts, dtype, root, few_samples())
     again = run_ranks(1, loads, *args, folder=tmp_path / "again")[0]
     assert_same(again["saved"], out["saved"])
     assert_same(again["next"], out["next"])
@@ -134,7 +135,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_goes_on(
 def test_a_checkpoint_loads_at_another_layout(experts: Experts, base: Path, tmp_path: Path) -> None:
     out = save(base, tmp_path, experts, world=8)
     for world, sizes in ((1, {}), (4, {"tensor": 2, "expert": 2, "expert_tensor": 2})):
-        args = (base, sizes, experts, "float32", tmp_path, make_samples())
+        args = (base, sizes, experts, "float32", tmp_path, few_samples())
         again = run_ranks(world, loads, *args, folder=tmp_path / f"again{world}")[0]
         assert_same(again["saved"], out["saved"])
         for name, own in again["next"].items():
@@ -226,7 +227,7 @@ def test_an_adapter_of_eight_ranks_is_exported_like_that_of_one(base: Path, tmp_
 def test_only_its_own_base_is_merged_with_an_adapter(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root, _ = saved("none", "float32")
+    root, _ = saved("shared_outer", "float32")
     other = write_model(tmp_path / "other", vocab_size=128, rms_norm_eps=1e-3)
     arguments = ["export", str(root), str(tmp_path / "merged"), "--merged"]
     with pytest.raises(SystemExit) as error:
@@ -287,13 +288,13 @@ def test_checkpoints_of_another_kind_are_refused(base: Path, tmp_path: Path) -> 
 
 
 def test_they_are_refused_before_the_start_too(base: Path, saved: Saved, tmp_path: Path) -> None:
-    root, _ = saved("none", "float32")
-    adapter = make_adapter(HfModel.read(base), "none")
+    root, _ = saved("shared_outer", "float32")
+    adapter = make_adapter(HfModel.read(base), "shared_outer")
     folder = RunFolder(root)
     check_adapter(folder, adapter)
     with pytest.raises(InputError, match="iter_0000002 holds a LoRA adapter of rank 3 alone, and"):
         check_adapter(folder, None)
-    other = make_adapter(HfModel.read(base), "none", rank=4)
+    other = make_adapter(HfModel.read(base), "shared_outer", rank=4)
     with pytest.raises(InputError, match="another LoRA adapter: rank 3 there, 4 here; give"):
         check_adapter(folder, other)
     check_adapter(RunFolder(tmp_path / "new"), None)

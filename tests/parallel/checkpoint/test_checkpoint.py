@@ -29,7 +29,8 @@ from parallel.checkpoint.sharded_state import state_shards
 from parallel.optimizer_state import optimizer_shards
 from tests.parallel.checkpoint.test_checkpoint_failures import before_shares
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
-from tests.parallel.conftest import make_samples, write_model
+from tests.parallel.conftest import write_model
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import join_mesh, loss, ready_batch
 from tests.ranks import run_ranks, start_fork
 
@@ -226,7 +227,7 @@ def trains_on(model_path: Path, samples: list[Sample], root: Path) -> dict[str, 
 
 
 def test_training_goes_on_while_a_save_is_in_flight(model_path: Path, tmp_path: Path) -> None:
-    out = run_ranks(2, trains_on, model_path, make_samples(), tmp_path, folder=tmp_path / "o")[0]
+    out = run_ranks(2, trains_on, model_path, few_samples(), tmp_path, folder=tmp_path / "o")[0]
     assert out["named"] == [False, True, False]
     assert out["apart"]
     assert out["num"] > 100

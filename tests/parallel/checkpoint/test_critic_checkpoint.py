@@ -19,7 +19,7 @@ from parallel.critic import Critic
 from parallel.hf_config import HfModel
 from parallel.mesh import Mesh
 from parallel.policy import Policy
-from tests.parallel.conftest import make_samples
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, join_mesh, loss, ready_batch
 from tests.parallel.test_critic import loss as value_loss
 from tests.ranks import run_ranks
@@ -85,7 +85,7 @@ def test_both_come_back_bit_for_bit(
     layout: tuple[int, dict[str, int]], model_path: Path, tmp_path: Path
 ) -> None:
     root, again = tmp_path / "saved", tmp_path / "again"
-    run_ranks(1, save, model_path, make_samples(), root, folder=tmp_path / "a")
+    run_ranks(1, save, model_path, few_samples(), root, folder=tmp_path / "a")
     world, sizes = layout
     outs = run_ranks(world, load, model_path, sizes, root, again, folder=tmp_path / "b")
     assert all(out["steps"] == [1, 2] for out in outs)
@@ -125,4 +125,4 @@ def moves(model_path: Path, samples: list[Sample]) -> None:
 
 
 def test_a_critic_leaves_the_device_with_the_policy(model_path: Path, tmp_path: Path) -> None:
-    run_ranks(1, moves, model_path, make_samples(), folder=tmp_path)
+    run_ranks(1, moves, model_path, few_samples(), folder=tmp_path)

@@ -23,6 +23,7 @@ from tests.parallel.checkpoint.test_fp8_folders import in_fp8, tensors_of
 from tests.parallel.layouts import build, join_mesh
 from tests.parallel.models import write_tiny
 from tests.ranks import run_ranks
+from tests.release import release
 
 
 def written(model_type: str, folder: Path) -> Path:
@@ -48,7 +49,7 @@ def values_of(folder: Path) -> dict[str, Tensor]:
         return {name: tensors[name] for name in tensors.names}
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [release("qwen3_moe"), "deepseek_v3"])
 def test_an_fp8_model_is_exported_with_the_bits_it_had(model_type: str, tmp_path: Path) -> None:
     source, run = in_fp8(written(model_type, tmp_path)), tmp_path / "run"
     given, values = tensors_of(source), values_of(source)

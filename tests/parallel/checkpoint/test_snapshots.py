@@ -22,7 +22,7 @@ from parallel.checkpoint.snapshots import Snapshots
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from tests.parallel.checkpoint.test_checkpoint_layouts import build, loss, next_step, ready_batch
-from tests.parallel.conftest import make_samples
+from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import join_mesh
 from tests.ranks import run_ranks
 from tests.release import release
@@ -109,7 +109,7 @@ def loaded(
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    return make_samples()
+    return few_samples()
 
 
 @pytest.fixture(scope="module")

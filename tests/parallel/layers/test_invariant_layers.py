@@ -49,7 +49,7 @@ def logprobs(
     return tables
 
 
-PACKINGS = [[3], [0, 3, 7, 1], [1, 3], [2, 4, 5, 6, 3]]
+PACKINGS = [[3], [0, 3, 6, 1], [1, 3], [2, 4, 5, 6, 3]]
 
 
 @pytest.fixture(scope="module")

@@ -44,18 +44,18 @@ TENANTS = {
     "a": Tenant(
         LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj")),
         adam(weight_decay=0.01, clip_grad=0.05),
-        1, 0.8, Replay.rollout, slice(0, 6),
+        1, 0.8, Replay.rollout, slice(0, 3),
     ),
     "b": Tenant(
         LoraConfig(rank=3, alpha=6, experts="shared_outer", init="gaussian"),
         adam(lr=3e-3, lr_warmup_steps=2, clip_grad=0.0),
-        2, 1.0, Replay.off, slice(3, 9),
+        2, 1.0, Replay.off, slice(2, 5),
         MoeConfig(aux_loss_coeff=0.01, z_loss_coeff=0.001),
     ),
     "c": Tenant(
         LoraConfig(rank=8, alpha=4, targets=("o_proj",), experts="per_expert"),
         adam(adam_beta2=0.9, use_distributed_optimizer=True),
-        3, 0.6, Replay.rollout, slice(6, 13),
+        3, 0.6, Replay.rollout, slice(3, 7),
         megatron={"overlap_grad_reduce": True, "overlap_param_gather": True},
     ),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from tests.parallel.lora.tenants import differences, make, make_base, state, ste
 from tests.parallel.models import tiny_samples, write_tiny
 from tests.ranks import run_ranks
 
-STEPS = {"a": 3, "b": 4, "c": 3, "a2": 1}
+STEPS = {"a": 2, "b": 3, "c": 2, "a2": 1}
 """Names of policies, which begin with that of their tenant, and how many steps each takes."""
 
 
