@@ -201,6 +201,15 @@ def load_oracle(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def moe_layers(model: Any) -> tuple[int, ...]:
+    """Return the numbers, from 1, of the layers of a transformers model that have experts."""
+    return tuple(
+        number
+        for number, layer in enumerate(model.model.layers, start=1)
+        if any(name.endswith("experts") for name, _ in layer.named_modules())
+    )
+
+
 def score(model: Any, ids: Tensor, prompt_len: int, temperature: float, least: int = 0):
     """transformers' log-probs f32[T - P] of the completion and its routes i64[T-1, L, K], which are
     empty for a dense model. The first `least` tokens of the completion could not be the end of the
