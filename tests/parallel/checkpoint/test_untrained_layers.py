@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.cli import main
+from mrl.errors import InputError
+from parallel.checkpoint import hf_export
 from parallel.checkpoint.checkpoints import Checkpoints
 from tests.parallel.layouts import build, join_mesh
 from tests.parallel.models import write_tiny
@@ -56,3 +58,20 @@ def test_an_export_has_the_layers_of_the_base(
     main(["export", str(root / "iter_0000001"), str(tmp_path / "without")])
     assert "untrained" not in capsys.readouterr().out
     assert load_file(next((tmp_path / "without").glob("*.safetensors"))).keys() == given.keys()
+
+
+def test_a_missing_file_of_the_base_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, root = write_tiny("glm4_moe", tmp_path / "base"), tmp_path / "checkpoints"
+    run_ranks(1, saves, base, root, folder=tmp_path / "out")
+    names = dict.fromkeys(load_file(base / "model.safetensors"), "model.safetensors")
+    index = {"weight_map": names | dict.fromkeys(MTP, "mtp.safetensors")}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    written: list[str] = []
+    monkeypatch.setattr(hf_export, "write_safetensors", lambda *_: written.append("weights"))
+    with pytest.raises(InputError, match=r"lists mtp\.safetensors, which is not there"):
+        hf_export.export_checkpoint(
+            root / "iter_0000001", tmp_path / "hf", base=None, max_bytes=1 << 30, notes={}
+        )
+    assert not written
