@@ -283,6 +283,6 @@ def _seconds(*values: float | None) -> str:
 
 
 def _shown(text: str) -> str:
-    from mrl.run.console import escape
+    from mrl.system.printable import escape
 
     return escape(text)
