@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(ExitCode.BROKEN_PIPE)
+    except KeyboardInterrupt:  # before the command began, or when it was over
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 def _flush(*, is_done: bool) -> None:

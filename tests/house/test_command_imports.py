@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from mrl.cli import main
+
 HEAVY = ("torch", "megatron", "sglang", "transformers", "numpy", "pyarrow", "starlette")
 """Packages whose import takes a noticeable time."""
 NOT_FOR_HELP = (*HEAVY, "pydantic", "yaml", "rich", "jinja2", "http.client")
@@ -53,3 +57,16 @@ def test_help_and_bad_input_import_little(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     reports = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
     assert reports == [[words, code, []] for words, code, _ in wanted], done.stderr
+
+
+def test_ctrl_c_before_a_command_begins_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mrl.cli._parse", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["view", "run"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == ""
