@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.cli import main
-from mrl.errors import InputError
 from parallel.checkpoint import hf_export
 from parallel.checkpoint.checkpoints import Checkpoints
 from tests.parallel.layouts import build, join_mesh
@@ -38,6 +37,7 @@ def test_an_export_has_the_layers_of_the_base(
     mtp: dict[str, torch.Tensor],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base, root = write_tiny(model_type, tmp_path / "base"), tmp_path / "checkpoints"
     config = json.loads((base / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -59,19 +59,10 @@ def test_an_export_has_the_layers_of_the_base(
     assert "untrained" not in capsys.readouterr().out
     assert load_file(next((tmp_path / "without").glob("*.safetensors"))).keys() == given.keys()
 
-
-def test_a_missing_file_of_the_base_is_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, root = write_tiny("glm4_moe", tmp_path / "base"), tmp_path / "checkpoints"
-    run_ranks(1, saves, base, root, folder=tmp_path / "out")
-    names = dict.fromkeys(load_file(base / "model.safetensors"), "model.safetensors")
-    index = {"weight_map": names | dict.fromkeys(MTP, "mtp.safetensors")}
-    (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    written: list[str] = []
-    monkeypatch.setattr(hf_export, "write_safetensors", lambda *_: written.append("weights"))
-    with pytest.raises(InputError, match=r"lists mtp\.safetensors, which is not there"):
-        hf_export.export_checkpoint(
-            root / "iter_0000001", tmp_path / "hf", base=None, max_bytes=1 << 30, notes={}
-        )
-    assert not written
+    # A file that is missing is found before anything is written.
+    names = dict.fromkeys(given, "model.safetensors") | dict.fromkeys(mtp, "mtp.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    monkeypatch.setattr(hf_export, "new_folder", lambda _: pytest.fail("a folder is made"))
+    with pytest.raises(SystemExit):
+        main(["export", str(root / "iter_0000001"), str(tmp_path / "missing")])
+    assert "lists mtp.safetensors, which is not there" in capsys.readouterr().err
