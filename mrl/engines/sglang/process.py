@@ -22,7 +22,7 @@ from mrl.engines.base import PORT_CLASH
 from mrl.engines.sglang.cause import cause
 from mrl.engines.sglang.leftovers import kill_session, session_processes, shared_memory_files
 from mrl.system.proc import is_stopped
-from mrl.system.processes import children_without_usr1
+from mrl.system.processes import children_without_usr1, deferring_interrupts
 from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
@@ -234,6 +234,10 @@ class ServerProcess:
         popen = self._popen
         if popen is None:
             return
+        with deferring_interrupts():
+            self._stop(popen)
+
+    def _stop(self, popen: subprocess.Popen[bytes]) -> None:
         atexit.unregister(self.stop)
         self.note_shared_memory()
         popen.terminate()
