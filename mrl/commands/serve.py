@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -155,7 +156,9 @@ def _serve(
                 from mrl.tinker.server import TinkerServer
 
                 pairs.append(("tinker", undo.enter_context(TinkerServer(registry)).address))
-            console.pairs([*pairs, ("placement", roles.describe())])
+            pairs.append(("placement", roles.describe()))
+            add = f"mrl tenants add RECIPE --service {shlex.quote(str(registry.root))}"
+            console.pairs([*pairs, ("next", add)])
             made.append(build_service(config, roles, mesh, registry, control.publish))
             if (membership := made[0].membership) is not None:
                 control.manage(membership)

@@ -127,7 +127,7 @@ def run_list(args: argparse.Namespace) -> None:
     ]
     if rows:
         head = ("name", "state", "steps", "weight", "reward", "trainer", "waits", "run or reason")
-        console.table(f"{len(rows)} tenants", head, rows)
+        console.table(f"{len(rows)} tenant(s)", head, rows)
     else:
         print(f"there are no tenants; add one: mrl tenants add RECIPE{_service_option(args)}")
     if note:
