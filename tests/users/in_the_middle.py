@@ -92,7 +92,7 @@ def reward_begins_to_fail(user: User) -> str:
         said += [line for line in done.stderr.splitlines() if line.startswith("mrl: ")]
         assert "first_char.jsonl:" in said[-1]
     wrong = user.mrl("train", user.folder / "run", code=2)  # before an engine starts
-    assert "failed (no answer in 1 s" in wrong
+    assert "failed (no answer within 1 s" in wrong
     mode.write_text("good")
     user.mrl("train", user.folder / "run")
     return f"{' | '.join(said)} | {wrong} | {same_bits(user, 'whole', 'run')}"
