@@ -32,7 +32,7 @@ from benchmarks.evidence.catalog import target_of
 from benchmarks.evidence.result import finish, provenance, summary, write_result
 from benchmarks.fault_table.base import DATA, RECIPE
 from mrl.config import load_recipe
-from mrl.data import PromptCursor
+from mrl.data.cursor import PromptCursor
 from mrl.diagnosis.tokens import load_tokens
 from mrl.drill.job import Job, Unexpected, kill, num_rows
 from mrl.preflight import check

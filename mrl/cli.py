@@ -19,9 +19,8 @@ from typing import NoReturn
 from mrl.commands import ALL
 from mrl.commands.foreign_commands import hint_for
 from mrl.errors import ExitCode, InputError, RunFailed
-from mrl.jobs.report import show
-from mrl.run.console import escape
 from mrl.system.disk import refusal
+from mrl.system.printable import escape
 from mrl.system.streams import open_missing, silence_unwritable
 from mrl.system.threads import compute_with_one_thread
 from mrl.version import __version__
@@ -46,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(ExitCode.BROKEN_PIPE)
+    except KeyboardInterrupt:  # before the command began, or when it was over
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 def _flush(*, is_done: bool) -> None:
@@ -83,6 +84,8 @@ def _run(argv: list[str] | None) -> None:
         _print_error(f"mrl: {'' if rank == '0' else f'[rank {rank}] '}{escape(str(error))}")
         sys.exit(ExitCode.BAD_INPUT)
     except RunFailed as error:
+        from mrl.jobs.report import show
+
         with suppress(OSError):  # standard error itself may be unwritable
             if not show(error):
                 _print_error(f"mrl: {escape(str(error))}")
@@ -96,6 +99,8 @@ def _run(argv: list[str] | None) -> None:
         if args.only_reads and isinstance(error, OSError) and error.filename is not None:
             _print_error(f"mrl: {escape(os.fsdecode(error.filename))}: {error.strerror}")
             sys.exit(ExitCode.BAD_INPUT)
+        from mrl.jobs.report import show
+
         with suppress(OSError):
             traceback.print_exception(error)
             show(error)

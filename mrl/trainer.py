@@ -289,7 +289,7 @@ class Trainer:
             self.collector.sync(self.policy, self.step)
 
     def _progress(self, text: str) -> AbstractContextManager[None]:
-        return console.progress(text) if self.is_main else nullcontext()
+        return console.progress(text, name=self.name) if self.is_main else nullcontext()
 
     def _write_rollouts(self, groups: list[SampleGroup]) -> None:
         """Write rollouts/step_*.jsonl and, with `debug.save_rollouts`, all tensors. A collective."""

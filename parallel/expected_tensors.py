@@ -15,6 +15,7 @@ from mrl.errors import InputError
 from parallel.architectures.base import Rule
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, shape_in_words
+from parallel.stacked import stored_names
 
 Shape = tuple[int, ...]
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -180,7 +181,7 @@ def check_tensors(model: HfModel, tensors: HfTensors, may_lack: Collection[str] 
                 f"model.path: {model.path}: {name} is stored as {tensors.dtype(name)}, expected one of "
                 f"{', '.join(FLOATS)}; convert the checkpoint to bf16 first"
             )
-    if missing:
+    if missing := stored_names(model, missing):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(
             f"model.path: {model.path} has no tensor {missing[0]}{more}, which config.json means; "

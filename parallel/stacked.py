@@ -50,6 +50,18 @@ def slices_of(model: HfModel, stored: Collection[str]) -> dict[str, Slice]:
     return found
 
 
+def stored_names(model: HfModel, missing: Collection[str]) -> list[str]:
+    """Return the names of tensors that a checkpoint lacks, as its files would name them: a stacked
+    tensor stands for its weights if all of them are missing."""
+    stored = {}
+    for stacked, layer in _of_layers(model):
+        experts = range(model.sizes.num_experts)
+        own = [part.format(layer=layer, expert=e) for part in stacked.parts for e in experts]
+        if set(own).issubset(missing):
+            stored |= dict.fromkeys(own, stacked.name.format(layer=layer))
+    return list(dict.fromkeys(stored.get(name, name) for name in missing))
+
+
 def stored_tensors(
     tensors: Iterable[tuple[str, Tensor]], model: HfModel
 ) -> Iterator[tuple[str, Tensor]]:

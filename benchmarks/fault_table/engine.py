@@ -28,7 +28,8 @@ import psutil
 
 from benchmarks.fault_table.base import RECIPE, ROOT
 from mrl.config import load_recipe
-from mrl.data import PromptCursor, read_prompts
+from mrl.data.cursor import PromptCursor
+from mrl.data.reader import read_prompts
 from mrl.drill import Row
 from mrl.drill.job import open_ports
 from mrl.preflight import load_tokenizer

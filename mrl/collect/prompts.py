@@ -7,7 +7,7 @@ from typing import Any
 
 from mrl.collect.backlog import Backlog, StepPrompts
 from mrl.collect.base import Assignment, Pool
-from mrl.data import PromptCursor
+from mrl.data.cursor import PromptCursor
 from mrl.preflight import Plan
 from mrl.run.pending_prompts import PendingPrompt, pending_state
 from mrl.system.clock import Clock

@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.algorithms import load_algorithm, traits
 from mrl.config import dump_recipe
 from mrl.errors import InputError
-from mrl.preflight.algorithm import check_critic_stays
-from mrl.preflight.schedule import with_decay
 from mrl.run.changes import Change, check_allowed
 from mrl.run.contents import contents_of
 from mrl.run.folder import RunFolder, as_lines
@@ -58,6 +55,11 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
             f"train.num_epochs={recipe.train.num_epochs:g}: a branch needs a number of steps, counted "
             "from the start of its parent; give train.num_steps"
         )
+    # They import torch, which bad input above does not need.
+    from mrl.algorithms import load_algorithm, traits
+    from mrl.preflight.algorithm import check_critic_stays
+    from mrl.preflight.schedule import with_decay
+
     recipe = with_decay(recipe)
     contents = contents_of(recipe)
     changes = changes_to(parent, recipe, contents, step)

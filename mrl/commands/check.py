@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
 from mrl.errors import InputError
 
@@ -105,6 +103,8 @@ def run(args: argparse.Namespace) -> None:
     for name in ("gpu", "prompt_len", "host_memory", "response_len", "measured"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} needs --plan; add it")
+    import torch
+
     from mrl.preflight import check
     from mrl.preflight.hints import hints
     from mrl.preflight.ranks import check_ranks

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mrl.engine_pool.elastic.client import NobodyAnswers, ask_engines
 from mrl.errors import RunFailed
 
 POLL_S = 0.5
@@ -55,6 +54,7 @@ def _add_action(actions: Any, name: str, run: Any, text: str) -> Any:
 
 
 def run_list(args: argparse.Namespace) -> None:
+    from mrl.engine_pool.elastic.client import ask_engines
     from mrl.run import console
 
     found = ask_engines(args.folder, "GET", "/engines")
@@ -77,6 +77,8 @@ def run_list(args: argparse.Namespace) -> None:
 
 
 def run_add(args: argparse.Namespace) -> None:
+    from mrl.engine_pool.elastic.client import ask_engines
+
     body: dict[str, Any] = {"count": args.count}
     if args.host is not None:
         body["host"] = args.host
@@ -110,6 +112,8 @@ def _serves(folder: Path, number: int) -> bool:
 
 
 def run_remove(args: argparse.Namespace) -> None:
+    from mrl.engine_pool.elastic.client import ask_engines
+
     found = ask_engines(args.folder, "DELETE", f"/engines/{args.number}", {"now": args.now})
     if args.no_wait and not _has_left(found, args.number):
         print(f"engine {args.number} leaves")
@@ -123,6 +127,8 @@ def run_remove(args: argparse.Namespace) -> None:
 def _look_again(folder: Path) -> dict[str, Any]:
     """Return the engines of a job that has answered before. Raises RunFailed if it does not answer any
     more."""
+    from mrl.engine_pool.elastic.client import NobodyAnswers, ask_engines
+
     try:
         return ask_engines(folder, "GET", "/engines")
     except NobodyAnswers:

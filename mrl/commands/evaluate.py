@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from typing import Any
 
 from mrl.commands.recipe_arguments import add_recipe, read_recipe
-from mrl.jobs.evaluate import evaluate_recipe
+from mrl.errors import InputError
 from mrl.system.processes import die_with_torchrun
+
+STEP_KEYS = ("step", "checkpoint_step", "iteration", "iter")
+"""Words that users give as a key of the recipe, and that mean `--step`."""
 
 
 def add_to(commands: Any) -> None:
@@ -30,7 +34,9 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     die_with_torchrun()
+    _refuse_other_spellings(args)
     recipe = read_recipe(args)
+    from mrl.jobs.evaluate import evaluate_recipe
     from mrl.run import console
     from parallel.mesh import destroy_mesh, world_size
 
@@ -40,3 +46,15 @@ def run(args: argparse.Namespace) -> None:
         what = f"the weights after {step} steps" if step else recipe.model.path
         print(f"evaluated {what}; samples: {samples}")
     destroy_mesh()
+
+
+def _refuse_other_spellings(args: argparse.Namespace) -> None:
+    """Raise InputError if the step is given as a key (`step=20`), or as `mrl branch` takes it
+    (`RUN@20`)."""
+    run, at, step = str(args.recipe).rpartition("@")
+    found = [(run, step)] if at and step.isdecimal() and not args.recipe.exists() else []
+    for key, _, value in (item.partition("=") for item in args.overrides):
+        found += [(str(args.recipe), value)] if key in STEP_KEYS else []
+    if found:
+        command = shlex.join(["mrl", "eval", found[0][0], "--step", found[0][1]])
+        raise InputError(f"eval takes the step of a checkpoint as an option: {command}")

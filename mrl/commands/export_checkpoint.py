@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrl.config import Recipe, load_recipe
-from mrl.data.reader import source_name
 from mrl.errors import InputError
-from mrl.rewards.terms import all_terms
 from mrl.run import console
 from mrl.run.contents import digest_of
 from mrl.run.folder import RunFolder
-from parallel.checkpoint.hf_export import Exported, export_checkpoint
 from parallel.checkpoint.manifest import candidates, damage, folder_name, newest_good
 
 
@@ -37,8 +34,10 @@ def export(
     folder = _find(source)
     if merged:
         _warn_of_other_base(_run_of(folder), base)
+    from parallel.checkpoint.hf_export import export_checkpoint  # with torch
+
     with console.progress(f"exporting {folder}"):
-        done: Exported = export_checkpoint(
+        done = export_checkpoint(
             folder,
             target,
             base=base,
@@ -110,6 +109,8 @@ def _task(recipe: Recipe) -> dict[str, str]:
     if recipe.environment is not None:
         name = recipe.environment.name
         return {"environment": recipe.environment.label if name is None else Path(name).name}
+    from mrl.rewards.terms import all_terms
+
     names = (Path(term.path).name for term in all_terms(recipe))
     return {"reward": ", ".join(names)}
 
@@ -122,6 +123,8 @@ def _notes(run: Path) -> dict[str, str]:
     config = RunFolder(run).config
     if not config.is_file():
         return {}
+    from mrl.data.reader import source_name
+
     recipe = load_recipe(config)
     replay = recipe.moe.routing_replay
     return {

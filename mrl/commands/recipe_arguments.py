@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mrl.config import Recipe
-from mrl.run.source import read_source
+if TYPE_CHECKING:
+    from mrl.config import Recipe
 
 
 def add_recipe(command: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -46,6 +47,8 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
     `--allow` also collects `key=value` words that follow its keys. These words are overrides, so
     they are moved from `args.allow` to `args.overrides`.
     """
+    from mrl.run.source import read_source
+
     words = getattr(args, "allow", [])
     args.overrides = [*args.overrides, *(word for word in words if "=" in word)]
     args.allow = [word for word in words if "=" not in word]

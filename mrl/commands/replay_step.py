@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.algorithms import load_algorithm, traits
 from mrl.config import Recipe, load_recipe
 from mrl.errors import InputError
-from mrl.preflight.roles import as_colocated
 from mrl.run.compare import MACHINE, Pair, differences, open_run
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
-from mrl.run.rollouts import load_groups
 from mrl.run.source import load_run
 from parallel.checkpoint.manifest import candidates, damage, folder_name, step_of
 
@@ -125,6 +122,9 @@ def replay_recipe(source: Source, output: Path) -> Recipe:
     The replay would then compute the mismatch metrics from that pass, but the run may have computed
     these metrics from the forward pass of the first update.
     """
+    from mrl.algorithms import load_algorithm, traits
+    from mrl.preflight.roles import as_colocated
+
     run = source.run
     recipe = as_colocated(load_run(run.root, config=run.history.config_at(source.step)))
     tree = recipe.model_dump()
@@ -179,6 +179,8 @@ def replay(source: Source, output: Path, world: int) -> Replayed:
 
 def _check_tokens(source: Source, vocab_size: int) -> None:
     """Raise InputError if the rollouts to train on hold a token id outside the model's vocabulary."""
+    from mrl.run.rollouts import load_groups
+
     for step in range(source.start, source.step + 1):
         file = saved_step(source.run.rollouts, step)
         for sample in (sample for group in load_groups(file) for sample in group.samples):

@@ -71,7 +71,7 @@ def run_serve(args: argparse.Namespace) -> None:
     """Serve the reward. If MRL_REWARD_TOKEN is set, clients must send it."""
     from mrl.rewards.remote import TOKEN_VARIABLE, read_token
     from mrl.rewards.server import RewardServer
-    from mrl.run.console import escape
+    from mrl.system.printable import escape
 
     token = read_token()
     with RewardServer(
@@ -91,7 +91,7 @@ def run_test(args: argparse.Namespace) -> None:
     """Test the reward, and exit with 1 if it has faults."""
     from itertools import islice
 
-    from mrl.data.reader import read_prompt_rows
+    from mrl.data.rows import read_prompt_rows
     from mrl.rewards.trial import run_trial
     from mrl.rewards.trial_cases import make_cases
     from mrl.rewards.worker_calls import reward_worker

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.config import ServiceConfig
 from mrl.errors import ExitCode
-from mrl.jobs.report import note_saved, reporting
-from mrl.jobs.restart_command import serve_command
 from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import WHO, remember_signals, remembering_signals
 
 if TYPE_CHECKING:
+    from mrl.config import ServiceConfig
     from mrl.preflight.roles import Roles
     from mrl.service.registry import Registry
     from mrl.service.service import Service
@@ -46,12 +45,15 @@ def run(args: argparse.Namespace) -> None:
     die_with_torchrun()
     remember_signals()
     from mrl.config.load import load_service
-    from parallel.mesh import destroy_mesh, world_size
 
     config = load_service(args.service, args.overrides)
+    from parallel.mesh import destroy_mesh, world_size
+
     signal = serve(config, world_size(), until_done=args.until_done)
     destroy_mesh()
     if signal:
+        from mrl.jobs.report import note_saved
+
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: {WHO[signal]}: all tenants are saved", file=sys.stderr)
             note_saved()
@@ -71,6 +73,7 @@ def serve(config: ServiceConfig, world: int, *, until_done: bool = False) -> int
 
     set_connections(config.parallel)  # before torch asks for GPUs
     prepare()  # before anything imports Megatron
+    from mrl.jobs.restart_command import serve_command
     from mrl.preflight.machine import check_machine, local_ranks
     from mrl.preflight.roles import roles_of_engines
     from mrl.run import console
@@ -115,6 +118,8 @@ def _serve(
     `registry` is None on all ranks except rank 0. The result is that of `serve`.
     """
     from mrl.jobs.out_of_memory import memory_advice_of_service
+    from mrl.jobs.report import reporting
+    from mrl.jobs.restart_command import serve_command
     from mrl.run import console
     from mrl.service.build import build_service
     from mrl.watch.start import EngineRanks, least_limits_of_service, watching
@@ -151,7 +156,9 @@ def _serve(
                 from mrl.tinker.server import TinkerServer
 
                 pairs.append(("tinker", undo.enter_context(TinkerServer(registry)).address))
-            console.pairs([*pairs, ("placement", roles.describe())])
+            pairs.append(("placement", roles.describe()))
+            add = f"mrl tenants add RECIPE --service {shlex.quote(str(registry.root))}"
+            console.pairs([*pairs, ("next", add)])
             made.append(build_service(config, roles, mesh, registry, control.publish))
             if (membership := made[0].membership) is not None:
                 control.manage(membership)

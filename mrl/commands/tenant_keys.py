@@ -47,7 +47,7 @@ def run_list(args: argparse.Namespace) -> None:
         for each in _keys(args).list()
     ]
     if rows:
-        console.table(f"{len(rows)} keys", ("user", "digest", "made"), rows)
+        console.table(f"{len(rows)} key(s)", ("user", "digest", "made"), rows)
     else:
         print("there are no keys; mrl tenants key add NAME makes one")
 

@@ -21,6 +21,8 @@ from mrl.errors import InputError
 VARIABLE = "MRL_SERVICE"
 POLL_S = 1.0
 """Seconds between two queries of `status --watch`."""
+WAIT_S = 0.2
+"""Seconds between two looks for the folder of a service that has not started yet."""
 NUM_ROUNDS = 20
 """`list` shows each tenant's share of the trainer's time, and each tenant's waiting times. Both are
 computed from this many of the newest rounds (rows of the service's metrics.jsonl)."""
@@ -49,6 +51,13 @@ def add_to(commands: Any) -> None:
     add.add_argument("--name", metavar="NAME", help="its name; by default that of the file")
     add.add_argument(
         "--weight", type=float, default=1.0, metavar="W", help="share of the training (default 1)"
+    )
+    add.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait S seconds for the service to start",
     )
     action("list", run_list, "list the tenants, also of a service that does not run")
     pause = one("pause", run_pause, "pause a tenant after its current step")
@@ -90,7 +99,7 @@ def run_add(args: argparse.Namespace) -> None:
     if isinstance(tree.get("output_dir"), str):
         tree["output_dir"] = os.path.abspath(tree["output_dir"])
     name = args.name if args.name is not None else _name_of(path)
-    added = _client(args).add(check_name(name), tree, args.weight, is_record=is_record)
+    added = _client(args, args.wait).add(check_name(name), tree, args.weight, is_record=is_record)
     print(f"{name} is {added['state']}; its run folder is {_shown(added['output_dir'])}")
     print(f"next: mrl tenants status {name} --watch{_service_option(args)}")
 
@@ -118,7 +127,7 @@ def run_list(args: argparse.Namespace) -> None:
     ]
     if rows:
         head = ("name", "state", "steps", "weight", "reward", "trainer", "waits", "run or reason")
-        console.table(f"{len(rows)} tenants", head, rows)
+        console.table(f"{len(rows)} tenant(s)", head, rows)
     else:
         print(f"there are no tenants; add one: mrl tenants add RECIPE{_service_option(args)}")
     if note:
@@ -214,7 +223,9 @@ def _from_service_or_disk(
     return shown, note
 
 
-def _client(args: argparse.Namespace) -> Any:
+def _client(args: argparse.Namespace, wait_s: float = 0.0) -> Any:
+    """Return a client of the service. Waits at most `wait_s` seconds for the service to begin to
+    start; a service that is starting is waited for as long as its process is alive."""
     from mrl.service.client import ControlClient
 
     if args.service is None:
@@ -222,12 +233,18 @@ def _client(args: argparse.Namespace) -> Any:
             f"which service? give --service FOLDER, its output_dir, or set the variable {VARIABLE}"
         )
     args.service = Path(args.service)
+    deadline = time.monotonic() + wait_s
+    while not (args.service / "service.yaml").is_file() and time.monotonic() < deadline:
+        time.sleep(WAIT_S)
     if not (args.service / "service.yaml").is_file():
         raise InputError(
             f"--service {args.service} is not the folder of a service: it has no service.yaml; give "
             "the output_dir of one, or start it first: mrl serve SERVICE.yaml"
         )
-    return ControlClient(args.service)
+    client = ControlClient(args.service)
+    if wait_s:
+        client.wait_until_listening(max(0.0, deadline - time.monotonic()))
+    return client
 
 
 def _service_option(args: argparse.Namespace) -> str:
@@ -283,6 +300,6 @@ def _seconds(*values: float | None) -> str:
 
 
 def _shown(text: str) -> str:
-    from mrl.run.console import escape
+    from mrl.system.printable import escape
 
     return escape(text)

@@ -9,8 +9,7 @@ from typing import Any
 
 from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
 from mrl.errors import ExitCode
-from mrl.jobs.report import note_saved
-from mrl.jobs.train import train
+from mrl.system.imports import importing
 from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import remember_signals
 
@@ -34,7 +33,10 @@ def run(args: argparse.Namespace) -> None:
     die_with_torchrun()
     remember_signals()
     recipe = read_recipe(args)
-    from parallel.mesh import destroy_mesh, world_size
+    with importing():
+        from mrl.jobs.report import note_saved
+        from mrl.jobs.train import train
+        from parallel.mesh import destroy_mesh, world_size
 
     stopped = train(recipe, world_size(), allowed=args.allow)
     destroy_mesh()

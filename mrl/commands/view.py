@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
-from mrl.run.console import escape
 from mrl.system.files import write_whole
+from mrl.system.printable import escape
 
 MAX_SAMPLES = 16
 

@@ -39,10 +39,12 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from mrl.diagnosis.why import explain
     from mrl.run.compare import open_run
 
-    found = explain(open_run(args.run_folder), args.step)
+    folder = open_run(args.run_folder)
+    from mrl.diagnosis.why import explain  # with torch
+
+    found = explain(folder, args.step)
     if args.json:
         print(json.dumps(found.as_json(), allow_nan=False))
         return

@@ -59,11 +59,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def _is_unspaced(key: yaml.ScalarNode, value: yaml.Node) -> bool:
-    """Return whether an item of a flow mapping looks like `a:b`, where `a: b` was meant."""
+    """Return whether an item of a flow mapping is `a:b`, where `a: b` was meant, and not `a:b:`, a key
+    with an empty value."""
     is_absent = (
         isinstance(value, yaml.ScalarNode) and value.start_mark.index == value.end_mark.index
     )
-    return key.style is None and ":" in key.value and is_absent
+    end = key.end_mark
+    has_colon = end.buffer is not None and end.buffer[end.pointer :].lstrip().startswith(":")
+    return key.style is None and ":" in key.value and is_absent and not has_colon
 
 
 def load_recipe(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config import EvalSetConfig, Recipe
-from mrl.data import read_prompts
 from mrl.data.files import Tasks
+from mrl.data.reader import read_prompts
 from mrl.errors import InputError
 from mrl.types import Prompt
 

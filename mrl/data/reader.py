@@ -6,11 +6,9 @@ Dimensions: T all tokens of an SFT example.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,9 @@ from torch import Tensor
 from mrl.config import DataConfig, SourceConfig
 from mrl.config.data import paths_of
 from mrl.config.reward import describe_rewards
-from mrl.data.files import Tasks, read_all_rows
-from mrl.data.forms import Row, read_form, tools_of
+from mrl.data.files import Tasks
+from mrl.data.forms import Row, tools_of
+from mrl.data.rows import read_forms
 from mrl.data.template import PromptEncoder
 from mrl.errors import InputError
 from mrl.types import Prompt
@@ -204,7 +203,7 @@ class _Reading:
         if there is only one source."""
         prompts = []
         reward = None if config.reward is None else describe_rewards(config.reward)
-        for row in _read_forms(config, self._tasks):
+        for row in read_forms(config, self._tasks):
             prompt = self._prompt(row)
             if prompt is not None:
                 prompts.append(replace(prompt, reward=reward, source_name=name))
@@ -256,7 +255,7 @@ def read_sft_examples(
         )
     encoder = PromptEncoder(tokenizer, config.chat_template_kwargs)
     examples = []
-    for row in (row for source in config.all_sources for row in _read_forms(source)):
+    for row in (row for source in config.all_sources for row in read_forms(source)):
         tools = None if isinstance(row.prompt, str) else tools_of(row.columns, row.source)
         prompt_ids = encoder.prompt(row.prompt, tools, row.source)
         if not row.completion:
@@ -271,22 +270,3 @@ def read_sft_examples(
             )
         examples.append(SftExample(torch.tensor(ids), len(prompt_ids), row.source))
     return examples
-
-
-def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield `(source, row)` for every row of a file. `source` names the row in messages. `row` is a
-    dict with `prompt` in the common form (`Row.prompt`) and the other columns. Raises InputError
-    for a bad row."""
-    for row in _read_forms(SourceConfig(path=str(path))):
-        yield row.source, {"prompt": row.prompt, **row.columns}
-
-
-def _read_forms(config: SourceConfig, tasks: Tasks | None = None) -> Iterator[Row]:
-    rows = read_all_rows(
-        paths_of(config.path),
-        split=config.split or "train",
-        subset=config.subset,
-        tasks=None if tasks is None else functools.partial(tasks, config.arguments),
-    )
-    for source, values in rows:
-        yield read_form(source, values, config.prompt_key, config.columns)

@@ -76,7 +76,9 @@ class LocalPool:
         to a service, which starts and stops it. `user`: the owner of the processes of rewards and
         environments; None means the user of this process."""
         recipe = plan.recipe
-        self.start_text = "the tenant begins" if is_shared else "starting the rollout engine"
+        self.start_text = (
+            "joining the service's engine" if is_shared else "starting the rollout engine"
+        )
         self.part = part
         self.budget = Budget()
         """Limits the time of rewards and environments in a step. Outside a service there is no

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mrl.engines.base import EngineLost
 from mrl.errors import (
     DiskFailed,
     EngineGone,
@@ -20,7 +19,6 @@ from mrl.errors import (
     RankLost,
     RunFailed,
 )
-from mrl.run.console import escape
 from mrl.run.failure import (
     COMMAND_FILE,
     RUN_FILE,
@@ -35,6 +33,7 @@ from mrl.run.failure import (
 from mrl.system.disk import chain, refusal, vanished
 from mrl.system.files import write_whole
 from mrl.system.launcher import LAUNCH_FOLDER
+from mrl.system.printable import escape
 
 _NO_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|"
@@ -126,6 +125,8 @@ def show(error: BaseException) -> bool:
 def classified(error: Exception, advice: Advice, folder: Path) -> Exception:
     """Return a RunFailed that explains `error` if the cause of the error is known, else `error`
     itself."""
+    from mrl.engines.base import EngineLost  # with torch, which the command line does not import
+
     if isinstance(error, RunFailed) and error.exit_code != ExitCode.FAILED:
         return error
     if text := advice(error):

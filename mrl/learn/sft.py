@@ -15,7 +15,7 @@ import torch
 from moe.routes import Replay
 from mrl.algorithms import nll
 from mrl.config import Recipe, SftConfig
-from mrl.data import SftExample
+from mrl.data.reader import SftExample
 from mrl.learn.batching import make_train_batch
 from mrl.learn.guards import UpdateGuard
 from mrl.learn.skipped_steps import NonFiniteSteps

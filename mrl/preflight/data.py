@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from mrl.config import Recipe
-from mrl.data import SftExample, Source, read_sft_examples, read_sources
 from mrl.data.chat import ChatTurns
 from mrl.data.eval_sets import EvalSet, read_eval_sets
 from mrl.data.files import Tasks
+from mrl.data.reader import SftExample, Source, read_sft_examples, read_sources
 from mrl.environments.base import check_arguments, check_reset
 from mrl.environments.hosted.spec import tasks_of
 from mrl.environments.openai_chat import check_target

@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from mrl.config import Recipe
-from mrl.data import PromptCursor, Source
+from mrl.data.cursor import PromptCursor
+from mrl.data.reader import Source
 from mrl.errors import InputError
 from mrl.preflight.resume import resume_step, snapshot_step
 from mrl.run.changes import is_in

@@ -14,8 +14,8 @@ from mrl.algorithms.describe import describe
 from mrl.config import Recipe
 from mrl.config.adapter import Adapter
 from mrl.config.reward import describe_rewards
-from mrl.data import SftExample, Source
 from mrl.data.eval_sets import EvalSet
+from mrl.data.reader import SftExample, Source
 from mrl.engines import engine_names
 from mrl.planner.shape import read_shape
 from mrl.preflight.engine_layout import EngineLayout

@@ -114,7 +114,9 @@ def _what_it_did(reply: Mapping[str, Any]) -> str:
     error, kind = str(reply["error"]), reply["kind"]
     is_from_mrl = kind not in (RewardError.kind, HANG)
     what = error.partition(": ")[2] if is_from_mrl and ": " in error else error
-    return what if is_from_mrl else f"failed ({what})"
+    if not is_from_mrl:
+        return f"failed ({what})"
+    return what if what.startswith("returned") else f"gave a wrong value: {what}"
 
 
 def _texts(prompt: Prompt) -> list[str]:

@@ -242,7 +242,8 @@ def check_failures(
     the prompts whose samples failed; it may be empty.
     """
     if num_failed > MAX_FAILED_SHARE * num_samples:
-        named = f"; {shown_rows(rows)}" if rows else ""
+        is_named = len(rows) == 1 and first_error.startswith(rows[0])
+        named = f"; {shown_rows(rows)}" if rows and not is_named else ""
         raise RunFailed(
             f"{what} failed on {num_failed} of {num_samples} samples of this step, more "
             f"than {MAX_FAILED_SHARE:.0%}; first error: {first_error}{named}"

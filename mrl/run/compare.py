@@ -14,18 +14,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.run.changes import flatten
 from mrl.run.folder import RunFolder, saved_step, step_of_file
 from mrl.run.json_lines import finite_or_null
-from mrl.run.rollouts import load_groups
-from mrl.types import Sample
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
+
+if TYPE_CHECKING:
+    from mrl.types import Sample
 
 MACHINE = (
     *("time/", "memory/", "throughput/", "async/"),
@@ -203,6 +202,8 @@ def _samples(
     """
     files = [saved_step(folder.rollouts, step) for folder in (one, two)]
     if all(file.is_file() for file in files):
+        from mrl.run.rollouts import load_groups  # with torch, which texts do not need
+
         both = [[s for g in load_groups(file) for s in g.samples] for file in files]
         if len(both[0]) != len(both[1]):
             return Divergence(step, [Pair("saved samples", len(both[0]), len(both[1]))])
@@ -222,6 +223,8 @@ def _tokens(number: int, a: Sample, b: Sample) -> Pair | None:
 
     The result is None if the samples are the same. `number` is the index of both samples in the step.
     """
+    import torch
+
     for what, mine, theirs in (
         ("token", a.token_ids, b.token_ids),
         ("rollout log-prob", a.rollout_logprobs, b.rollout_logprobs),

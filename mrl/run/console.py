@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.text import Text
 from mrl.run.activities import WAIT, main_cause
 from mrl.run.gap_parts import LEVELS, quantization_in_words
 from mrl.run.rollout_rows import conversation
+from mrl.system.printable import escape
 
 COLUMNS = (
     ("reward/mean", "reward", "8.4f"),
@@ -175,14 +175,15 @@ def warn_on(is_main: bool) -> Callable[[str], None]:
 
 
 @contextmanager
-def progress(description: str, *, console: Console | None = None) -> Iterator[None]:
+def progress(description: str, *, name: str = "", console: Console | None = None) -> Iterator[None]:
     """Show a spinner while the `with` block runs, and then print how many seconds the block took.
 
+    `name` is the tenant's name in a service, which precedes the description, and empty otherwise.
     In a log file, a line before the block replaces the spinner. After an exception in the block,
     the seconds are not printed.
     """
     console = console or _console()
-    text, start = escape(description), monotonic()
+    text, start = escape(f"{name}: {description}" if name else description), monotonic()
     if console.is_terminal:
         with console.status(Text(text)):
             yield
@@ -244,23 +245,6 @@ def curve(values: list[float], *, width: int, unicode: bool = True) -> list[str]
         lines.append(f"{label:>{label_width}} {edge}{bars}".rstrip())
     lines.append(f"{'':>{label_width}}  reward over {len(values)} steps"[:width])
     return lines
-
-
-def escape(text: str) -> str:
-    """Make untrusted text harmless in a terminal by making control and bidi characters visible."""
-    return "".join(_visible(char) for char in text)
-
-
-def _visible(char: str) -> str:
-    if char == "\n":
-        return "\\n"
-    if char == "\t":
-        return "\\t"
-    # Cc, Cf, Cs, Co, Cn: ESC and C1 codes, bidi overrides, lone surrogates, unassigned.
-    if unicodedata.category(char)[0] == "C" or unicodedata.category(char) in ("Zl", "Zp"):
-        code = ord(char)
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-    return char
 
 
 def _shorten(text: str) -> str:

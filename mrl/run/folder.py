@@ -25,7 +25,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
@@ -38,9 +38,11 @@ from mrl.run.json_lines import add_line, as_line
 from mrl.run.timeline import Timeline
 from mrl.system.disk import refusing
 from mrl.system.files import lock_folder, sync, write_whole
-from mrl.types import SampleGroup
 from parallel.checkpoint.manifest import folder_name
 from parallel.checkpoint.node_folder import node_folder
+
+if TYPE_CHECKING:
+    from mrl.types import SampleGroup
 
 
 class RunFolder:

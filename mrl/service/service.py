@@ -43,6 +43,7 @@ LOST = (
     "what was under way was not over and saved after checkpoint.stop_limit_s={:g} s; every tenant goes "
     "back to its newest checkpoint"
 )
+STARTING = "starting the engine"
 IDLE_S = 0.1
 """Seconds between two checks of the registry while no tenant has anything to do."""
 
@@ -93,7 +94,8 @@ class Service(ABC):
         with self._stop.handling_signals():
             try:
                 with noting_bytes(self._shared.bytes_held):
-                    self._shared.engines.start(self._shared.base)
+                    with console.progress(STARTING) if self._is_main else contextlib.nullcontext():
+                        self._shared.engines.start(self._shared.base)
                     signal = self._take_turns(until_done=until_done)
                     for run in list(self._runs.values()):
                         self._attempt(run, run.leave)

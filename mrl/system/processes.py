@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -49,6 +50,29 @@ def children_without_usr1() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def deferring_interrupts() -> Iterator[None]:
+    """Let a Ctrl-C that arrives in the `with` block raise KeyboardInterrupt only after the block.
+
+    Python loses a KeyboardInterrupt that is raised in a callback of os.fork, where Ctrl-C is likely
+    to find a large process; the run would go on. In a block that cleans up, a second Ctrl-C would
+    skip the rest. Outside the main thread, and where Ctrl-C is ignored or handled otherwise, nothing
+    changes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    arrived: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if arrived:
+            raise KeyboardInterrupt
 
 
 class Closing:

@@ -16,18 +16,32 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mrl.errors import InputError
+
 PREFIX = "mrl-"
 LOCK_FILE = "owner.lock"
 FILES_FILE = "shared_memory"
 SHARED_MEMORY = Path("/dev/shm")
+MAX_SOCKET_BYTES = 107
+"""The largest number of bytes in the path of a UNIX socket."""
+RANDOM_CHARS = 8
+"""The number of characters that `tempfile` chooses at random."""
+SHORT_FOLDER = Path("/tmp")
+"""Takes the place of the system's folder for temporary files if the path of that is too long."""
 
 
 class Scratch:
     """A folder for temporary files of this process, which only this process's user can read."""
 
-    def __init__(self, kind: str) -> None:
-        """Create `mrl-KIND-RANDOM` in the system's folder for temporary files."""
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-"))
+    def __init__(self, kind: str, socket_name: str = "") -> None:
+        """Create `mrl-KIND-RANDOM` in the system's folder for temporary files.
+
+        `socket_name` is the longest name that a UNIX socket in the folder will have. If the socket's
+        path would then be too long, the folder is created in SHORT_FOLDER. Raises InputError if that is
+        not possible either.
+        """
+        prefix = f"{PREFIX}{kind}-"
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=_place(prefix, socket_name)))
         new = self.path / f"{LOCK_FILE}.new"
         self.descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
         """Descriptor of the lock file. A child process that inherits it is also an owner."""
@@ -50,18 +64,34 @@ class Scratch:
 def sweep(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's scratch folders whose owners have ended, and return their paths.
 
-    `parent` contains the folders; by default it is the system's folder for temporary files. The files
-    in `shared_memory` that were recorded with `note` are also removed. Folders that cannot be read are
-    left in place.
+    `parent` contains the folders; by default it is the system's folder for temporary files and
+    SHORT_FOLDER. The files in `shared_memory` that were recorded with `note` are also removed.
+    Folders that cannot be read are left in place.
     """
     swept = []
-    for folder in sorted((parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*")):
+    parents = {Path(tempfile.gettempdir()), SHORT_FOLDER} if parent is None else {parent}
+    for folder in sorted(each for place in parents for each in place.glob(f"{PREFIX}*")):
         with suppress(OSError):
             if _is_own(folder, stat.S_ISDIR) and _is_left(folder / LOCK_FILE):
                 _unlink_noted(folder, shared_memory)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder)
     return swept
+
+
+def _place(prefix: str, socket_name: str) -> Path:
+    """Return the folder in which to create `prefix` and RANDOM_CHARS random characters."""
+    usual = Path(tempfile.gettempdir())
+    if not socket_name:
+        return usual
+    max_bytes = MAX_SOCKET_BYTES - len(f"/{prefix}") - RANDOM_CHARS - len(f"/{socket_name}")
+    for place in (usual, SHORT_FOLDER):
+        if len(os.fsencode(place)) <= max_bytes and os.access(place, os.W_OK | os.X_OK):
+            return place
+    raise InputError(
+        f"TMPDIR: {usual} has {len(os.fsencode(usual))} bytes, expected at most {max_bytes}, because "
+        f"the path of a socket has at most {MAX_SOCKET_BYTES}; set TMPDIR to a shorter one"
+    )
 
 
 def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:

@@ -9,9 +9,8 @@ processes, such as the engine's, could use. So only models with wide layers gain
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-
-import torch
 
 from mrl.errors import InputError
 
@@ -33,7 +32,8 @@ def compute_with_one_thread() -> bool:
     if "OMP_NUM_THREADS" in os.environ:
         return False
     os.environ |= {"OMP_NUM_THREADS": "1", MARK: "1"}
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:  # it has read the variable already
+        sys.modules["torch"].set_num_threads(1)
     return True
 
 

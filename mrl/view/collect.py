@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mrl.diagnosis.decomposition import read_decomposition
-from mrl.diagnosis.findings import find, usual_mismatch
-from mrl.diagnosis.tokens import load_tokens
 from mrl.errors import InputError
 from mrl.run import rollout_rows
 from mrl.system.json_text import is_number
@@ -33,7 +31,6 @@ from mrl.view.outcome import (
     read_evaluations,
     with_evaluations,
 )
-from mrl.view.samples import pack_step
 from mrl.view.series import curves, notes_of, read_rows, short
 from mrl.view.timeline import read_timeline
 from mrl.view.units import units_of
@@ -130,6 +127,11 @@ def _read_samples(
                 f"--steps: {run}/tokens has no record of these steps; it has {len(recorded)}, from "
                 f"step {recorded[0]} to {recorded[-1]}"
             )
+    # They import torch, which the page of a run without token records does not need.
+    from mrl.diagnosis.findings import find, usual_mismatch
+    from mrl.diagnosis.tokens import load_tokens
+    from mrl.view.samples import pack_step
+
     packed: list[dict[str, Any]] = []
     for step in wanted:
         try:

@@ -131,9 +131,7 @@ class Checkpoints:
         self._in_flight = PendingSave(self.root, step, self.keep, content, writer, record)
         request.add_finalize_fn(self._name_in_flight)
         if self.async_save:
-            self._queue.schedule_async_request(request)
-            if mesh.rank == 0:
-                self._in_flight.watch()
+            self._in_flight.schedule(self._queue, request)
         else:
             request.execute_sync()
         return self.root / manifest.folder_name(step)

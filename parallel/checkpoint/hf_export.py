@@ -94,14 +94,15 @@ def export_checkpoint(
     model = _read_model(content, base, architecture)
     saved = SavedTensors(folder)
     refuse_critic(folder, saved, model)
+    untrained: list[str] = []
     if adapter is None or merged:
         _check_base(model)
+        untrained = untrained_names(model)
     elif quantization != "none":
         raise InputError(
             f"--quantization {quantization}: checkpoint {folder} is an adapter, which is not "
             "quantised; leave it out, or add --merged"
         )
-    num_untrained = 0
     with new_folder(target) as partial:
         if adapter is not None and not merged:
             what, tensors = "adapter", adapter_tensors(saved, model, adapter)
@@ -112,13 +113,14 @@ def export_checkpoint(
             if adapter is not None:
                 what = "base with the adapter merged"
                 tensors = merged_tensors(saved, model, adapter, getattr(torch, content["dtype"]))
-            tensors = chain(tensors, untrained_tensors(model, getattr(torch, content["dtype"])))
+            dtype = getattr(torch, content["dtype"])
+            if untrained:
+                tensors = chain(tensors, untrained_tensors(model, untrained, dtype))
             tensors = stored_tensors(tensors, model)
             if quantization != "none":
                 tensors = quantized_tensors(tensors, SCHEMES[quantization])
             where = write_safetensors(partial, tensors, max_bytes)
             num_files, num_tensors = len(set(where.values())), len(where)
-            num_untrained = sum(name.startswith(_unread_prefixes(model)) for name in where)
             _write_config(partial, model.config, content["dtype"], quantization, where)
             copy_files(model.path, partial)
         name = Path(os.path.abspath(target)).name
@@ -131,7 +133,7 @@ def export_checkpoint(
             is_moe=bool(model.moe_layer_numbers),
         )
         (partial / "README.md").write_text(card)
-    return Exported(step_of(folder), what, num_files, num_tensors, num_untrained)
+    return Exported(step_of(folder), what, num_files, num_tensors, len(untrained))
 
 
 def _read_model(content: dict[str, Any], base: Path | None, architecture: str | None) -> HfModel:
@@ -197,24 +199,29 @@ def hf_tensors(
         yield from zip(names, parts, strict=True)
 
 
-def untrained_tensors(model: HfModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the model folder that mrl does not read (`Architecture.unread`), as they are
-    stored. Those that are stored in fp8 blocks are dequantised to `dtype`.
+def untrained_names(model: HfModel) -> list[str]:
+    """Return the sorted names of the tensors of the model folder that mrl does not read
+    (`Architecture.unread`).
 
-    There are none if the folder has no weights.
+    There are none if the folder has no weights. Raises InputError if a file of weights is missing or
+    damaged.
     """
-    prefixes = _unread_prefixes(model)
+    prefixes = tuple(model.architecture.unread(model.config))
     if not prefixes or not has_weights(model.path):
-        return
+        return []
     with HfTensors(model) as tensors:
-        for name in sorted(tensors.names):
-            if name.startswith(prefixes):
-                tensor = tensors[name]
-                yield name, tensor.to(dtype) if tensors.is_quantized(name) else tensor
+        return sorted(name for name in tensors.names if name.startswith(prefixes))
 
 
-def _unread_prefixes(model: HfModel) -> tuple[str, ...]:
-    return tuple(model.architecture.unread(model.config))
+def untrained_tensors(
+    model: HfModel, names: Iterable[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of the model folder as they are stored. Those that are stored in fp8 blocks are
+    dequantised to `dtype`."""
+    with HfTensors(model) as tensors:
+        for name in names:
+            tensor = tensors[name]
+            yield name, tensor.to(dtype) if tensors.is_quantized(name) else tensor
 
 
 def _place(name: str, rules: list[tuple[re.Pattern[str], Rule]]) -> tuple[int, int, str, Rule]:

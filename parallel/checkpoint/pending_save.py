@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
 from mrl.system.disk import describe, require_room
 from mrl.system.files import sync, write_whole
+from mrl.system.processes import deferring_interrupts
 from parallel.checkpoint import manifest
 from parallel.checkpoint.shard_writer import POLL_S, ShardWriter
 
@@ -61,6 +64,13 @@ class PendingSave:
 
     def __post_init__(self) -> None:
         self._kept = {} if self.record is None else self.record.kept(self.step)
+
+    def schedule(self, queue: AsyncCallsQueue, request: AsyncRequest) -> None:
+        """Start the process that writes this rank's part, and on rank 0 the thread that publishes."""
+        with deferring_interrupts():
+            queue.schedule_async_request(request)
+        if dist.get_rank() == 0:
+            self.watch()
 
     def watch(self) -> None:
         """Start a thread on rank 0 that publishes the checkpoint as soon as all ranks have written.

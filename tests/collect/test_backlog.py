@@ -22,7 +22,7 @@ from mrl.collect.backlog import (
 )
 from mrl.collect.single_turn import is_finished
 from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.data import PromptCursor
+from mrl.data.cursor import PromptCursor
 from mrl.errors import InputError
 from mrl.preflight.long_tails import check_partial_rollouts
 from mrl.run.pending_prompts import PendingPrompt, pending_state, read_pending

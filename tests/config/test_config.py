@@ -163,8 +163,9 @@ def test_unreadable_recipes(tmp_path):
 
 
 def test_a_colon_with_a_value_or_in_quotes_needs_no_space() -> None:
-    recipe = load_recipe(TOY, ["data.columns={'a:b': null, c: d:e}"])
-    assert recipe.data.columns == {"a:b": None, "c": "d:e"}
+    for written in ("{'a:b': null, c: d:e}", "{a:b: , c: d:e}", "{c: d:e, a:b : }"):
+        recipe = load_recipe(TOY, [f"data.columns={written}"])
+        assert recipe.data.columns == {"a:b": None, "c": "d:e"}, written
 
 
 def test_a_key_twice_in_an_override_is_refused() -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config import Recipe, ServiceConfig, load_service
+from mrl.config import Recipe, ServiceConfig, load_recipe, load_service
 from mrl.config.branch import Branch
 from mrl.config.describe import keys_of_branch
 from mrl.errors import InputError
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = "model: {path: m}\noutput_dir: service\n"
 
 
@@ -74,3 +75,12 @@ def test_the_branches_that_other_rooms_take() -> None:
     assert service.rollout_config().mem_fraction_static == 0.3
     assert service.moe_config().z_loss_coeff == 0.1
     assert service.moe_config().routing_replay == "off"
+
+
+def test_the_toy_service_takes_the_toy_recipe_with_an_adapter() -> None:
+    service = load_service(ROOT / "launch/services/toy.yaml")
+    recipe = load_recipe(ROOT / "launch/recipes/toy_lora.yaml")
+    assert recipe.lora is not None
+    assert recipe.model == service.model
+    assert recipe.lora.rank <= service.lora.max_rank
+    assert recipe.lora.experts in service.lora.experts

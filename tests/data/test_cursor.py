@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data import PromptCursor, Source
+from mrl.data.cursor import PromptCursor
+from mrl.data.reader import Source
 from mrl.errors import InputError
 from mrl.types import Prompt
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mrl.config import DataConfig, SourceConfig
-from mrl.data import read_prompts, read_sources
 from mrl.data.files import read_all_rows
+from mrl.data.reader import read_prompts, read_sources
 from mrl.errors import InputError
 from mrl.toy_model import build_tokenizer
 

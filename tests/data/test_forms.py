@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mrl.config import DataConfig
-from mrl.data import read_prompts, read_sft_examples, read_sources
 from mrl.data.forms import read_form
+from mrl.data.reader import read_prompts, read_sft_examples, read_sources
 from mrl.errors import InputError
 
 USER = {"role": "user", "content": "hi"}

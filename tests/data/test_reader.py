@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config import DataConfig, load_recipe
-from mrl.data import read_prompts, read_sft_examples, read_sources
 from mrl.data.eval_sets import read_eval_sets
+from mrl.data.reader import read_prompts, read_sft_examples, read_sources
 from mrl.errors import InputError
 
 TOY_RECIPE = Path(__file__).parents[2] / "launch/recipes/toy_moe.yaml"

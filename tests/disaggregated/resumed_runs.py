@@ -25,7 +25,7 @@ from mrl.collect.collector import Collector
 from mrl.collect.prompts import PromptSupply, SynchronousSteps
 from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe, load_recipe
-from mrl.data import Source
+from mrl.data.reader import Source
 from mrl.engine_pool.remote.lease_schedule import LeaseSchedule
 from mrl.engine_pool.remote.messages import (
     Delivered,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mrl.config import load_recipe
-from mrl.data import PromptCursor
+from mrl.data.cursor import PromptCursor
 from mrl.preflight import check
 from mrl.run.folder import RunFolder
 from parallel import prepare

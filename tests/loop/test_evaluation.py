@@ -232,3 +232,10 @@ def test_what_cannot_be_evaluated_is_refused(
     assert "num_prompts is 1000000" in refused(capsys, ["check", *base, many])
     bad = f"eval.sets=[{{name: a, path: {DATA}, reward: frist_char}}]"
     assert "frist_char" in refused(capsys, ["check", *base, bad])
+
+
+@pytest.mark.parametrize("words", [["runs/a", "step=20"], ["runs/a@20"], ["runs/a", "iter=20"]])
+def test_a_step_that_is_given_as_a_key_is_an_option(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "as an option: mrl eval runs/a --step 20" in refused(capsys, ["eval", *words])

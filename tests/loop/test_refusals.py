@@ -299,7 +299,8 @@ def test_a_reward_that_returns_text_is_refused_before_an_engine_starts(
     line = refused(
         capsys, [name, str(TOY_RECIPE), *toy.overrides(tmp_path / "run", f"reward={reward}:f")]
     )
-    assert f"first_char.jsonl:1: the reward '{reward}:f' reward 0 is '1', expected a num" in line
+    wrong = "gave a wrong value: reward 0 is '1', expected a num"
+    assert f"first_char.jsonl:1: the reward '{reward}:f' {wrong}" in line
     assert not (tmp_path / "run").exists()
 
 

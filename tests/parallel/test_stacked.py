@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mrl.errors import InputError
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
 from parallel.stacked import stored_tensors
+from parallel.weight_checks import check_weights
 from tests.parallel.models import checkpoint_tensors, write_tiny
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -82,3 +84,18 @@ def test_a_tensor_that_cannot_be_taken_apart_is_refused(
     save_file(stored, bad / "model.safetensors")
     with pytest.raises(InputError, match=rf"{EXPERTS}.gate_up_proj is \[.*, expected 4 experts"):
         HfTensors(HfModel.read(bad))
+
+
+def test_a_missing_tensor_of_all_experts_has_the_name_of_the_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(folder, bad)
+    stored = load_file(folder / "model.safetensors")
+    del stored[f"{EXPERTS}.gate_up_proj"], stored["model.norm.weight"]
+    save_file(stored, bad / "model.safetensors")
+    expected = (
+        rf"has no tensor (model\.norm\.weight|{re.escape(EXPERTS)}\.gate_up_proj) and 1 more,"
+    )
+    with pytest.raises(InputError, match=expected):
+        check_weights(HfModel.read(bad), deep=False)

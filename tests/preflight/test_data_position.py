@@ -9,7 +9,8 @@ import pytest
 
 from mrl.collect.single_turn import start_groups
 from mrl.config import Recipe, load_recipe
-from mrl.data import PromptCursor, read_sources
+from mrl.data.cursor import PromptCursor
+from mrl.data.reader import read_sources
 from mrl.errors import InputError
 from mrl.preflight.data_position import check_data_position, why_other_data
 from mrl.run.folder import RunFolder

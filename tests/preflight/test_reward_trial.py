@@ -65,7 +65,10 @@ def tried(path: Path, *names: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("text", "reward 0 is 'good', expected a number or None; mrl reward test"),
+        (
+            "text",
+            "gave a wrong value: reward 0 is 'good', expected a number or None; mrl reward test",
+        ),
         ("too_few", "returned 1 rewards for 3 completions; mrl reward test"),
         ("hangs", "failed (no answer within 2 s, killed)"),
         ("raises", "failed (TypeError: string indices must be integers"),

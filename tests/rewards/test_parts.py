@@ -14,7 +14,7 @@ from mrl.errors import InputError, RunFailed
 from mrl.learn.rollout_metrics import rollout_metrics
 from mrl.rewards import resolve_reward
 from mrl.rewards.base import NotFinite
-from mrl.rewards.runner import RewardRunner
+from mrl.rewards.runner import RewardRunner, check_failures
 from mrl.rewards.worker import call_reward
 from mrl.run.folder import rollout_lines
 from mrl.run.rollouts import decode_groups, encode_groups, outline
@@ -99,6 +99,8 @@ def test_the_error_that_ends_a_run_names_the_rows():
     assert str(caught.value).endswith(
         f"first error: f.jsonl:0: ZeroDivisionError: division by zero; rows {rows} and 2 more"
     )
+    with pytest.raises(RunFailed, match=r"first error: f\.jsonl:3: no$"):  # names the only row
+        check_failures("reward 'r'", 2, 16, "f.jsonl:3: no", ["f.jsonl:3"])
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -130,6 +130,15 @@ def test_progress_without_a_terminal_is_two_lines_and_one_on_failure():
     assert second.startswith("start: 0.")
 
 
+def test_the_progress_of_a_tenant_has_its_name():
+    log = capture()
+    with console.progress("loading the model", name="ann", console=log):
+        pass
+    first, second = text_of(log).splitlines()
+    assert first == "ann: loading the model ..."
+    assert second.startswith("ann: loading the model: 0.")
+
+
 @pytest.mark.parametrize("unicode", [True, False])
 @pytest.mark.parametrize("width", [12, 40, 100])
 def test_curve_rises_and_fits(width, unicode):

@@ -12,8 +12,27 @@ from mrl.engines.sglang.process import ServerProcess
 from mrl.errors import InputError
 from mrl.system.json_worker import JsonWorker
 from mrl.system.process_search import find_by_variable
+from mrl.system.processes import deferring_interrupts
 from mrl.system.worker_process import MARK, WorkerLost
 from tests.waiting import LIMIT_S, wait_until
+
+
+@pytest.mark.parametrize("error", [None, OSError("full")])
+def test_ctrl_c_waits_for_the_end_of_a_block(error: OSError | None) -> None:
+    done = []
+
+    def cleans_up() -> None:
+        with deferring_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(signal.getsignal(signal.SIGINT))
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        cleans_up()
+    assert caught.value.__context__ is error
+    assert signal.default_int_handler not in done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_worker_never_gets_sigusr1() -> None:

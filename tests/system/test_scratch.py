@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mrl.system.scratch import FILES_FILE, LOCK_FILE, Scratch, sweep
+from mrl.errors import InputError
+from mrl.system.scratch import FILES_FILE, LOCK_FILE, MAX_SOCKET_BYTES, Scratch, sweep
 from tests.waiting import wait_until
 
 OWNER = """
@@ -81,3 +84,31 @@ def test_another_users_folder_stays(tmp_path: Path) -> None:
     assert sweep(tmp_path) == []
     os.chown(scratch.path, 0, 0)
     assert sweep(tmp_path) == [scratch.path]
+
+
+def test_a_socket_in_the_folder_has_a_path_that_is_short_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both sides of the limit, and where nothing else is there."""
+    short, name = tmp_path / "short", "tmp12345678"
+    short.mkdir()
+    monkeypatch.setattr("mrl.system.scratch.SHORT_FOLDER", short)
+    longest = MAX_SOCKET_BYTES - len("/mrl-sglang-12345678/") - len(name)
+    for num_bytes, parent in ((longest, "usual"), (longest + 1, "short")):
+        usual = Path("/dev/shm", f"{os.getpid()}-".ljust(num_bytes - len("/dev/shm/"), "x"))
+        usual.mkdir()
+        try:
+            monkeypatch.setattr("tempfile.tempdir", str(usual))
+            scratch = Scratch("sglang", name)
+            assert scratch.path.parent == {"usual": usual, "short": short}[parent]
+            if parent == "usual":
+                with socket.socket(socket.AF_UNIX) as listener:
+                    listener.bind(str(scratch.path / name))
+            os.close(scratch.descriptor)
+            assert sweep() == [scratch.path]
+        finally:
+            shutil.rmtree(usual)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("y" * 107)))
+    monkeypatch.setattr("mrl.system.scratch.SHORT_FOLDER", tmp_path / "nowhere")
+    with pytest.raises(InputError, match=rf"TMPDIR: .* bytes, expected at most {longest}, "):
+        Scratch("sglang", name)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import yaml
@@ -112,6 +114,25 @@ def test_the_list_says_who_holds_whom_up(
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
+
+
+def test_add_waits_for_a_service_that_starts(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MRL_SERVICE", str(tmp_path / "service"))
+    write(tmp_path / "r.yaml")
+    assert "it has no service.yaml" in refusal(capsys, "add", "r.yaml", "--wait", "0.1")
+    with ExitStack() as undo:
+
+        def start() -> None:
+            undo.enter_context(Control(undo.enter_context(Registry(service(tmp_path, model)))))
+
+        timer = Timer(0.3, start)
+        timer.start()
+        mrl("add", "r.yaml", "--wait", "60")
+        timer.join()
+    assert "r is queued" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("control")

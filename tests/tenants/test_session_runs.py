@@ -28,7 +28,7 @@ from mrl.client import (
     Session,
 )
 from mrl.config import DataConfig
-from mrl.data import read_sft_examples
+from mrl.data.reader import read_sft_examples
 from mrl.preflight.check import load_tokenizer
 from mrl.toy_model import write_toy_model
 from parallel.checkpoint.saved_tensors import SavedTensors

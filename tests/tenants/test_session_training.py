@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrl.config import OptimizerConfig, Recipe, SftConfig
-from mrl.data import SftExample
+from mrl.data.reader import SftExample
 from mrl.errors import InputError, NotFinite
 from mrl.learn.sft import run_sft
 from mrl.run.folder import RunFolder

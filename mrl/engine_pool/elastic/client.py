@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mrl.config.load import read_tree
 from mrl.errors import InputError, RunFailed
 from mrl.web.unix_socket import NoAnswer, ask_unix
 
@@ -47,6 +46,8 @@ def _why_nobody(folder: Path) -> str:
             f"{folder} is the folder of no run and of no service: it has no config.yaml and no "
             "service.yaml; give an output_dir"
         )
+    from mrl.config.load import read_tree
+
     rollout = read_tree(config, []).get("rollout")
     if not isinstance(rollout, dict) or rollout.get("placement") != "disaggregated":
         return (

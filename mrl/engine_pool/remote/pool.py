@@ -68,8 +68,6 @@ class RemoteWork:
 class RemotePool:
     """The engines of rollout ranks, for one policy. See `mrl.collect.base.Pool`."""
 
-    start_text = "starting the engines of the rollout ranks"
-
     def __init__(
         self,
         plan: Plan,
@@ -82,6 +80,11 @@ class RemotePool:
         the engines. `make_coordinator` is called on rank 0 with the hosts of the rollout ranks.
         `rendezvous` tells the workers the coordinator's address."""
         self._plan, self._mesh, self._folder, self._rendezvous = plan, mesh, folder, rendezvous
+        self.start_text = (
+            "joining the service's engines"
+            if rendezvous.is_shared
+            else "starting the engines of the rollout ranks"
+        )
         self._control: Closing | None = None
         self._link = EngineLink(
             plan.recipe,

@@ -22,7 +22,7 @@ from mrl.engines.base import PORT_CLASH
 from mrl.engines.sglang.cause import cause
 from mrl.engines.sglang.leftovers import kill_session, session_processes, shared_memory_files
 from mrl.system.proc import is_stopped
-from mrl.system.processes import children_without_usr1
+from mrl.system.processes import children_without_usr1, deferring_interrupts
 from mrl.system.scratch import Scratch, sweep
 
 LOG_TAIL_LINES = 30
@@ -58,6 +58,8 @@ HIGHEST_PORT = 65_535 - 10_000
 not start if that port exceeds 65,535 (server_args.py, _handle_deprecated_args). One in five of the
 ports that Linux gives by default (32768 to 60999) is higher."""
 PORT_TRIES = 64
+SOCKET_NAME = "tmp12345678"
+"""A name as `tempfile` makes them, which SGLang gives to its sockets."""
 PORT_IN_USE = "already in use"
 """Part of the system's error message for a port that is taken. SGLang's own message under DP attention
 contains it, too."""
@@ -90,7 +92,7 @@ class ServerProcess:
         self.port = _free_port()
         self._parts, self._halted_s = {}, {}
         sweep()  # folders of engines that were killed with their trainers
-        self._scratch = scratch = Scratch("sglang")
+        self._scratch = scratch = Scratch("sglang", SOCKET_NAME)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log, children_without_usr1():
             self._log_start = log.tell()
@@ -232,6 +234,10 @@ class ServerProcess:
         popen = self._popen
         if popen is None:
             return
+        with deferring_interrupts():
+            self._stop(popen)
+
+    def _stop(self, popen: subprocess.Popen[bytes]) -> None:
         atexit.unregister(self.stop)
         self.note_shared_memory()
         popen.terminate()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.cli import main
+from parallel.checkpoint import hf_export
 from parallel.checkpoint.checkpoints import Checkpoints
 from tests.parallel.layouts import build, join_mesh
 from tests.parallel.models import write_tiny
@@ -36,6 +37,7 @@ def test_an_export_has_the_layers_of_the_base(
     mtp: dict[str, torch.Tensor],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     base, root = write_tiny(model_type, tmp_path / "base"), tmp_path / "checkpoints"
     config = json.loads((base / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -56,3 +58,11 @@ def test_an_export_has_the_layers_of_the_base(
     main(["export", str(root / "iter_0000001"), str(tmp_path / "without")])
     assert "untrained" not in capsys.readouterr().out
     assert load_file(next((tmp_path / "without").glob("*.safetensors"))).keys() == given.keys()
+
+    # A file that is missing is found before anything is written.
+    names = dict.fromkeys(given, "model.safetensors") | dict.fromkeys(mtp, "mtp.safetensors")
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    monkeypatch.setattr(hf_export, "new_folder", lambda _: pytest.fail("a folder is made"))
+    with pytest.raises(SystemExit):
+        main(["export", str(root / "iter_0000001"), str(tmp_path / "missing")])
+    assert "lists mtp.safetensors, which is not there" in capsys.readouterr().err

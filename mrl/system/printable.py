@@ -1,0 +1,22 @@
+"""Makes text from outside harmless before it is printed on a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def escape(text: str) -> str:
+    """Make untrusted text harmless in a terminal by making control and bidi characters visible."""
+    return "".join(_visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    if char == "\n":
+        return "\\n"
+    if char == "\t":
+        return "\\t"
+    # Cc, Cf, Cs, Co, Cn: ESC and C1 codes, bidi overrides, lone surrogates, unassigned.
+    if unicodedata.category(char)[0] == "C" or unicodedata.category(char) in ("Zl", "Zp"):
+        code = ord(char)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    return char
