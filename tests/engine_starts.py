@@ -79,14 +79,16 @@ def _may_fork(env: Mapping[str, str]) -> bool:
     return env.get("SGLANG_USE_CPU_ENGINE") == "1" and env.get(REAL) != "1"
 
 
-def run_program(source: str, env: Mapping[str, str], log: Path) -> int:
+def run_program(
+    source: str, env: Mapping[str, str], log: Path, *, with_plugins: bool = True
+) -> int:
     """Run a program with SGLang imported; what it prints goes to `log` -> its exit code.
 
-    `env` is that of a server on CPUs.
+    `env` is that of a server on CPUs. Without plug-ins the functions are those of SGLang itself.
     """
     with open(log, "wb") as output:
         if _may_fork(env):
-            process = Fork({**env, PROGRAM: source}, output)
+            process = Fork({**env, PROGRAM: source}, output, with_plugins=with_plugins)
             process.stdin.close()
         else:
             process = subprocess.Popen(
@@ -101,8 +103,10 @@ def run_program(source: str, env: Mapping[str, str], log: Path) -> int:
 class Fork:
     """A server that was forked from the template; the part of subprocess.Popen that mrl uses."""
 
-    def __init__(self, env: Mapping[str, str], log: IO[bytes]) -> None:
-        self._connection = connect(env)
+    def __init__(
+        self, env: Mapping[str, str], log: IO[bytes], *, with_plugins: bool = True
+    ) -> None:
+        self._connection = connect(env) if with_plugins else _connected(_root(env))
         read, write = os.pipe()
         request = {"env": dict(env), "cwd": os.getcwd(), "parent": os.getpid()}
         self.pid = _ask(self._connection, request, read, log.fileno())
@@ -143,12 +147,16 @@ def connect(env: Mapping[str, str]) -> socket.socket:
 
     There is one for each set of plug-ins, that is for each PYTHONPATH less what is in it twice.
     """
-    folders = list(dict.fromkeys(env["PYTHONPATH"].split(":")))
+    folders = _folders(env)
     template = _address(*folders, env.get(READ_BY_IMPORTS, ""), env.get(READ_BY_PLUGINS, ""))
     with FileLock(template.with_suffix(".lock")):
         if not template.exists():
-            _start_template(template, _root(env, folders), env)
+            _start_template(template, _root(env), env)
     return _connected(template)
+
+
+def _folders(env: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(env["PYTHONPATH"].split(":")))
 
 
 def _address(*key: str) -> Path:
@@ -172,7 +180,7 @@ def _start_template(address: Path, root: Path, env: Mapping[str, str]) -> None:
         _wait_for(address, lambda: bool(select.select([connection], [], [], 0.0)[0]))
 
 
-def _root(env: Mapping[str, str], folders: Sequence[str]) -> Path:
+def _root(env: Mapping[str, str]) -> Path:
     """The address of the root whose imports are those of `env`; the first one to ask starts it.
 
     Of the folders of plug-ins it has those that every server on CPUs has, and it loads no plug-in.
@@ -180,7 +188,7 @@ def _root(env: Mapping[str, str], folders: Sequence[str]) -> Path:
     from mrl.engines.sglang.settings import CPU_STUBS, SERVER_PLUGIN
 
     every = {str(SERVER_PLUGIN), str(CPU_STUBS)}
-    path = ":".join(folder for folder in folders if folder in every or not _has_plugin(folder))
+    path = ":".join(each for each in _folders(env) if each in every or not _has_plugin(each))
     root = _address("root", path, env.get(READ_BY_IMPORTS, ""))
     with FileLock(root.with_suffix(".lock")):
         if not root.exists():

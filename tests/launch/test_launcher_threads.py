@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.release import release
+
 SCRIPT = """
 import os
 from pathlib import Path
@@ -18,7 +20,7 @@ Path(os.environ["OUT"], os.environ["RANK"]).write_text(text)
 """
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "1 None"), ("3", "3 3")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "1 None"), release("3", "3 3")])
 def test_ranks_tell_the_launchers_one_thread_from_the_users(
     given: str | None, expected: str, tmp_path: Path
 ) -> None:
