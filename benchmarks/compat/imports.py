@@ -12,7 +12,7 @@ def imported(files: Iterable[Path], package: str) -> Iterator[tuple[str, str]]:
     seen: set[str] = set()
     for file in files:
         source = file.read_bytes()
-        if package.split(".")[0].encode() not in source:
+        if package.split(".", maxsplit=1)[0].encode() not in source:
             continue
         for each in ast.walk(ast.parse(source)):
             paths: list[str] = []
