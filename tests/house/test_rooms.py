@@ -116,9 +116,11 @@ def nodes_of(code):
 
 @cache
 def looked_at(path):
-    """Return (the broken security rules, the imported names) of a file."""
+    """Return (the broken security rules, the imported names) of a file. Plug-ins of SGLang stand in for
+    other packages; they are rooms of their own, whose imports have no rules."""
     nodes = nodes_of(path.read_text())
-    return tuple(broken_security_rules(nodes)), tuple(imports(nodes))
+    imported = () if "plugins" in path.parts else tuple(imports(nodes))
+    return tuple(broken_security_rules(nodes)), imported
 
 
 def imported_by(path):
@@ -220,8 +222,7 @@ def test_sources_keep_the_rules():
     broken = []
     for path in SOURCES:
         found = list(looked_at(path)[0])
-        if "plugins" not in path.parts:  # these stand in for other packages, rooms of their own
-            found += broken_import_rules(module_of(path), imported_by(path))
+        found += broken_import_rules(module_of(path), imported_by(path))
         broken += [f"{path.relative_to(ROOT)}: {rule}" for rule in found]
     assert not broken
 

@@ -181,17 +181,8 @@ def refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
     return lines[0]
 
 
-TRAINED = ("unknown key", "sizes", "algorithm")
-"""Cases of `mrl train` in `make test`, which checks as `mrl check` does."""
-
-
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        *((case, "check") for case in CASES),
-        *((case, "train") if case in TRAINED else release(case, "train") for case in CASES),
-    ],
-)
+@pytest.mark.parametrize("name", ["check", release("train")])
+@pytest.mark.parametrize("case", CASES)
 def test_refused(
     name: str, case: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
