@@ -31,7 +31,7 @@ LATER = 0.3
 
 IN_FULL = ("gspo",)
 """Whose whole curve `make test` runs, and `make test-all` that of every other."""
-FIRST_STEPS = ("grpo", "dapo", "ppo", "vapo", "a3po")
+FIRST_STEPS = ("grpo", "dapo", "vapo", "a3po")
 """The others of which `make test` runs the first steps: each has a part in the loop. The rest differ
 from them in formulas, which tests/algorithms checks."""
 OTHERS = [name for name in algorithms() if name not in IN_FULL]

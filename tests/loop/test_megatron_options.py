@@ -192,11 +192,11 @@ def test_the_shipped_recipe_trains_on_two_ranks(toy: Toy, recorded: Path, tmp_pa
     recipe = load_recipe(RECIPE, overrides)
     assert len(recipe.megatron) >= 10
     run_ranks(2, run_recipe, overrides, folder=tmp_path / "first")
-    more = ["train.num_steps=3", "megatron.bucket_size=1000"]
+    more = ["train.num_steps=2", "megatron.bucket_size=1000"]
     run_ranks(2, run_recipe, [*overrides, *more], folder=tmp_path / "second")
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    assert [row["step"] for row in metrics] == [0, 1, 2]
+    assert [row["step"] for row in metrics] == [0, 1]
     # The rewards of the second recorded step are all alike.
-    assert [row["grad_norm"] > 0 for row in metrics] == [True, False, True]
+    assert [row["grad_norm"] > 0 for row in metrics] == [True, False]
     kept = load_recipe(tmp_path / "run/config.yaml").megatron
     assert kept == {**recipe.megatron, "bucket_size": 1000}

@@ -34,7 +34,7 @@ from mrl.run.rollouts import decode_groups, encode_groups
 from tests.engine_starts import REAL
 from tests.waiting import wait_until
 
-NUM_PROMPTS, NUM_SAMPLES = 4, 4
+NUM_PROMPTS, NUM_SAMPLES = 4, 2
 
 
 def bits(groups):
@@ -89,9 +89,9 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
     engine.endpoint.update_weights(make_buckets(noise, 8), 8)
     rollout(engine)
     engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
-    assert len(first) == 16
+    assert len(first) == 8
     assert bits(rollout(engine)) == first
-    assert len(set(first)) == 16
+    assert len(set(first)) == 8
 
 
 def test_every_endpoint_wants_the_key(fresh):
@@ -239,7 +239,7 @@ def test_hung_server(toy_folder, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()
     tree = engine.connection.process.tree()
-    requests = make_requests(2, SamplingParams(480, 480))
+    requests = make_requests(2, SamplingParams(200, 200))
     requests.append(make_requests(1, SamplingParams(2, 2), seed=1)[0])
     completions = engine.endpoint.generate(requests)
     assert next(completions).request_id == "1-0"
@@ -285,6 +285,7 @@ def test_rollouts_survive_encoding(engine):
             assert sample.weight_versions == twin.weight_versions
 
 
+@pytest.mark.release  # test_weight_sync.py has two ranks, and test_hung_server what is left
 def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     engine.stop()
