@@ -27,7 +27,7 @@ from tests.release import release
 
 LAYOUTS = [
     release(Layout(2)),
-    Layout(2, {"pipeline": 2, "virtual_pipeline": 2}),
+    release(Layout(2, {"pipeline": 2, "virtual_pipeline": 2})),
     release(Layout(4, {"tensor": 2, "context": 2})),
     release(Layout(2, {"tensor": 2})),
     Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"}),
