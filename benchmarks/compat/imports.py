@@ -11,7 +11,10 @@ def imported(files: Iterable[Path], package: str) -> Iterator[tuple[str, str]]:
     """Yield (file:line, dotted path) of every import from `package`, once for each path."""
     seen: set[str] = set()
     for file in files:
-        for each in ast.walk(ast.parse(file.read_bytes())):
+        source = file.read_bytes()
+        if package.split(".", maxsplit=1)[0].encode() not in source:
+            continue
+        for each in ast.walk(ast.parse(source)):
             paths: list[str] = []
             if isinstance(each, ast.ImportFrom) and not each.level and each.module:
                 paths = [f"{each.module}.{alias.name}" for alias in each.names]

@@ -6,11 +6,13 @@ base.py has the contract that every engine fulfils.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from mrl.engines.base import RolloutEngine, RolloutNode
 from mrl.errors import InputError
 from mrl.system.plugins import Kind, resolve
+
+if TYPE_CHECKING:  # it imports torch, which the process of a server imports later or not at all
+    from mrl.engines.base import RolloutEngine, RolloutNode
 
 _KIND = Kind(
     noun="rollout.engine",
@@ -53,7 +55,7 @@ def load_engine(name: str) -> Callable[..., RolloutEngine]:
             f"rollout.engine {name!r} is a {type(engine).__name__}, expected a class `Engine` or a "
             "function `build_engine`"
         )
-    return cast(Callable[..., RolloutEngine], engine)
+    return cast("Callable[..., RolloutEngine]", engine)
 
 
 def node_class(engine: Callable[..., RolloutEngine], name: str) -> Callable[..., RolloutNode]:

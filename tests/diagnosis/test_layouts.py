@@ -26,10 +26,10 @@ from tests.ranks import run_ranks
 from tests.release import release
 
 LAYOUTS = [
-    Layout(2),
-    Layout(2, {"pipeline": 2, "virtual_pipeline": 2}),
+    release(Layout(2)),
+    release(Layout(2, {"pipeline": 2, "virtual_pipeline": 2})),
     release(Layout(4, {"tensor": 2, "context": 2})),
-    Layout(2, {"tensor": 2}),
+    release(Layout(2, {"tensor": 2})),
     Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"}),
 ]
 MAX_TOKENS = 120

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
-from mrl.cli import _parse
+from mrl import cli
 from tests.docs.pages import ROOT, Command, pages
 from tests.docs.recipe_keys import is_key
 
@@ -21,7 +22,7 @@ def mrl_problem(command: Command) -> str | None:
     """What the parser of `mrl` says; a mention may leave arguments out."""
     words = [PLACEHOLDERS.get(word, word) for word in command.words[1:]]
     try:
-        _parse(words)
+        cli._parse(words)
     except SystemExit as stop:
         is_missing = bool(words) and command.is_mention and _said.startswith("the following")
         if stop.code and not is_missing and not (command.is_mention and not words):
@@ -44,6 +45,7 @@ def parser_message(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SystemExit(2)
 
     monkeypatch.setattr("mrl.cli._Parser.error", error)
+    monkeypatch.setattr("mrl.cli._parser", cache(cli._parser))  # it takes a tenth of a second
 
 
 def make_problem(command: Command) -> str | None:

@@ -110,28 +110,49 @@ def within(module, package):
     return module == package or module.startswith(package + ".")
 
 
+def nodes_of(code):
+    return list(ast.walk(ast.parse(code)))
+
+
+@cache
+def looked_at(path):
+    """Return (the broken security rules, the imported names) of a file. Plug-ins of SGLang stand in for
+    other packages; they are rooms of their own, whose imports have no rules."""
+    nodes = nodes_of(path.read_text())
+    imported = () if "plugins" in path.parts else tuple(imports(nodes))
+    return tuple(broken_security_rules(nodes)), imported
+
+
+def imported_by(path):
+    return looked_at(path)[1]
+
+
 def module_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(tree):
+def imports(nodes):
     """Yield dotted names; `from a import b` gives `a.b` if that is a module, and `a` otherwise."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the room"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                target = ROOT / inner.replace(".", "/")
-                is_module = target.is_dir() or target.with_suffix(".py").is_file()
-                yield inner if is_module or alias.name == "_C" else node.module
+                yield inner if alias.name == "_C" or is_module(inner) else node.module
 
 
-def broken_import_rules(module, tree):
+@cache
+def is_module(name):
+    target = ROOT / name.replace(".", "/")
+    return target.is_dir() or target.with_suffix(".py").is_file()
+
+
+def broken_import_rules(module, names):
     room = next((name for name in ROOMS if within(module, name)), None)
-    for name in imports(tree):
+    for name in names:
         if within(name, "megatron") and not (within(module, "parallel") or module == "moe.replay"):
             yield f"{module} imports {name}: Megatron is for parallel/ and moe/replay.py"
         if within(name, "sglang") and not within(module, "mrl.engines"):
@@ -155,8 +176,8 @@ UNPICKLERS = {f"{module}.{name}" for module in ("pickle", "dill", "cloudpickle",
               for name in ("load", "loads", "open", "Unpickler")}  # fmt: skip
 
 
-def broken_security_rules(tree):
-    for node in ast.walk(tree):
+def broken_security_rules(nodes):
+    for node in nodes:
         if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::"):
             yield "listens on every interface"
         if isinstance(node, ast.ImportFrom):
@@ -200,10 +221,8 @@ def test_every_file_is_in_a_room():
 def test_sources_keep_the_rules():
     broken = []
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        found = list(broken_security_rules(tree))
-        if "plugins" not in path.parts:  # these stand in for other packages, rooms of their own
-            found += broken_import_rules(module_of(path), tree)
+        found = list(looked_at(path)[0])
+        found += broken_import_rules(module_of(path), imported_by(path))
         broken += [f"{path.relative_to(ROOT)}: {rule}" for rule in found]
     assert not broken
 
@@ -213,7 +232,7 @@ def module_graph():
     """Return the names that each module of this project imports, inside its functions and under
     TYPE_CHECKING too."""
     paths = [path for path in SOURCES if "plugins" not in path.parts]
-    return {module_of(path): set(imports(ast.parse(path.read_text()))) for path in paths}
+    return {module_of(path): set(imported_by(path)) for path in paths}
 
 
 def reachable(graph, start):
@@ -249,7 +268,7 @@ def test_no_benchmark_needs_a_study():
     upward = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "benchmarks").rglob("*.py")
-        if any(within(name, "studies") for name in imports(ast.parse(path.read_text())))
+        if any(within(name, "studies") for name in imported_by(path))
     ]
     assert not upward
 
@@ -281,7 +300,7 @@ def test_files_stay_short():
     ],
 )
 def test_import_rules_catch(module, code):
-    assert list(broken_import_rules(module, ast.parse(code)))
+    assert list(broken_import_rules(module, imports(nodes_of(code))))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +316,7 @@ def test_import_rules_catch(module, code):
     ],
 )
 def test_import_rules_allow(module, code):
-    assert not list(broken_import_rules(module, ast.parse(code)))
+    assert not list(broken_import_rules(module, imports(nodes_of(code))))
 
 
 @pytest.mark.parametrize(
@@ -317,9 +336,9 @@ def test_import_rules_allow(module, code):
     ],
 )
 def test_security_rules_catch(code):
-    assert list(broken_security_rules(ast.parse(code)))
+    assert list(broken_security_rules(nodes_of(code)))
 
 
 def test_security_rules_allow():
     code = "pickle.dumps(x); model.eval(); torch.load(f, weights_only=True); re.compile('a')"
-    assert not list(broken_security_rules(ast.parse(code)))
+    assert not list(broken_security_rules(nodes_of(code)))

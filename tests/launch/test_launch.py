@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from mrl.data.arrow import is_hub_id
 from mrl.system.releases import newest, numbers
 from tests.launch.conftest import torchrun_saw
+from tests.release import release
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +195,7 @@ def test_the_gpu_extra_names_only_what_the_index_has():
     assert names == {"sglang", "transformer-engine"}
 
 
-@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "NOT_UNDER_TORCHRUN"])
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", release("NOT_UNDER_TORCHRUN")])
 def test_a_rank_does_not_outlive_torchrun(variable, tmp_path):
     """The rank waits for its recipe, a pipe; what started it is killed."""
     recipe = tmp_path / "recipe.yaml"

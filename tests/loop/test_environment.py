@@ -15,13 +15,13 @@ RECIPE = REPOSITORY / "launch/recipes/multi_turn.yaml"
 
 
 @pytest.mark.timeout(400)
-def test_two_steps_of_conversations(toy: Toy, tmp_path: Path) -> None:
+def test_a_step_of_conversations(toy: Toy, tmp_path: Path) -> None:
     """Some turns end, some are cut short; the loss has holes, the routes and log-probs have none."""
     output = tmp_path / "run"
     data = tmp_path / "chats.jsonl"
     chat = {"prompt": [{"role": "user", "content": "guess"}]}
     data.write_text((json.dumps(chat) + "\n") * 8)
-    more = ("train.num_steps=2", "environment.num_workers=2", f"data.path={data}")
+    more = ("train.num_steps=1", "environment.num_workers=2", f"data.path={data}")
     done = toy.run(output, *more, recipe=RECIPE)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

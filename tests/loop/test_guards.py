@@ -127,16 +127,24 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("what", OUTPUTS)
+@pytest.mark.parametrize(
+    ("what", "world"),
+    [
+        ("values", 1),
+        ("reference", 1),
+        release("value loss", 1),
+        *(release(each, 2) for each in OUTPUTS),
+    ],
+)
 def test_a_critic_or_a_reference_that_is_not_finite_names_its_samples(
-    toy: Toy, recorded: Path, tmp_path: Path, what: str
+    toy: Toy, recorded: Path, tmp_path: Path, what: str, world: int
 ) -> None:
     """Whitening would spread a NaN over all samples, and NaN rewards count as abstentions."""
     name, more = OUTPUTS[what]
     saved = f"debug.load_rollouts={recorded / 'rollouts'}"
     overrides = toy.overrides(tmp_path / "run", saved, "train.num_steps=4", *more)
     args = ([*overrides, AT_ONCE], what)
-    for error in run_ranks(2, one_step_of_spoilt_outputs, *args, folder=tmp_path / "out"):
+    for error in run_ranks(world, one_step_of_spoilt_outputs, *args, folder=tmp_path / "out"):
         assert f"{name} not finite in samples 4, 6 (counted from 0" in error
 
 
@@ -158,7 +166,7 @@ def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["grpo", "a3po", "ppo"])
+@pytest.mark.parametrize("name", [release("grpo"), "a3po", "ppo"])
 def test_a_mini_batch_without_a_loss_token_moves_nothing(
     toy: Toy, recorded: Path, tmp_path: Path, name: str
 ) -> None:
@@ -223,8 +231,9 @@ class Poisoned:
 @pytest.mark.parametrize(
     ("what", "world"),
     [
-        *((what, 2) for what in ("log-probs", "model", "nothing")),
-        *(release(what, 1) for what in ("log-probs", "model", "nothing")),
+        *(("log-probs", 2), ("model", 1)),
+        *(release("nothing", world) for world in (1, 2)),
+        *(release("log-probs", 1), release("model", 2)),
     ],
 )
 def test_what_is_not_finite_stops_before_the_optimizer_and_names_its_samples(

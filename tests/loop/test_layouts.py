@@ -73,8 +73,8 @@ def test_saved_rollouts_give_the_live_run(reference: dict[str, Any], recorded: P
 
 
 ALL = [(name, recompute) for name in LAYOUTS for recompute in ("false", "true")]
-IN_SHORT = {("DP2", "false"), ("EP2", "true"), ("TP2", "true")}
-"""With the layouts that CREDITED runs in, each kind of parallelism once."""
+IN_SHORT = {("EP2", "true")}
+"""`make test` runs this one, and has the other kinds of parallelism in tests/parallel."""
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def credited(toy: Toy, recorded: Path, tmp_path_factory: pytest.TempPathFactory)
     return run(toy, recorded, tmp_path_factory.mktemp("credited"), 1, [], *CREDITED)
 
 
+@pytest.mark.release  # tests/parallel/test_critic.py has the critic in layouts
 @pytest.mark.parametrize("name", ["CP2", "PP2"])
 def test_a_critic_and_penalties_are_those_of_one_process_in_a_layout(
     name: str, toy: Toy, recorded: Path, credited: dict[str, Any], tmp_path: Path

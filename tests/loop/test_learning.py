@@ -23,15 +23,17 @@ FLIPPED = "tests.loop.flipped"
 LEARNED = 0.1
 """Reward at the end, five times that of the start; by chance it stays there."""
 NUM_LAST = 3
-CLOSE = (1e-3, 1e-2, 5e-2)
+CLOSE = (1e-3, 1e-2)
 """Relative, of the first steps: nothing but the rounding of another machine."""
 LATER = 0.3
 """Absolute, of the mean reward of the last steps: one token sampled otherwise, and the rest differs."""
 
 
 IN_FULL = ("gspo",)
-"""Whose whole curve `make test` runs. The others run their first steps, and `make test-all` runs the
-whole curve of each."""
+"""Whose whole curve `make test` runs, and `make test-all` that of every other."""
+FIRST_STEPS = ("grpo", "dapo", "vapo", "a3po")
+"""The others of which `make test` runs the first steps: each has a part in the loop. The rest differ
+from them in formulas, which tests/algorithms checks."""
 OTHERS = [name for name in algorithms() if name not in IN_FULL]
 
 
@@ -41,7 +43,7 @@ def everything(scratch: Path) -> dict[str, Any]:
         return {
             "curves": {
                 **{name: curve_of(name, engine) for name in IN_FULL},
-                **{name: curve_of(name, engine, len(CLOSE)) for name in [*OTHERS, FLIPPED]},
+                **{name: curve_of(name, engine, len(CLOSE)) for name in [*FIRST_STEPS, FLIPPED]},
             },
             "resumed": whole_and_resumed(engine),
         }
@@ -88,7 +90,7 @@ def test_the_reward_rises_along_the_curve_on_file(name: str, found: dict[str, An
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", FIRST_STEPS)
 def test_the_first_steps_are_those_on_file(name: str, found: dict[str, Any]) -> None:
     assert misfits(found["curves"][name], read_golden(name)) == []
 
@@ -174,7 +176,7 @@ def test_what_a_step_keeps_has_moved(found: dict[str, Any]) -> None:
     assert coefficients[0] == coefficients[1] == 0.05  # a policy that was not trained says nothing
     assert len(set(coefficients[1:])) == len(coefficients) - 1
     drawn = sum(row["dynamic_sampling/prompts_drawn"] for row in rows)
-    assert drawn > 4 * 8
+    assert drawn > 3 * 8
     assert found["resumed"]["prompts"][0] == drawn
     assert rows[0]["grad_norm"] == 0.0 < rows[1]["grad_norm"]
 
@@ -192,7 +194,7 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal(found: dict[str, Any]) 
         assert row["reward/zero_signal_groups"] == row["dynamic_sampling/missing_groups"]
 
 
-def test_the_metrics_of_every_algorithm_are_documented(found: dict[str, Any]) -> None:
+def test_the_metrics_of_the_algorithms_are_documented(found: dict[str, Any]) -> None:
     """docs/metrics.md has them; tests/docs/test_metrics_page.py compares it with the source."""
     rows = [row for curve in found["curves"].values() for row in curve]
     assert undocumented({key for row in rows for key in row}) == []

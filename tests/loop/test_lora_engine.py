@@ -48,14 +48,14 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(300)
 def test_an_engine_is_sent_the_adapter_alone_and_samples_from_it(toy: Toy, tmp_path: Path) -> None:
-    overrides = toy.overrides(tmp_path / "run", *LORA, "train.num_steps=3")
+    overrides = toy.overrides(tmp_path / "run", *LORA, "train.num_steps=2")
     run_ranks(1, trained, overrides, folder=tmp_path / "out")
     rows = rows_of(tmp_path / "run")
-    assert len(rows) == 3
+    assert len(rows) == 2
     check_rows(rows)
     expected = sync_bytes(toy, tmp_path / "run")
-    assert [row["rollout/sync_bytes"] for row in rows] == [expected] * 3
-    first, last = (SavedTensors(tmp_path / f"run/checkpoints/iter_000000{step}") for step in (2, 3))
+    assert [row["rollout/sync_bytes"] for row in rows] == [expected] * 2
+    first, last = (SavedTensors(tmp_path / f"run/checkpoints/iter_000000{step}") for step in (1, 2))
     name = "model.decoder.layers.0.self_attention.linear_qkv.lora.q_proj.B"
     assert first[name].count_nonzero() > 0
     assert not first[name].equal(last[name])

@@ -52,7 +52,7 @@ def steps_in_a_row(overrides: list[str], spoilt: list[bool]) -> list[dict[str, A
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.release), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.release)])
 def test_steps_of_a_small_sample_size_are_skipped_and_many_in_a_row_end_the_run(
     toy: Toy, recorded: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: int
 ) -> None:

@@ -67,7 +67,7 @@ def settings(toy: Toy, recorded: Path, folder: Path, *more: str) -> list[str]:
     "more",
     [
         ("algorithm.name=gspo", "algorithm.importance=tis"),
-        ("algorithm.name=grpo", "moe.routing_replay=off"),
+        release(("algorithm.name=grpo", "moe.routing_replay=off")),
     ],
     ids=lambda more: more[0],
 )
@@ -95,7 +95,8 @@ def test_the_pass_is_left_out_and_the_bits_stay(
         assert records[0] == records[1]
 
 
-@pytest.mark.parametrize("more", [SAME["EP2"], release(SAME["PP2"])], ids=list(SAME))
+@pytest.mark.release
+@pytest.mark.parametrize("more", SAME.values(), ids=list(SAME))
 def test_so_they_do_on_two_ranks(
     toy: Toy, recorded: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from mrl.weight_sync.load import TOLERANCE_FLOAT32
 from tests.loop.conftest import Toy
+
+KEYS = ("rollout.quantization=fp8_block", "diagnosis.decompose_every=1", "train.num_steps=1")
 
 
 def test_replay_and_the_engines_weights_explain_the_gap(toy: Toy, tmp_path: Path) -> None:
     """Without a limit that is derived from the format, the canaries would end the run."""
-    keys = ("rollout.quantization=fp8_block", "diagnosis.decompose_every=1", "train.num_steps=1")
-    done = toy.run(tmp_path / "run", *keys)
+    done = toy.run(tmp_path / "run", *KEYS)
     assert done.returncode == 0, done.stderr
     (row,) = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -23,7 +26,13 @@ def test_replay_and_the_engines_weights_explain_the_gap(toy: Toy, tmp_path: Path
     assert gaps[2] < 0.8 * gaps[1]
     assert gaps[2] > 1e-3, "the engine quantises the inputs of its layers too"
     assert "from the engine's quantised weights (quantization)" in " ".join(done.stdout.split())
-    merged = toy.run(tmp_path / "lora", *keys, "lora.rank=2", "lora.rollout=merged")
+
+
+@pytest.mark.release
+def test_a_merged_model_is_decomposed_without_its_quantised_weights(
+    toy: Toy, tmp_path: Path
+) -> None:
+    merged = toy.run(tmp_path / "lora", *KEYS, "lora.rank=2", "lora.rollout=merged")
     assert merged.returncode == 0, merged.stderr
     text = (tmp_path / "lora/metrics.jsonl").read_text()
     assert "decompose/ids/k3" in text

@@ -18,6 +18,7 @@ from mrl.types import MicroBatch, TrainBatch
 from tests.loop.conftest import Toy
 from tests.loop.test_guards import made_trainer, spoilt
 from tests.ranks import run_ranks
+from tests.release import release
 
 TRAINED = {
     "sequence": ["algorithm.name=gspo"],
@@ -85,13 +86,20 @@ def overrides_of(toy: Toy, recorded: Path, output: Path, *more: str) -> list[str
     return toy.overrides(output, saved, "train.num_steps=4", *more)
 
 
-@pytest.mark.parametrize("source", TRAINED)
+@pytest.mark.parametrize(
+    ("source", "world"),
+    [
+        *(("KL in the reward of tokens", 1), ("critic", 1)),
+        *(release(each, 1) for each in ("sequence", "KL in the reward")),
+        *(release(each, 2) for each in TRAINED),
+    ],
+)
 def test_the_file_holds_what_was_trained_with_also_when_the_update_fails(
-    toy: Toy, recorded: Path, tmp_path: Path, source: str
+    toy: Toy, recorded: Path, tmp_path: Path, source: str, world: int
 ) -> None:
     overrides = overrides_of(toy, recorded, tmp_path / "run", *TRAINED[source])
-    ranks = run_ranks(2, step_that_fails_in_its_update, overrides, folder=tmp_path / "out")
-    trained = ranks[0]["trained"] | ranks[1]["trained"]
+    ranks = run_ranks(world, step_that_fails_in_its_update, overrides, folder=tmp_path / "out")
+    trained = {i: mean for rank in ranks for i, mean in rank["trained"].items()}
     rows = ranks[0]["rows"]
     assert sorted(trained) == list(range(len(rows)))
     written = [row["advantage"] for row in rows]

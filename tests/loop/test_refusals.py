@@ -17,6 +17,7 @@ from mrl.errors import InputError
 from mrl.toy_model import write_toy_model
 from parallel.versions import installed_version
 from tests.loop.conftest import TOY_RECIPE, Toy
+from tests.release import release
 
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "unknown key": (["optimizer.lrr=1"], ["unknown key 'optimizer.lrr'", "'optimizer.lr'"]),
@@ -180,7 +181,7 @@ def refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("name", ["check", "train"])
+@pytest.mark.parametrize("name", ["check", release("train")])
 @pytest.mark.parametrize("case", CASES)
 def test_refused(
     name: str, case: str, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -247,7 +248,7 @@ def test_an_architecture_that_the_engine_cannot_run_is_refused_before_anything_i
         assert bool(expected) == bool(said)
 
 
-@pytest.mark.parametrize("name", ["check", "train"])
+@pytest.mark.parametrize("name", ["check", release("train")])
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -16,6 +16,7 @@ from tests.loop.conftest import Toy, environment, trained
 from tests.loop.test_run import metrics
 from tests.parallel.checkpoint.test_checkpoint_failures import slow_disk
 from tests.ranks import run_ranks
+from tests.release import release
 
 
 @pytest.mark.timeout(400)
@@ -69,7 +70,7 @@ def trained_until_it_fails(overrides: list[str]) -> str:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, release(2)])
 def test_a_step_that_fails_does_not_cost_the_save_in_flight(
     world: int, toy: Toy, recorded: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_files_of_steps_that_are_done_again_are_moved_aside(tmp_path: Path) -> N
     assert folder.token_file(1).read_text() == "history 1"
 
 
+@pytest.mark.release  # test_a_signal_saves_the_step_and_leaves has the signal
 @pytest.mark.timeout(400)
 def test_sigusr1_without_training_does_not_speak_of_a_checkpoint(toy: Toy, tmp_path: Path) -> None:
     output = tmp_path / "run"

@@ -144,6 +144,7 @@ def test_two_ranks(rollout_tp: int, layout: str, toy: Toy, tmp_path: Path) -> No
     assert processes_of(output) == []
 
 
+@pytest.mark.release  # tests/launch/test_launch.py has the script, and test_refusals.py the line
 def test_bad_input_under_torchrun_is_one_line_and_code_2(toy: Toy, tmp_path: Path) -> None:
     overrides = toy.overrides(tmp_path / "run", "parallel.tensor_model_parallel_size=3")
     done = subprocess.run(

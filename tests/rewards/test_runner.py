@@ -13,6 +13,7 @@ from mrl.errors import InputError, RunFailed
 from mrl.rewards.runner import RewardRunner
 from mrl.system.json_worker import JsonWorker
 from mrl.types import Prompt, Sample, SampleGroup, VersionSpan
+from tests.release import release
 from tests.waiting import LIMIT_S, only_bad_hurries, wait_until
 
 __all__ = ["only_bad_hurries"]
@@ -94,10 +95,10 @@ def test_a_forked_child_that_comes_back_answers_nothing(capfd):
         ("hangs", "no answer within 0.5 s, killed"),
         ("hangs_with_child", "no answer within 0.5 s, killed"),
         ("dies", "worker process (exit code 7)"),
-        ("exits", "SystemExit: 7"),
+        release("exits", "SystemExit: 7"),
         ("nan", "reward 5 is nan, expected a finite number"),
-        ("infinite", "reward 5 is inf, expected a finite number"),
-        ("text", "reward 5 is '1.0', expected a number or None"),
+        release("infinite", "reward 5 is inf, expected a finite number"),
+        release("text", "reward 5 is '1.0', expected a number or None"),
     ],
 )
 @pytest.mark.usefixtures("only_bad_hurries")

@@ -57,6 +57,7 @@ def test_what_the_server_refuses_is_no_lost_engine(engine, monkeypatch):
     assert len(list(engine.endpoint.generate(make_requests(2, SamplingParams(4))))) == 2
 
 
+@pytest.mark.release  # tests/adversary/test_engine.py has random samplings in its short form
 def test_random_samples_of_sessions_are_refused_or_answered(engine):
     """What `read_body` lets through has the length that was asked for, and ends no engine."""
     launch = engine.core.launch

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import namedtuple
 from itertools import product
 from pathlib import Path
@@ -27,8 +24,10 @@ from test_adapter_plugins import plugin_of
 from torch import Tensor
 
 from mrl.engines.sglang.compat import path_of
-from mrl.engines.sglang.settings import CPU_STUBS
+from mrl.engines.sglang.process import ServerProcess
+from mrl.engines.sglang.settings import server_environment
 from mrl.kernels import oracle
+from tests.engine_starts import run_program
 
 Route = namedtuple("Route", "topk_weights topk_ids router_logits")
 
@@ -41,14 +40,15 @@ def plugin() -> ModuleType:
 def of_sglang(calls: list[Any], folder: Path) -> list[Tensor]:
     """Return what SGLang's own functions return."""
     torch.save(calls, folder / "calls.pt")
-    path = os.pathsep.join((str(CPU_STUBS), os.environ.get("PYTHONPATH", "")))
-    script = Path(__file__).with_name("sglang_on_cpu.py")
-    subprocess.run(
-        [sys.executable, script, folder / "calls.pt", folder / "results.pt"],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        timeout=120,
+    script = str(Path(__file__).with_name("sglang_on_cpu.py"))
+    words = [script, str(folder / "calls.pt"), str(folder / "results.pt")]
+    program = (
+        f"import runpy, sys; sys.argv = {words}; runpy.run_path({script!r}, run_name='__main__')"
     )
+    server = ServerProcess({}, server_environment((), 1), folder / "log")
+    env = server._child_environment(folder)
+    code = run_program(program, env, folder / "log", with_plugins=False)
+    assert code == 0, (folder / "log").read_text()
     return torch.load(folder / "results.pt")
 
 

@@ -25,6 +25,7 @@ from mrl.engines.base import SamplingParams
 from mrl.environments.runner import EnvironmentRunner
 from mrl.toy_model import build_tokenizer
 from mrl.types import Prompt, Sample, SampleGroup
+from tests.release import release
 
 AGENT = Path(__file__).parents[1] / "endpoint/guesses.py"
 GUESS = {"turns": 3, "letters": "abcdefgh", "repeats": 4}
@@ -103,7 +104,7 @@ def same_bits(one: list[SampleGroup], other: list[SampleGroup]) -> bool:
 CHAT = [{"role": "user", "content": "guess"}]
 
 
-@pytest.mark.parametrize("form", ["chat", "text"])
+@pytest.mark.parametrize("form", ["chat", release("text")])
 def test_an_agent_gets_the_bits_of_the_environment(engine, toy_weights, form):
     """One episode: tokens, log-probs and routes of three turns."""
     prompts = prompts_of(build_tokenizer(), [CHAT if form == "chat" else "guess:"])

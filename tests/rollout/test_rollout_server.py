@@ -34,7 +34,7 @@ from mrl.run.rollouts import decode_groups, encode_groups
 from tests.engine_starts import REAL
 from tests.waiting import wait_until
 
-NUM_PROMPTS, NUM_SAMPLES = 4, 4
+NUM_PROMPTS, NUM_SAMPLES = 4, 2
 
 
 def bits(groups):
@@ -83,22 +83,15 @@ def fresh(toy_folder, tmp_path_factory):
 def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_weights):
     """Bitwise: a server that has served others, and a fresh one with the same weights."""
     first = bits(rollout(fresh))
-    for seed in range(3):
-        generate(
-            engine,
-            make_prompts(5, seed=seed),
-            samples_per_prompt=3,
-            sampling=SamplingParams(10 + seed, temperature=0.5),
-            seed=seed,
-        )
+    others = SamplingParams(10, temperature=0.5)
+    generate(engine, make_prompts(5), samples_per_prompt=3, sampling=others, seed=0)
     noise = [(name, tensor + 0.1) for name, tensor in toy_weights]
     engine.endpoint.update_weights(make_buckets(noise, 8), 8)
     rollout(engine)
     engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
-    assert len(first) == 16
+    assert len(first) == 8
     assert bits(rollout(engine)) == first
-    assert bits(rollout(engine)) == first
-    assert len(set(first)) == 16
+    assert len(set(first)) == 8
 
 
 def test_every_endpoint_wants_the_key(fresh):
@@ -228,20 +221,25 @@ def detokenizer_of(engine):
     return next(p for p in tree if p.name().startswith("sglang::detok"))
 
 
-def test_hung_and_maimed_server(toy_folder, tmp_path):
-    """SGLang needs 15 seconds to see that its detokenizer is gone: longer than the time limit here. It
-    never sees that one is stopped: the scheduler answers as before."""
+@pytest.mark.release  # test_a_request_ends_when_a_process_of_the_server_dies has a stand-in
+def test_maimed_server(toy_folder, tmp_path):
+    """SGLang needs 15 seconds to see that its detokenizer is gone: longer than the time limit here."""
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()
     detokenizer = detokenizer_of(engine)
-    completions = engine.endpoint.generate(make_requests(8, SamplingParams(480, 480)))
+    completions = engine.endpoint.generate(make_requests(2, SamplingParams(480, 480)))
     detokenizer.suspend()  # no answer comes before it is killed
     threading.Timer(0.3, detokenizer.kill).start()
     with pytest.raises(EngineLost, match=f"process {detokenizer.pid} died"):
         list(completions)
+
+
+def test_hung_server(toy_folder, tmp_path):
+    """SGLang never sees that its detokenizer is stopped: the scheduler answers as before."""
+    engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
     engine.start()
     tree = engine.connection.process.tree()
-    requests = make_requests(8, SamplingParams(480, 480))
+    requests = make_requests(2, SamplingParams(200, 200))
     requests.append(make_requests(1, SamplingParams(2, 2), seed=1)[0])
     completions = engine.endpoint.generate(requests)
     assert next(completions).request_id == "1-0"
@@ -287,6 +285,7 @@ def test_rollouts_survive_encoding(engine):
             assert sample.weight_versions == twin.weight_versions
 
 
+@pytest.mark.release  # test_weight_sync.py has two ranks, and test_hung_server what is left
 def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     engine.stop()

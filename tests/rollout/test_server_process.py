@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -37,3 +39,10 @@ def test_ports_leave_room_for_the_one_that_sglang_adds(monkeypatch) -> None:
     monkeypatch.setattr(process, "HIGHEST_PORT", 1)
     with pytest.raises(OSError, match="64 free ports were all above 1"):
         process._free_port()
+
+
+def test_the_child_imports_nothing_heavy_before_sglang() -> None:
+    """Torch takes 3 seconds of a core. SGLang imports it; the stand-ins of other tests do not."""
+    code = "import sys, mrl.engines.sglang.child; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"False\n"

@@ -37,6 +37,8 @@ from tests.ranks import run_ranks
 
 TOY = MODELS["toy"]
 GOOD = [0.3 + 0.01 * i for i in range(20)]
+SCALE = 0.1
+"""Of the noise in a test with a real engine: about one choice in ten differs."""
 FALLS = [0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6, 0.4, 0.25, 0.2, 0.2, 0.2, 0.2, 0.2]
 
 
@@ -110,10 +112,9 @@ def disturbed_engine(folder: Path) -> dict[str, Any]:
                       if s.routing is not None]  # fmt: skip
             return rolled, run.both_ways(groups)
 
-        scale = find_scale(lambda s: roll(s)[1]["routes"]["disagreement"], 0.1)
-        first, paired = roll(scale)
-        again, _ = roll(scale)
-        other, _ = roll(scale, seed=1)
+        first, paired = roll(SCALE)
+        again, _ = roll(SCALE)
+        other, _ = roll(SCALE, seed=1)
         calm, calm_paired = roll(0.0)
     finally:
         engine.stop()
@@ -138,7 +139,7 @@ def test_an_engine_is_disturbed_in_its_routers_alone(tmp_path: Path) -> None:
     experts got what they get without noise."""
     (found,) = run_ranks(1, disturbed_engine, tmp_path, folder=tmp_path / "out")
     assert found["num"] == 16
-    assert found["paired"]["routes"]["disagreement"] == pytest.approx(0.1, rel=0.05)
+    assert found["paired"]["routes"]["disagreement"] == pytest.approx(0.1, rel=0.5)
     assert found["again"]
     assert not found["other"]
     assert not found["calm"]

@@ -93,7 +93,9 @@ def undeclared(source: str) -> list[str]:
 
 
 def test_every_private_name_of_torch_is_in_the_table() -> None:
-    sources = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+    sources = {
+        str(path.relative_to(ROOT)): text for path in FILES if "torch" in (text := path.read_text())
+    }
     assert {path: names for path, text in sources.items() if (names := undeclared(text))} == {}
 
 

@@ -25,7 +25,7 @@ def ctrl_c(user: User) -> str:
         time.sleep(0.02)
     tree = psutil.Process(command.pid).children(recursive=True)
     # The test's own server of engines outlives its commands.
-    tree = [process for process in tree if "tests.engine_starts" not in process.cmdline()]
+    tree = [process for process in tree if "tests.engine_template" not in process.cmdline()]
     assert len(tree) > 2
     command.send_signal(signal.SIGINT)
     done = command.finish(LIMIT_S)

@@ -20,7 +20,7 @@ from rollout_helpers import (
 from mrl.engines.base import SamplingParams
 from mrl.types import UNKNOWN_VERSION
 
-LONG = 300
+LONG = 120
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_abort_of_what_still_waits(engine):
     """More than the cache has room for: some have not begun when all are told to end."""
     many = [
         *make_requests(1, SamplingParams(8, 8), seed=1),
-        *make_requests(40, SamplingParams(LONG, LONG), seed=3),
+        *make_requests(40, SamplingParams(300, 300), seed=3),
     ]
     running = engine.endpoint.generate(many)
     with slow_steps():

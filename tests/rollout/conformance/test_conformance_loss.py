@@ -15,7 +15,7 @@ from rollout_helpers import (
 from mrl.collect.single_turn import SingleTurnRollout, start_groups
 from mrl.engines.base import EngineLost, SamplingParams
 
-SAMPLING = SamplingParams(200)
+SAMPLING = SamplingParams(100)
 """No minimum length is set, so groups finish one after the other."""
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.engines.base import CUDA_GRAPH, KV_CACHE, WEIGHTS, SamplingParams
 from mrl.types import VersionSpan, WeightBucket
+from tests.release import release
 
 ONE = SamplingParams(2, 2)
 
@@ -106,8 +107,9 @@ def test_states(engine, toy_weights):
 
 
 @follows_seeds
-def test_many_cycles_give_the_same_bits(engine, toy_weights):
-    """Sleep, wake, sync, generate: the eleventh rollout is the first one."""
+@pytest.mark.parametrize("num_cycles", [4, release(10)])
+def test_many_cycles_give_the_same_bits(engine, toy_weights, num_cycles):
+    """Sleep, wake, sync, generate: the last rollout is the first one."""
     requests = make_requests(4, SamplingParams(8, 8))
 
     def bits():
@@ -115,7 +117,7 @@ def test_many_cycles_give_the_same_bits(engine, toy_weights):
         return [done[r.request_id].logprobs.tolist() for r in requests]
 
     first = bits()
-    for _ in range(10):
+    for _ in range(num_cycles):
         engine.sleep(2)
         engine.wake([WEIGHTS])
         engine.endpoint.update_weights(make_buckets(toy_weights, 0), 0)
