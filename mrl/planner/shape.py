@@ -15,8 +15,7 @@ from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
-POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads")  # fmt: skip
+POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # fmt: skip
 Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
 """How a parameter is sharded over the ranks of a pipeline stage:
 
@@ -25,8 +24,6 @@ Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
 - `expert`: it is split over the expert-parallel and the expert-tensor-parallel ranks.
 - `expert_whole`: it is split over the expert-parallel ranks only, each of which holds whole matrices.
 """
-
-
 Tensors = tuple[tuple[int, int], ...]
 """Pairs of (number of tensors, number of elements of each)."""
 
@@ -128,6 +125,8 @@ class ModelShape:
     """Whether the queries' projection also gives a gate for each element of attention's output."""
     linear: LinearAttention | None = None
     """The layers with linear attention; None if there are none."""
+    num_mtp: int = 0
+    """Number of MTP layers that are trained. They are layers from `num_layers` on, with experts."""
     adapter: AdapterShape | None = None
     """If set, only the adapter is trained, and the model's own parameters are frozen."""
 
@@ -201,7 +200,7 @@ class ModelShape:
     def layer(self, number: int) -> list[Part]:
         """List the parameters of the layer with the 0-based index `number`."""
         parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
-        if number not in self.moe_layers:
+        if number not in self.moe_layers and number < self.num_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
@@ -347,4 +346,5 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         yarn_positions=settings.get("yarn_original_max_position_embeddings", 0),
         output_gate=settings.get("attention_output_gate", False),
         linear=read_linear(settings),
+        num_mtp=architecture.num_trained_mtp,
     )
