@@ -15,7 +15,8 @@ from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
-POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # fmt: skip
+POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads")  # fmt: skip
 Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
 """How a parameter is sharded over the ranks of a pipeline stage:
 
@@ -125,8 +126,7 @@ class ModelShape:
     """Whether the queries' projection also gives a gate for each element of attention's output."""
     linear: LinearAttention | None = None
     """The layers with linear attention; None if there are none."""
-    num_mtp: int = 0
-    """Number of MTP layers that are trained. They are layers from `num_layers` on, with experts."""
+    num_mtp: int = 0  # MTP layers that are trained: layers from `num_layers` on, with experts
     adapter: AdapterShape | None = None
     """If set, only the adapter is trained, and the model's own parameters are frozen."""
 

@@ -58,8 +58,8 @@ def _mtp_indices(hf: HfConfig) -> tuple[int, ...]:
 
 
 def mtp_layers(rules: Callable[[HfConfig], list[Rule]]) -> MtpLayers:
-    """Return the multi-token-prediction layers of an architecture with these `rules`. Checkpoints repeat
-    embedding and output layer in each of them."""
+    """Return the multi-token-prediction layers of an architecture with these `rules`. Checkpoints
+    repeat embedding and output layer in each of them."""
     layer = common.HF_LAYER
     own = {name: f"{layer}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
     own["final_layernorm"] = f"{layer}.shared_head.norm.weight"

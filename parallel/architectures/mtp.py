@@ -24,7 +24,10 @@ and hidden state, the projection of the two (the embedding first), and the norm 
 
 
 def mtp_rules(
-    decoder: Iterable[Rule], layers: tuple[int, ...], own: Mapping[str, str], hf_layer: str = HF_LAYER
+    decoder: Iterable[Rule],
+    layers: tuple[int, ...],
+    own: Mapping[str, str],
+    hf_layer: str = HF_LAYER,
 ) -> list[Rule]:
     """Return the rules of the MTP layers with the 0-based indices `layers`.
 

@@ -55,7 +55,8 @@ class MtpLayer(MegatronModule):
     def forward(
         self, embedded: Tensor, hidden: Tensor, packed: PackedSequences, rotary: Tensor | None
     ) -> Tensor:
-        """Map embeddings and hidden states, both [n, 1, h], to [n, 1, h], the input of the output layer.
+        """Map embeddings and hidden states, both [n, 1, h], to the input [n, 1, h] of the output
+        layer.
 
         `rotary` has the angles of RoPE, as the model's own layers get them; None if they need none.
         """

@@ -81,8 +81,8 @@ def block_spec(
 def mtp_layer_spec(
     config: TransformerConfig, implementation: Implementation, vp_stage: int | None
 ) -> Any:
-    """Return the spec of a multi-token-prediction layer's decoder layer: that of the chunk's last layer,
-    but always with full attention. `vp_stage` is that of the model's last chunk.
+    """Return the spec of a multi-token-prediction layer's decoder layer: that of the chunk's last
+    layer, but always with full attention. `vp_stage` is that of the model's last chunk.
 
     Nothing in an engine has to agree with it, so it is the same with `true_on_policy`.
     """

@@ -138,9 +138,11 @@ def build(
     megatron: Mapping[str, Any] = MappingProxyType({}),
     logprob_chunk_tokens: int = 1024,
     lora: LoraSetup | None = None,
+    mtp: float = 0.0,
 ) -> Policy:
+    model = HfModel.read(model_path)
     return Policy(
-        HfModel.read(model_path),
+        model.training_mtp() if mtp else model,
         mesh,
         ModelConfig(path=str(model_path), dtype=dtype),
         # A larger epsilon than Adam's usual one: its first step would otherwise be the sign of the
@@ -160,6 +162,7 @@ def build(
         megatron=megatron,
         logprob_chunk_tokens=logprob_chunk_tokens,
         lora=lora,
+        mtp_loss_scaling_factor=mtp,
     )
 
 
