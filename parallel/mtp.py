@@ -8,8 +8,9 @@ with k from 0, as in Megatron. Hidden states, embedding and output layer enter i
 gradients of all other parameters are, bit for bit, those without it. S_k are the loss tokens of the
 optimizer step, on all data-parallel ranks, that have k + 2 tokens of their sequence before them.
 
-Dimensions: N packed tokens of a micro-batch, all of which are rows; n rows of this rank; h hidden size;
-V_loc this tensor-parallel rank's slice of the vocabulary.
+Dimensions: N packed tokens of a micro-batch, all of which are rows (samples share none); c rows of this
+context-parallel rank, n of them on this tensor-parallel rank; h hidden size; V_loc this rank's slice of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -86,40 +87,43 @@ class MtpLoss:
         self._table = None
 
     def __call__(self, given: HeadInput) -> tuple[Tensor, Statistics]:
-        """Return the loss of a micro-batch on the last stage, with gradient, and `loss/mtp`.
+        """Return the loss of a micro-batch on the last stage, with gradient, and `loss/mtp`. Under
+        context parallelism the loss is that of this rank's rows, and `loss/mtp` of all rows.
 
         `given.states` are the model's hidden states [1, n, h] after its last norm.
         """
         projection, model = given.projection, self._chunks[-1]
         assert projection is not None
         block: MtpBlock = getattr(model, "mtp")  # noqa: B009
-        packed, weight = given.packed, projection.weight.detach()
+        packed, context, weight = given.packed, given.context, projection.weight.detach()
         assert packed is not None
         hidden = given.states.detach().transpose(0, 1)
         rotary = None
         if packed.rotation is None and hasattr(model, "rotary_pos_emb"):
             rotary = model.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
         total = torch.zeros((), device=hidden.device)
-        all_nll = total.double()
-        num_targets = 0
+        all_nll, num_targets = total.double(), 0
         for number, mtp_layer in enumerate(block.layers):
-            embedded = self._embed(next_tokens(given.batch, number + 1)).unsqueeze(1)
+            embedded = self._embed(context.take(next_tokens(given.batch, number + 1))).unsqueeze(1)
             hidden = mtp_layer(embedded, hidden, packed, rotary)
-            rows = mtp_targets(given.on_cpu, number).nonzero().squeeze(1)
+            targets = mtp_targets(given.on_cpu, number)
+            rows = context.take_any(targets).nonzero().squeeze(1)
             rows = rows.to(hidden.device, non_blocking=True)
-            labels = given.batch.input_ids[rows + number + 2]
+            labels = context.take(next_tokens(given.batch, number + 2))[rows]
             gathered = projection.gathered(hidden.squeeze(1))
             logprobs, _ = linear_logprob(
                 gathered, weight, labels, rows, projection.chunked(temperature=1.0)
             )
             nll = -logprobs.sum()
             total = total + nll / self._counts[number]
-            all_nll, num_targets = all_nll + nll.detach(), num_targets + len(rows)
+            all_nll, num_targets = all_nll + nll.detach(), num_targets + int(targets.sum())
+        if self._mesh.dims.cp > 1:  # each of these ranks has a part of the rows
+            dist.all_reduce(all_nll, group=self._mesh.cp)
         count = torch.tensor(float(num_targets), dtype=torch.float64)
         return self._factor / self._num_layers * total, {"loss/mtp": Mean(all_nll, count)}
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings [n, h] of the tokens `ids` i64[N] in this rank's rows."""
+        """Return the embeddings [n, h] of the tokens `ids` i64[c]."""
         table, mesh = self._table, self._mesh
         assert table is not None
         local = ids - mesh.tp_rank * len(table)

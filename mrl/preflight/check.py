@@ -115,7 +115,7 @@ def check(
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
     adapter, recipe = read_lora(recipe, model, roles)
-    policy = with_mtp(recipe, model, dims, deep=deep)  # reference and critic have no MTP layers
+    policy = with_mtp(recipe, model, deep=deep)  # reference and critic have no MTP layers
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)

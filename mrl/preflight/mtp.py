@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mrl.config import Recipe
 from mrl.errors import InputError
-from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors
 from parallel.weight_checks import check_weights
@@ -13,36 +12,17 @@ KEY = "train.mtp_loss_scaling_factor"
 SAMPLED_ROWS = 8
 
 
-def with_mtp(recipe: Recipe, model: HfModel, dims: ParallelDims, *, deep: bool) -> HfModel:
+def with_mtp(recipe: Recipe, model: HfModel, *, deep: bool) -> HfModel:
     """Return `model` with its MTP layers among what is trained, if the recipe trains them.
 
-    Raises InputError if the model has no MTP layers, if they have an embedding or output layer of
-    their own, and for settings under which they cannot be trained. `deep`: check that all their
-    weights are finite, not only a sample of them.
+    Raises InputError as `planned_mtp` does, if the weights of the layers are not there, and if they
+    have an embedding or an output layer of their own. `deep`: check that all their weights are
+    finite, not only a sample of them.
     """
-    factor = recipe.train.mtp_loss_scaling_factor
-    if not factor:
+    trained, mtp = planned_mtp(recipe, model), model.architecture.mtp
+    if not trained.architecture.num_trained_mtp or mtp is None:
         return model
-    start = f"{KEY} is {factor:g}"
-    for is_set, text in (
-        (recipe.lora is not None, "a LoRA adapter is trained, and MTP layers are never adapted"),
-        (
-            dims.cp > 1,
-            f"parallel.context_parallel_size is {dims.cp}: the token after a row may be on another "
-            "rank; set that to 1",
-        ),
-        (
-            not recipe.train.logprob_chunk_tokens,
-            "train.logprob_chunk_tokens is 0: the loss of MTP layers needs hidden states; give it a "
-            "number of tokens, such as 1024",
-        ),
-    ):
-        if is_set:
-            raise InputError(f"{start}, but {text}, or leave {KEY} out")
-    mtp = model.architecture.mtp
-    if mtp is None or not mtp.num(model.config):
-        raise InputError(f"{start}, but {_lacking(model)} in its config.json; leave {KEY} out")
-    trained = model.training_mtp()
+    start = _start(recipe)
     with HfTensors(model) as tensors:
         first = mtp.rules(model.config)[0].hf[0].format(layer=model.sizes.num_layers)
         if first not in tensors:
@@ -58,6 +38,36 @@ def with_mtp(recipe: Recipe, model: HfModel, dims: ParallelDims, *, deep: bool) 
                 )
     check_weights(trained, deep=deep)
     return trained
+
+
+def planned_mtp(recipe: Recipe, model: HfModel) -> HfModel:
+    """Return the same as `with_mtp`, from config.json alone.
+
+    Raises InputError if the model has no MTP layers, and for settings under which they cannot be
+    trained.
+    """
+    if not recipe.train.mtp_loss_scaling_factor:
+        return model
+    for is_set, text in (
+        (recipe.lora is not None, "a LoRA adapter is trained, and MTP layers are never adapted"),
+        (
+            not recipe.train.logprob_chunk_tokens,
+            "train.logprob_chunk_tokens is 0: the loss of MTP layers needs hidden states; give it a "
+            "number of tokens, such as 1024",
+        ),
+    ):
+        if is_set:
+            raise InputError(f"{_start(recipe)}, but {text}, or leave {KEY} out")
+    mtp = model.architecture.mtp
+    if mtp is None or not mtp.num(model.config):
+        raise InputError(
+            f"{_start(recipe)}, but {_lacking(model)} in its config.json; leave {KEY} out"
+        )
+    return model.training_mtp()
+
+
+def _start(recipe: Recipe) -> str:
+    return f"{KEY} is {recipe.train.mtp_loss_scaling_factor:g}"
 
 
 def _lacking(model: HfModel) -> str:

@@ -168,6 +168,7 @@ def trains(path: Path, sizes: dict, samples: list, distributed: bool) -> dict[st
         ("glm4_moe", 2, {"pipeline": 2}, False),
         release("glm4_moe", 2, {"tensor": 2}, False),
         release("glm4_moe", 2, {"expert": 2}, False),
+        release("glm4_moe", 4, {"tensor": 2, "context": 2}, False),
         release("glm4_moe", 2, {}, True),
         release("glm4_moe", 2, {"pipeline": 2, "virtual_pipeline": 2}, True),
         release("qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, True),
