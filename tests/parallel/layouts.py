@@ -16,13 +16,7 @@ from torch import Tensor
 
 from moe.routes import Replay
 from mrl.algorithms import gspo
-from mrl.config import (
-    AlgorithmConfig,
-    ModelConfig,
-    MoeConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from mrl.config.adapter import Experts
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
