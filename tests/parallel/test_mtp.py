@@ -155,7 +155,8 @@ def test_only_mtp_layers_learn_from_their_loss(dtype: str, tmp_path: Path) -> No
     }
     learned = {n for n, tensor in found["mtp"].items() if not torch.equal(tensor, before[n])}
     bias = "model.layers.4.mlp.gate.e_score_correction_bias"
-    assert found["mtp"].keys() - learned <= {bias}
+    same = found["mtp"].keys() - learned  # experts without a token only decay
+    assert {n for n in same if dtype == "float32" or ".experts." not in n} <= {bias}
 
 
 def trains(path: Path, sizes: dict, samples: list, distributed: bool) -> dict[str, Any]:
