@@ -25,7 +25,7 @@ from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch
 from parallel.architectures.base import HfConfig, Rule
 from parallel.base import Base, BaseSetup
-from parallel.forward import HeadInput, HeadOutput
+from parallel.heads import HeadInput, HeadOutput
 from parallel.hf_config import HfModel
 from parallel.ledger import Ledger
 from parallel.megatron_model import MegatronModel

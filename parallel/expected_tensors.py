@@ -13,6 +13,7 @@ from typing import Any
 
 from mrl.errors import InputError
 from parallel.architectures.base import Rule
+from parallel.architectures.mtp import MTP_LAYER, as_decoder_layer
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, shape_in_words
 from parallel.stacked import stored_names
@@ -104,6 +105,13 @@ LINEAR_ATTENTION: dict[str, Shapes] = {
     _ATTENTION + "norm_weight": lambda s: ((s.get("linear_value_head_dim"),),),
 }
 """Maps the parameters of gated delta nets to their shapes."""
+MTP_LAYERS: dict[str, Shapes] = {
+    f"{MTP_LAYER}.enorm.weight": lambda s: ((s.hidden,),),
+    f"{MTP_LAYER}.hnorm.weight": lambda s: ((s.hidden,),),
+    f"{MTP_LAYER}.eh_proj.weight": lambda s: ((s.hidden, 2 * s.hidden),),
+    f"{MTP_LAYER}.final_layernorm.weight": lambda s: ((s.hidden,),),
+}
+"""Maps the parameters of MTP layers, without their decoder layers', to their shapes."""
 PER_HEAD: dict[str, Shapes] = {
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
     _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
@@ -150,14 +158,14 @@ def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Sha
     Parameters that are not in SHAPES or a similar table of this module are left out.
     """
     sizes = _Sizes(model)
-    table = SHAPES | LINEAR_ATTENTION
+    table = SHAPES | LINEAR_ATTENTION | MTP_LAYERS
     if not sizes.get("multi_latent_attention"):
         whole = model.architecture.norms_whole_projections
         table |= WHOLE_PROJECTIONS if whole else PER_HEAD
     else:
         table |= _KEY_VALUE | (_QUERY_LATENT if sizes.get("q_lora_rank") else _QUERY_WHOLE)
     for rule in model.architecture.rules(model.config):
-        if (shapes := table.get(rule.megatron)) is None:
+        if (shapes := table.get(as_decoder_layer(rule.megatron))) is None:
             continue
         for layer in _layers(rule, model):
             for expert in range(model.sizes.num_experts if "{expert}" in rule.megatron else 1):

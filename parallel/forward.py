@@ -26,6 +26,7 @@ from moe.statistics import RoutingCounter
 from mrl.system.heartbeat import beat
 from mrl.types import LossOutput, MicroBatch, Statistics
 from parallel.context import ContextSlice, context_slice
+from parallel.heads import ExtraLoss, Head, HeadInput
 from parallel.layers.attention import packed_sequences
 from parallel.layers.balancing import RouterLosses
 from parallel.layers.output_layer import Projection
@@ -40,38 +41,6 @@ statistics. The loss is a sum, and is not normalised later."""
 
 
 @dataclass(frozen=True)
-class HeadInput:
-    """The input of a head for one micro-batch."""
-
-    states: Tensor
-    """The model's output [1, n, width] for this rank's tokens. It consists of logits, of a critic's
-    values, or, if there is a `projection`, of hidden states. Under sequence parallelism, hidden states
-    are given only for this tensor-parallel rank's part of the tokens."""
-    batch: MicroBatch
-    on_cpu: MicroBatch
-    """`batch` on the CPU, where reading it does not wait for a GPU."""
-    context: ContextSlice
-    """The part of the micro-batch's tokens that this rank has."""
-    projection: Projection | None = None
-    """The projection onto the vocabulary, if the model leaves it to the head."""
-
-
-Head = Callable[[HeadInput, PassOutput], "HeadOutput"]
-"""Computes the tensors that the loss depends on: log-probs of a policy, with their entropy, or
-values of a critic. It also adds its results, detached, to the PassOutput."""
-
-
-@dataclass(frozen=True)
-class HeadOutput:
-    """The output of a head for one micro-batch."""
-
-    result: Tensor
-    """f32[N] with gradient: log-probs or values."""
-    entropy: Tensor | None = None
-    """f32[N] with gradient: the entropy of a policy; None for a critic."""
-
-
-@dataclass(frozen=True)
 class _Pass:
     """The arguments and results of one call of `PipelineRunner.run`."""
 
@@ -82,6 +51,7 @@ class _Pass:
     output: PassOutput
     counter: RoutingCounter
     keep_scores: bool
+    extra_loss: ExtraLoss | None
 
     def finish(self, given: HeadInput, shift: Tensor | None) -> tuple[Tensor, Tensor, dict]:
         """Return the sum of the loss, a token count and metrics, in the form that Megatron expects.
@@ -95,9 +65,13 @@ class _Pass:
             return result.sum(), num_tokens, {}
         batch = dataclasses.replace(given.batch, entropy=found.entropy, router_shift=shift)
         loss = self.loss(result, batch)
+        total, stats = loss.loss_sum, loss.stats
+        if self.extra_loss is not None:
+            extra, more = self.extra_loss(given)
+            total, stats = total + extra, stats | more
         # A clone, because Megatron scales the loss in place.
-        self.output.losses.append(LossOutput(loss.loss_sum.detach().clone(), loss.stats))
-        return loss.loss_sum, num_tokens, {}
+        self.output.losses.append(LossOutput(loss.loss_sum.detach().clone(), stats))
+        return total, num_tokens, {}
 
 
 class PipelineRunner:
@@ -125,6 +99,8 @@ class PipelineRunner:
         self.mesh = mesh
         self.head = head
         self.router_losses = router_losses
+        self.extra_loss: ExtraLoss | None = None
+        """A loss that training passes add to the algorithm's."""
         self.projections = {id(c): Projection.of(unwrap(c), overlaps_reduction) for c in chunks}
         self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
         # The head reads bf16; Megatron's fp32 copy of the logits would be the largest tensor of a pass.
@@ -155,10 +131,13 @@ class PipelineRunner:
             )
         output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
         counter, head = RoutingCounter(), head or self.head
-        current = _Pass(loss, replay, head, observe, output, counter, keep_scores)
+        train = loss is not None
+        extra = self.extra_loss if train else None
+        current = _Pass(loss, replay, head, observe, output, counter, keep_scores, extra)
         numbered = list(enumerate(batches))
         feeds = [iter(numbered) for _ in self.chunks]
-        train = loss is not None
+        if extra is not None:
+            extra.begin_step(batches)
         with torch.set_grad_enabled(train):
             get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, current),
@@ -172,6 +151,8 @@ class PipelineRunner:
         for replayed in self.replays.values():
             replayed.check_drained()
         output.routing = counter.statistics(self.mesh.pp) | self._loads(counter)
+        if extra is not None:
+            extra.end_step()
         if train:
             output.routing |= self.router_losses.end_step()
         return output
@@ -207,11 +188,12 @@ class PipelineRunner:
         )
         if train:
             self.router_losses.begin_forward(unwrap(chunk), rows)
+        packed = packed_sequences(on_cpu.cu_seqlens, context, self.mesh.device)
         states = chunk(
             context.take(batch.input_ids).unsqueeze(0),
             context.take(batch.position_ids).unsqueeze(0),
             None,
-            packed_seq_params=packed_sequences(on_cpu.cu_seqlens, context, self.mesh.device),
+            packed_seq_params=packed,
             **self._output_options,
         )
         if not train and kind == "off":
@@ -226,7 +208,7 @@ class PipelineRunner:
             current.output.observed[number] |= _observed(replayed, captured, rows)
         projection = self.projections[id(chunk)]
         return states, lambda tensor: current.finish(
-            HeadInput(tensor, batch, on_cpu, context, projection), shift
+            HeadInput(tensor, batch, on_cpu, context, projection, packed), shift
         )
 
     def captured(self, batches: Sequence[MicroBatch]) -> list[dict[int, Route]]:

@@ -14,6 +14,7 @@ from mrl.system.json_text import parse_json
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.architectures.common import rope_scaling_factor, rope_settings, rotary_fraction
+from parallel.architectures.mtp import training_mtp
 from parallel.dims import ModelSizes
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -246,8 +247,16 @@ class HfModel:
         experts = (
             f"{self.sizes.num_experts} experts in {moe_layers} of " if moe_layers else "dense, "
         )
-        left_out = self.architecture.unread(self.config).values()
-        return ", ".join([self.architecture.model_type, experts + layers, *left_out])
+        parts = [self.architecture.model_type, experts + layers]
+        if num_mtp := self.architecture.num_trained_mtp:
+            parts.append(f"{num_mtp} multi-token-prediction layer(s), trained")
+        return ", ".join([*parts, *self.architecture.unread(self.config).values()])
+
+    def training_mtp(self) -> HfModel:
+        """Return the model with its multi-token-prediction layers, which must exist, among the layers
+        that are read and trained."""
+        architecture = training_mtp(self.architecture, self.config)
+        return dataclasses.replace(self, architecture=architecture)
 
     @property
     def context_len(self) -> int:

@@ -242,6 +242,8 @@ def check_names(model: HfModel, names: set[str]) -> None:
     """Raise InputError for a weight in the folder that loading would silently ignore."""
     config, sizes = model.config, model.sizes
     known = {"lm_head.weight"} if model.tied_embeddings else set()
+    if model.architecture.mtp is not None:
+        known |= model.architecture.mtp.copies(config).keys()
     for rule in model.architecture.rules(config):
         for name in rule.hf:
             layers = range(sizes.num_layers if "{layer}" in name else 1)

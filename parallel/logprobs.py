@@ -23,7 +23,7 @@ from mrl.errors import InputError
 from mrl.kernels import linear_logprob, vp_logprob
 from mrl.types import MicroBatch, Sample
 from parallel.context import ContextSlice
-from parallel.forward import HeadInput, HeadOutput
+from parallel.heads import HeadInput, HeadOutput
 from parallel.layers.output_layer import Projection
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh

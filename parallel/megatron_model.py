@@ -22,7 +22,8 @@ from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
 from parallel.adam_step import AdamStep
 from parallel.base import Attachments, Base, GatherHooks
-from parallel.forward import Head, LossFunction, PipelineRunner
+from parallel.forward import LossFunction, PipelineRunner
+from parallel.heads import Head
 from parallel.layer_hooks import BackwardWatch
 from parallel.layers.balancing import RouterLosses, expert_biases
 from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, parameter_tensors

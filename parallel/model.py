@@ -16,6 +16,7 @@ from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
 from parallel.layers import invariant
 from parallel.layers.experts import join_storages
+from parallel.layers.mtp import MtpBlock
 from parallel.layers.output_layer import deferred_output_layer
 from parallel.layers.specs import block_spec
 from parallel.mesh import Mesh
@@ -75,6 +76,8 @@ def build_chunks(
         if output_layer is None and logprob_chunk_tokens and chunk.post_process:
             deferred = deferred_output_layer(config, chunk.output_layer, logprob_chunk_tokens)
             setattr(chunk, "output_layer", deferred)  # noqa: B010
+        if (num_mtp := model.architecture.num_trained_mtp) and chunk.post_process:
+            setattr(chunk, "mtp", MtpBlock(config, implementation, num_mtp, vp_stage))  # noqa: B010
         chunk.model_type = ModelType.encoder_or_decoder
         _flag_experts(chunk, mesh)
         chunk = chunk.to(mesh.device)

@@ -23,6 +23,7 @@ from parallel.lora.shared_base import KIND, SharedBase, SwapReport
 from parallel.lora.weights import LoraSetup
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
+from parallel.mtp import MtpLoss
 from parallel.options.read import read_options
 from parallel.pass_output import PassOutput
 from parallel.quantized import FakeQuantize, fake_quantized
@@ -57,6 +58,7 @@ class Policy(MegatronModel):
         true_on_policy: bool = False,
         megatron: Mapping[str, Any] = MappingProxyType({}),
         logprob_chunk_tokens: int = 1024,
+        mtp_loss_scaling_factor: float = 0.0,
         lora: LoraSetup | None = None,
         base: SharedBase | None = None,
         name: str = "",
@@ -65,7 +67,8 @@ class Policy(MegatronModel):
 
         `optimizer` is None for evaluation; the policy then has no gradients or optimizer state.
         `reference` is the frozen reference; None if there is no reference. `megatron` is the recipe's
-        section of that name. If `lora` is given, only the adapter that it describes is trained. The
+        section of that name. `mtp_loss_scaling_factor` is that of the recipe; without MTP layers in
+        `model` it has no effect. If `lora` is given, only the adapter that it describes is trained. The
         reference is then the model without the adapter, which needs no copy, and `reference` must be
         `model` or None. `base` is a base that the policy shares with other policies; building the
         policy also mounts it on this base. `name` must differ from the names of the other policies on
@@ -98,6 +101,10 @@ class Policy(MegatronModel):
                 options=options,
                 lora=lora,
             )
+            if num_mtp := model.architecture.num_trained_mtp:
+                self.runner.extra_loss = MtpLoss(
+                    self.chunks, mesh, num_mtp, mtp_loss_scaling_factor, self.gather_parameters
+                )
             if reference is not None and lora is None:
                 WeightMap(reference, mesh, self.chunks).load()
                 self._reference = ReferenceWeights(lambda: parameter_tensors(self.chunks))
@@ -215,7 +222,8 @@ class Policy(MegatronModel):
         self.require_parameters()
         self.gather_parameters()
         memory = self._export_memory
-        with fake_quantized(self.weights, fake_quantize, BUCKET_BYTES, memory, dtype):
+        weights = self.weights.without_mtp()
+        with fake_quantized(weights, fake_quantize, BUCKET_BYTES, memory, dtype):
             yield
 
     def statistics(self, output: PassOutput) -> Statistics:
@@ -246,8 +254,10 @@ class Policy(MegatronModel):
 
     @property
     def _exported(self) -> WeightMap:
-        """The parameters that an export sends: the whole model's, or an unmerged adapter's."""
-        return self.weights if self.lora is None or self.lora.setup.merged else self.trained
+        """The parameters that an export sends: the whole model's, or an unmerged adapter's. Engines
+        have no MTP layers, because they do not decode speculatively."""
+        whole = self.lora is None or self.lora.setup.merged
+        return self.weights.without_mtp() if whole else self.trained
 
 
 def with_old_logprobs(batches: Sequence[MicroBatch], output: PassOutput) -> list[MicroBatch]:

@@ -6,15 +6,17 @@ Parameters are loaded one at a time: no rank ever holds more than its own shard 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from mrl.errors import InputError
 from parallel.architectures.base import Rule, rule_pattern
+from parallel.architectures.mtp import MTP
 from parallel.hf_config import HfModel
 from parallel.hf_tensors import HfTensors, check_names
 from parallel.lora.rules import is_adapter
@@ -95,8 +97,15 @@ class WeightMap:
 
     def owns(self, name: str) -> bool:
         """Return whether this map includes the Megatron parameter `name`. It includes all parameters
-        except those of an adapter."""
-        return not is_adapter(name)
+        except those of an adapter, and of MTP layers that `model` does not train."""
+        trains_mtp = self.model.architecture.num_trained_mtp > 0
+        return not is_adapter(name) and (trains_mtp or not name.startswith(MTP))
+
+    def without_mtp(self) -> Self:
+        """Return a map of the same parameters except those of MTP layers."""
+        found = copy.copy(self)
+        found.entries = [e for e in self.entries if not e.rule.megatron.startswith(MTP)]
+        return found
 
     def _entry(
         self, patterns: list[tuple[re.Pattern[str], Rule]], chunk: Any, name: str, parameter: Any
@@ -107,7 +116,8 @@ class WeightMap:
                 place = {k: int(v) for k, v in found.groupdict().items()}
                 layer = expert = -1
                 if "layer" in place:
-                    layer = chunk.decoder.layers[place["layer"]].layer_number - 1
+                    block = chunk.mtp if name.startswith(MTP) else chunk.decoder
+                    layer = block.layers[place["layer"]].layer_number - 1
                 if "expert" in place:
                     expert = place["expert"] + self.mesh.ep_rank * self.num_local_experts
                 module, _, own_name = name.rpartition(".")

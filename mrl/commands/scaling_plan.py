@@ -28,6 +28,7 @@ from mrl.planner.workload import Workload, recipe_workload
 from mrl.preflight.engine_layout import check_engine_sizes
 from mrl.preflight.lora import check_lora
 from mrl.preflight.moe import check_moe
+from mrl.preflight.mtp import planned_mtp
 from mrl.preflight.optimizer import check_optimizer
 from mrl.preflight.roles import roles_of
 from mrl.run import console
@@ -159,6 +160,7 @@ def read_plan(
     model = HfModel(
         Path(recipe.model.path), config, find_architecture(config, recipe.model.architecture)
     )
+    model = planned_mtp(recipe, model)
     shape = read_shape(config, model.architecture)
     check_moe(recipe, model)
     check_optimizer(recipe)

@@ -13,6 +13,7 @@ _MINI = "optimizer steps of a rollout, in place of a batch size of each"
 _STEPS = "the number of rollout steps"
 _NO_STD = "algorithm.name=dr_grpo does not divide by the group's std"
 _RESUMES = "the same command resumes a run that already exists there"
+_MTP = "train.mtp_loss_scaling_factor"
 _LAYERS = "sizes by Megatron's names; every rank runs the same program"
 
 FOREIGN: dict[str, tuple[str, str]] = {
@@ -35,6 +36,11 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "lora_target_modules": ("lora.targets", ""),
     "target_modules": ("lora.targets", ""),
     "lora_dropout": ("lora.dropout", "only 0"),
+    "mtp_loss_scaling_factor": (_MTP, ""),
+    "mtp_num_layers": (_MTP, "config.json has the number of layers"),
+    "enable_mtp_training": (_MTP, "above 0 it trains the MTP layers"),
+    "mtp.enable_train": (_MTP, "above 0 it trains the MTP layers"),
+    "mtp.detach_encoder": (_MTP, "the MTP layers alone learn from their loss, always"),
     "model_name_or_path": ("model.path", ""),
     "pretrain": ("model.path", ""),
     "hf_checkpoint": ("model.path", ""),

@@ -91,6 +91,14 @@ class TrainConfig(Branch):
     micro-batch at once, including prompt tokens, and does not compute them again in the backward
     pass. The results are equal up to rounding."""
 
+    mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
+    """Weight of the loss of the checkpoint's multi-token-prediction (MTP) layers, which are then
+    trained too (docs/models.md). Each such layer predicts the loss tokens from one token further
+    behind; the loss is the mean of their cross-entropies over targets and layers. Only the MTP layers
+    learn from it: the gradients of all other weights, and the norm by which gradients are clipped, are
+    the same as without it. 0 does not load these layers, and `mrl export` copies them. slime and verl
+    use 0.1 to 0.3."""
+
     @field_validator("share_prefixes", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:

@@ -41,6 +41,7 @@ def make_policy(
         true_on_policy=recipe.rollout.true_on_policy,
         megatron=recipe.megatron,
         logprob_chunk_tokens=recipe.train.logprob_chunk_tokens,
+        mtp_loss_scaling_factor=recipe.train.mtp_loss_scaling_factor,
         lora=lora_setup(adapter, recipe),
         **shared,
     )

@@ -38,6 +38,12 @@ def shares_prefixes(
     if any(model.base.setup.model.sizes.has_linear_attention for model in models):
         warn(f"train.share_prefixes is auto, but {LINEAR}: nothing is shared; set it to off")
         return False
+    if any(model.base.setup.model.architecture.num_trained_mtp for model in models):
+        warn(
+            "train.share_prefixes is auto, but MTP layers read the next token, which differs after a "
+            "shared prefix: nothing is shared; set it to off"
+        )
+        return False
     if any(model.base.implementation == "transformer_engine" for model in models):
         warn(
             "train.share_prefixes is auto, but TransformerEngine's attention takes whole sequences: "

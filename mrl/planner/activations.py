@@ -39,7 +39,7 @@ def layer_parts(shape: ModelShape, number: int) -> dict[str, tuple[int, int]]:
     if shape.linear and number in shape.linear.layers:
         parts["kept"] = (2 * shape.hidden, 0)
         parts["kept queries, keys, values"] = shape.linear.activations
-    if number not in shape.moe_layers:
+    if number not in shape.moe_layers and number < shape.num_layers:
         return parts | {"mlp": (3 * shape.dense_ffn, 0)}
     return parts | {
         "moe": (shape.topk * (shape.hidden + 2 * shape.moe_ffn), 2 * shape.num_experts),
@@ -155,6 +155,34 @@ def adapter_rows(
             managed=True,
         )
     ]
+
+
+def mtp_rows(
+    shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload, training: bool
+) -> list[Row]:
+    """Return the memory-plan rows of the loss of MTP layers: none without such layers on the stage, or
+    in a pass without gradients.
+
+    One micro-batch at a time has their activations. A layer keeps those of a decoder layer (or, with
+    recompute, its input), the embeddings, both norms' outputs and their concatenation, and the hidden
+    states that the output layer reads. With several pipeline stages the last one holds a copy of the
+    embedding during a training pass, unless it is tied.
+    """
+    if not (stage.mtp and training):
+        return []
+    tokens = work.packed_tokens(dims) // dims.cp
+    rows = tokens // dims.tp
+    each = _kept_bytes(shape, shape.num_layers, rows, work)
+    around = work.weight_bytes * shape.hidden * (6 * rows + 3 * tokens)
+    total = shape.num_mtp * ((0 if work.recompute else each) + around) + each * work.recompute
+    copy = work.weight_bytes * shape.vocab * shape.hidden // dims.tp
+    source = "mrl.planner.activations.mtp_rows, for parallel.mtp"
+    text = f"{shape.num_mtp} layer(s) of {rows} rows, embeddings, and {tokens} hidden states"
+    found = [Row("MTP layers: activations", total, text, source, managed=True)]
+    if dims.pp > 1 and not shape.tied:
+        text = f"{work.weight_bytes} B x {shape.vocab} x {shape.hidden} / {dims.tp}"
+        found.append(Row("MTP layers: copy of the embedding", copy, text, source, managed=True))
+    return found
 
 
 def logits_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mrl.planner.shape import ModelShape, Part
-from mrl.planner.stages import Stage
+from mrl.planner.stages import Stage, mtp_layers, mtp_parts
 
 
 def forward_flops(
@@ -57,15 +57,27 @@ def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> 
     return forward_flops(shape, parts, (), 0.0) + tied
 
 
+def mtp_training_flops(shape: ModelShape, context: float) -> float:
+    """Return the FLOPs of one token in a forward and a backward pass of the MTP layers.
+
+    Each ends with the model's output layer, whose weight gets no gradient from them.
+    """
+    layers = mtp_layers(shape)
+    output = 2 * shape.vocab * shape.hidden * len(layers)
+    return 3 * forward_flops(shape, mtp_parts(shape), layers, context) + 2 * output
+
+
 def training_flops(shape: ModelShape, context: float) -> float:
     """Return the FLOPs of one token in a forward and a backward pass.
 
     The backward pass needs twice the FLOPs of the forward pass, less `frozen_flops`.
     """
-    return 3 * model_flops(shape, context) - frozen_flops(shape, shape.parts(), True)
+    mtp = mtp_training_flops(shape, context)
+    return 3 * model_flops(shape, context) - frozen_flops(shape, shape.parts(), True) + mtp
 
 
 def stage_training_flops(shape: ModelShape, stage: Stage, context: float) -> float:
     """Return the FLOPs of one token in a forward and a backward pass of one pipeline stage."""
     frozen = frozen_flops(shape, stage.parts, stage.has_output)
-    return 3 * stage_flops(shape, stage, context) - frozen
+    mtp = mtp_training_flops(shape, context) if stage.has_output else 0.0
+    return 3 * stage_flops(shape, stage, context) - frozen + mtp

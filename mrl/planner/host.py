@@ -55,7 +55,7 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
 
     0 bytes mean that the elements are as large as those of the weights (`Workload.weight_bytes`).
     """
-    moe_layers = len(set(stage.layers) & set(shape.moe_layers))
+    moe_layers = len(set(stage.layers) & set(shape.moe_layers)) + shape.num_mtp * bool(stage.mtp)
     found: list[tuple[Tensors, int]] = [
         (((2 * moe_layers * shape.expert_bias, shape.num_experts),), 4)
     ]
@@ -68,7 +68,8 @@ def rotary_tables(shape: ModelShape, stage: Stage) -> tuple[int, int]:
     two for each layer with latent attention, otherwise two for the stage (two for each of its
     chunks under virtual pipeline parallelism, of which only the first are counted)."""
     if shape.mla:
-        return 2 * len(stage.layers), shape.mla.rotary_positions * shape.mla.rope_dim
+        layers = len(stage.layers) + shape.num_mtp * bool(stage.mtp)
+        return 2 * layers, shape.mla.rotary_positions * shape.mla.rope_dim
     return 2, shape.yarn_positions * shape.head_dim
 
 

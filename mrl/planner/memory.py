@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import math
 
-from mrl.planner.activations import activation_rows, adapter_rows, head_rows, layer_parts
+from mrl.planner.activations import (
+    activation_rows,
+    adapter_rows,
+    head_rows,
+    layer_parts,
+    mtp_rows,
+)
 from mrl.planner.host import rotary_tables, routes_per_token, stage_tensors
 from mrl.planner.prefixes import prefix_row
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
-from mrl.planner.stages import Stage, expert_data_parallel, is_expert, router_bias_bytes
+from mrl.planner.stages import (
+    Stage,
+    expert_data_parallel,
+    is_expert,
+    mtp_layers,
+    router_bias_bytes,
+)
 from mrl.planner.state import optimizer_row
 from mrl.planner.workload import Workload, quantized_bytes
 from parallel.dims import ParallelDims
@@ -33,7 +45,8 @@ def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
     The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
     bias and token count of every expert.
     """
-    biases, (count, numel) = 2 * router_bias_bytes(shape, stage.layers), rotary_tables(shape, stage)
+    layers = (*stage.layers, *(mtp_layers(shape) if stage.mtp else ()))
+    biases, (count, numel) = 2 * router_bias_bytes(shape, layers), rotary_tables(shape, stage)
     return work.weight_bytes * (stage.num_local + count * numel) + biases
 
 
@@ -199,6 +212,7 @@ def pass_rows(
         *activation_rows(shape, stage, dims, work, training),
         *head_rows(shape, stage, dims, work, training),
         *adapter_rows(shape, stage, dims, work, training),
+        *mtp_rows(shape, stage, dims, work, training),
         Row("routes", routes_bytes(shape, stage, dims, work), f"expert ids of {routed}",
             f"mrl.planner.memory.routes_bytes; {COUNTED}", managed=True),
         prefix_row(shape, stage, dims, work, training),

@@ -25,8 +25,6 @@ Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
 - `expert`: it is split over the expert-parallel and the expert-tensor-parallel ranks.
 - `expert_whole`: it is split over the expert-parallel ranks only, each of which holds whole matrices.
 """
-
-
 Tensors = tuple[tuple[int, int], ...]
 """Pairs of (number of tensors, number of elements of each)."""
 
@@ -128,6 +126,7 @@ class ModelShape:
     """Whether the queries' projection also gives a gate for each element of attention's output."""
     linear: LinearAttention | None = None
     """The layers with linear attention; None if there are none."""
+    num_mtp: int = 0  # MTP layers that are trained: layers from `num_layers` on, with experts
     adapter: AdapterShape | None = None
     """If set, only the adapter is trained, and the model's own parameters are frozen."""
 
@@ -201,7 +200,7 @@ class ModelShape:
     def layer(self, number: int) -> list[Part]:
         """List the parameters of the layer with the 0-based index `number`."""
         parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
-        if number not in self.moe_layers:
+        if number not in self.moe_layers and number < self.num_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
@@ -347,4 +346,5 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         yarn_positions=settings.get("yarn_original_max_position_embeddings", 0),
         output_gate=settings.get("attention_output_gate", False),
         linear=read_linear(settings),
+        num_mtp=architecture.num_trained_mtp,
     )

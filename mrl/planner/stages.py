@@ -25,6 +25,9 @@ class Stage:
     exported: tuple[Part, ...]
     """`parts` without the last stage's copy of a tied embedding, which a weight sync does not
     export."""
+    mtp: tuple[Part, ...]
+    """The parameters of MTP layers, which are on the last stage, are always trained, and are not
+    among `parts`, because only training passes use them."""
     has_embedding: bool
     has_output: bool
     dense: int
@@ -51,7 +54,7 @@ class Stage:
     @property
     def trained(self) -> tuple[Part, ...]:
         """The trained parts: the adapter's, or all parts if there is no adapter."""
-        return self.adapter or self.parts
+        return self.adapter or (*self.parts, *self.mtp)
 
 
 def expert_data_parallel(dims: ParallelDims) -> int:
@@ -84,7 +87,22 @@ def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:
 
     The biases are fp32 buffers, which are exported together with the weights.
     """
-    return 4 * shape.num_experts * shape.expert_bias * len(set(layers) & set(shape.moe_layers))
+    routers = {*shape.moe_layers, *mtp_layers(shape)}
+    return 4 * shape.num_experts * shape.expert_bias * len(set(layers) & routers)
+
+
+def mtp_layers(shape: ModelShape) -> tuple[int, ...]:
+    """Return the 0-based indices of the MTP layers, after those of the other layers."""
+    return tuple(range(shape.num_layers, shape.num_layers + shape.num_mtp))
+
+
+def mtp_parts(shape: ModelShape) -> tuple[Part, ...]:
+    """Return the parameters of the MTP layers: a decoder layer each, three norms, and the projection
+    of embedding and hidden state, which tensor-parallel ranks replicate."""
+    size = shape.hidden
+    norms = Part("norms", "whole", ((3, size),), 3 * size)
+    projection = Part("mtp", "whole", ((1, 2 * size * size),), 2 * size * size, is_muons=True)
+    return tuple(p for n in mtp_layers(shape) for p in (*shape.layer(n), norms, projection))
 
 
 def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
@@ -128,8 +146,10 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
     adapter = (
         [part for n in layers for part in shape.adapter.layers[n].parts] if shape.adapter else []
     )
+    mtp = mtp_parts(shape) if last else ()
     base = sum(local_count(part, dims) for part in parts)
-    shares = [(part, local_count(part, dims)) for part in (adapter if shape.adapter else parts)]
+    trained = adapter if shape.adapter else (*parts, *mtp)
+    shares = [(part, local_count(part, dims)) for part in trained]
     return Stage(
         index=index,
         layers=layers,
@@ -137,6 +157,7 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
         parts=tuple(parts),
         adapter=tuple(adapter),
         exported=exported,
+        mtp=mtp,
         has_embedding=first,
         has_output=last,
         dense=sum(n for part, n in shares if not is_expert(part)),

@@ -221,7 +221,8 @@ def recipe_workload(
         work,
         share_prefixes=work.native
         and recipe.train.share_prefixes == "auto"
-        and shape.linear is None,
+        and shape.linear is None
+        and not shape.num_mtp,
     )
     bucket_bytes = recipe.rollout.weight_bucket_bytes(work.sent_bytes(shape))
     return dataclasses.replace(work, bucket_bytes=bucket_bytes)

@@ -39,6 +39,7 @@ from mrl.preflight.lora import read_lora
 from mrl.preflight.machine import check_machine, local_ranks
 from mrl.preflight.megatron import check_megatron, with_native_layers
 from mrl.preflight.moe import check_moe
+from mrl.preflight.mtp import with_mtp
 from mrl.preflight.old_logprobs import check_old_logprobs
 from mrl.preflight.on_policy import check_on_policy
 from mrl.preflight.optimizer import check_optimizer
@@ -114,6 +115,7 @@ def check(
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
     adapter, recipe = read_lora(recipe, model, roles)
+    policy = with_mtp(recipe, model, deep=deep)  # reference and critic have no MTP layers
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)
     _check_rollout(recipe, roles, model)
@@ -144,7 +146,7 @@ def check(
     checkpoint_step, step = steps_done(folder, recipe, sources, update, warn)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))
     return Plan(
-        recipe, roles, dims, model, adapter, reference, critic, algorithm, tokenizer, sources,
+        recipe, roles, dims, policy, adapter, reference, critic, algorithm, tokenizer, sources,
         sft_examples, eval_sets, context_len, step, checkpoint_step, update,
     )  # fmt: skip
 

@@ -28,6 +28,8 @@ def describe_prefixes(
     """
     if shape.linear is not None:
         return "nowhere: the state of linear attention passes through all tokens of a sequence"
+    if shape.num_mtp:
+        return "nowhere: MTP layers read the next token, which differs after a shared prefix"
     asked = "local" if recipe.lora is not None else recipe.model.transformer_impl
     if not elsewhere and choose_implementation(asked)[0] == "transformer_engine":
         return "nowhere: TransformerEngine's attention takes whole sequences"

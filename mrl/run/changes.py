@@ -116,6 +116,11 @@ RULES = (
             )
         ),
     ),
+    Rule(
+        Kind.NEVER,
+        "whether MTP layers are trained, which are then in the checkpoints, and their weight",
+        ("train.mtp_loss_scaling_factor",),
+    ),
     Rule(Kind.ALLOW, "the optimizer and its learning rate", ("optimizer", "critic")),
     Rule(Kind.NEVER, "Adam or Muon, whose state is in the checkpoints", ("optimizer.name",)),
     Rule(Kind.ALLOW, "optimizer steps in a rollout", ("train",)),

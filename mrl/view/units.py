@@ -31,6 +31,7 @@ UNITS = (
     ("service/running_requests", "requests"),
     ("service/(engine_occupancy|kv_occupancy|kv_counted)", "share"),
     ("service/[^/]+/tokens", "tokens"),
+    ("loss/mtp", "nats"),
     ("loss/.*|moe/(aux|z)_loss", "loss"),
     ("value/squared_error", "return²"),
     ("value/explained_variance", "at most 1"),

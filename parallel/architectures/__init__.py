@@ -14,7 +14,7 @@ from parallel.architectures.contract import check_contract, check_object
 _KIND = Kind(
     noun="config.json: model_type",
     package="parallel.architectures",
-    not_plugins=frozenset({"__init__", "base", "common", "contract", "deepseek_moe"}),
+    not_plugins=frozenset({"__init__", "base", "common", "contract", "deepseek_moe", "mtp"}),
     attributes=("ARCHITECTURE",),
     form="object",
     example="ARCHITECTURE",

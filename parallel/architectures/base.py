@@ -69,6 +69,23 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class MtpLayers:
+    """The multi-token-prediction (MTP) layers that checkpoints may have after their decoder layers.
+
+    Every function takes a parsed config.json. MTP layer k, from 0, is layer `num_layers + k` in the
+    rules. `parallel.architectures.mtp` makes the rules.
+    """
+
+    num: Callable[[HfConfig], int]
+    """Returns how many MTP layers the checkpoint has, as far as config.json says."""
+    rules: Callable[[HfConfig], list[Rule]]
+    """Returns the rules of the MTP layers."""
+    copies: Callable[[HfConfig], dict[str, str]] = lambda hf: {}
+    """Returns the tensors of the MTP layers that repeat another tensor of the checkpoint, as a dict
+    from their names to the name of that tensor: the embedding and the output layer."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What mrl must know about a `model_type`. Every function takes a parsed config.json."""
 
@@ -88,6 +105,11 @@ class Architecture:
     as in OLMoE. Otherwise each head is normalised by itself."""
     stacked: tuple[Stacked, ...] = ()
     """The tensors of a checkpoint that hold the weights of all experts of a layer."""
+    mtp: MtpLayers | None = None
+    """The MTP layers that mrl can train; None if there are none that it knows."""
+    num_trained_mtp: int = 0
+    """The number of MTP layers that are trained, whose rules `rules` then has too
+    (`parallel.architectures.mtp.training_mtp`)."""
     needs_native: str = ""
     """Why the model needs mrl's own layers (docs/layers.md), for messages. Empty if it can have
     TransformerEngine's layers, too."""

@@ -9,15 +9,18 @@ these groups. The gate weights are the `s` of the chosen experts, divided by the
 multiplied by `routed_scaling_factor`. Routing replay replaces only the choice.
 
 The multi-token-prediction layers (num_nextn_predict_layers) are not part of the classes of
-transformers: mrl neither loads nor trains them, and `mrl export` copies them as they are.
+transformers. Unless the recipe trains them (`train.mtp_loss_scaling_factor`), mrl does not load them,
+and `mrl export` copies them as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from parallel.architectures import common
-from parallel.architectures.base import HfConfig, Rule
+from parallel.architectures.base import HfConfig, MtpLayers, Rule
+from parallel.architectures.mtp import mtp_rules
 from parallel.dims import ModelSizes
 
 SCORED_EXPERTS = 2
@@ -45,9 +48,33 @@ def moe_sizes(hf: HfConfig, num_query_groups: int) -> ModelSizes:
 def unread(hf: HfConfig) -> dict[str, str]:
     """Return the tensors that are not read: those of the multi-token-prediction layers, which come
     after all other layers."""
-    count, first = hf.get("num_nextn_predict_layers") or 0, hf["num_hidden_layers"]
     text = "a multi-token-prediction layer is not trained, and exported as it is"
-    return {f"model.layers.{first + n}.": text for n in range(count)}
+    return {f"model.layers.{layer}.": text for layer in _mtp_indices(hf)}
+
+
+def _mtp_indices(hf: HfConfig) -> tuple[int, ...]:
+    first = hf["num_hidden_layers"]
+    return tuple(range(first, first + (hf.get("num_nextn_predict_layers") or 0)))
+
+
+def mtp_layers(rules: Callable[[HfConfig], list[Rule]]) -> MtpLayers:
+    """Return the multi-token-prediction layers of an architecture with these `rules`. Checkpoints
+    repeat embedding and output layer in each of them."""
+    layer = common.HF_LAYER
+    own = {name: f"{layer}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+    own["final_layernorm"] = f"{layer}.shared_head.norm.weight"
+
+    def copies(hf: HfConfig) -> dict[str, str]:
+        embedding = "model.embed_tokens.weight"
+        head = embedding if hf.get("tie_word_embeddings") else "lm_head.weight"
+        both = (("embed_tokens.weight", embedding), ("shared_head.head.weight", head))
+        return {f"model.layers.{n}.{name}": of for n in _mtp_indices(hf) for name, of in both}
+
+    return MtpLayers(
+        num=lambda hf: len(_mtp_indices(hf)),
+        rules=lambda hf: mtp_rules(rules(hf), _mtp_indices(hf), own),
+        copies=copies,
+    )
 
 
 def moe_config(hf: HfConfig) -> dict[str, Any]:

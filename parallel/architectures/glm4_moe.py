@@ -70,4 +70,5 @@ ARCHITECTURE = Architecture(
     rules=rules,
     moe_layer_numbers=deepseek_moe.moe_layer_numbers,
     unread=deepseek_moe.unread,
+    mtp=deepseek_moe.mtp_layers(rules),
 )

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from parallel.architectures import common
-from parallel.architectures.base import Architecture, HfConfig, Rule, Split
+from parallel.architectures.base import Architecture, HfConfig, MtpLayers, Rule, Split
+from parallel.architectures.mtp import mtp_rules
 from parallel.architectures.qwen3_moe import moe_layer_numbers, num_experts
 from parallel.dims import ModelSizes
 
@@ -163,6 +164,18 @@ def unread(hf: HfConfig) -> dict[str, str]:
     return {"mtp.": "a multi-token-prediction layer (mtp.*) is not trained, and exported as it is"}
 
 
+def _mtp_rules(hf: HfConfig) -> list[Rule]:
+    """Return the rules of the one multi-token-prediction layer, which has full attention."""
+    own = {
+        "enorm": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj": "mtp.fc.weight",
+        "final_layernorm": "mtp.norm.weight",
+    }
+    full = [rule for rule in rules(hf) if not rule.hf[0].startswith(HF_DELTA)]
+    return mtp_rules(full, (hf["num_hidden_layers"],), own, hf_layer="mtp.layers.0")
+
+
 ARCHITECTURE = Architecture(
     model_type="qwen3_next",
     sizes=sizes,
@@ -170,5 +183,6 @@ ARCHITECTURE = Architecture(
     rules=rules,
     moe_layer_numbers=moe_layer_numbers,
     unread=unread,
+    mtp=MtpLayers(num=lambda hf: 1, rules=_mtp_rules),
     needs_native="Megatron's gated delta nets refuse packed sequences",
 )

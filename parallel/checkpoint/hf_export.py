@@ -25,6 +25,7 @@ from mrl.quantization import SCHEMES, fp8_config, quantized_tensors
 from mrl.version import __version__
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Rule, rule_pattern
+from parallel.architectures.mtp import MTP
 from parallel.checkpoint.hf_writer import copy_files, new_folder, write_safetensors
 from parallel.checkpoint.manifest import read_manifest, step_of
 from parallel.checkpoint.model_identity import saved_adapter
@@ -93,6 +94,8 @@ def export_checkpoint(
         )
     model = _read_model(content, base, architecture)
     saved = SavedTensors(folder)
+    if any(key.startswith(f"model.{MTP}") for key in saved):
+        model = model.training_mtp()
     refuse_critic(folder, saved, model)
     untrained: list[str] = []
     if adapter is None or merged:
@@ -109,7 +112,7 @@ def export_checkpoint(
             path = os.path.abspath(model.path)
             num_files, num_tensors = 1, write_peft_folder(partial, tensors, adapter, model, path)
         else:
-            what, tensors = "weights", hf_tensors(saved, model)
+            what, tensors = "weights", _with_mtp_copies(hf_tensors(saved, model), model)
             if adapter is not None:
                 what = "base with the adapter merged"
                 tensors = merged_tensors(saved, model, adapter, getattr(torch, content["dtype"]))
@@ -197,6 +200,23 @@ def hf_tensors(
         parts = split(saved[f"model.{name}"], rule.split, num_groups, heads_per_group)
         names = [hf.format(layer=layer, expert=expert) for hf in rule.hf]
         yield from zip(names, parts, strict=True)
+
+
+def _with_mtp_copies(
+    tensors: Iterable[tuple[str, Tensor]], model: HfModel
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `tensors` of a model. If its MTP layers are trained, also yield the copies of embedding
+    and output layer that the model folder has for them, with the new values."""
+    copies: dict[str, list[str]] = {}
+    architecture = model.architecture
+    if architecture.num_trained_mtp and architecture.mtp is not None and has_weights(model.path):
+        with HfTensors(model) as known:
+            for copy, original in architecture.mtp.copies(model.config).items():
+                if copy in known:
+                    copies.setdefault(original, []).append(copy)
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor.clone()) for copy in copies.get(name, ()))
 
 
 def untrained_names(model: HfModel) -> list[str]:

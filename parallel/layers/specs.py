@@ -68,6 +68,37 @@ def block_spec(
     `experts_in_order`, MoE layers sum the results of a token's experts in the order of its route.
     With `norms_whole_projections`, the norms of queries and keys are over all heads together.
     """
+    spec = _full_attention_spec(
+        config, implementation, vp_stage, true_on_policy, experts_in_order, norms_whole_projections
+    )
+    if config.linear_attention_freq is not None:
+        is_linear = linear_layers(config, vp_stage)
+        pairs = zip(spec.layer_specs, is_linear, strict=True)
+        spec.layer_specs = [_with_delta_net(layer) if each else layer for layer, each in pairs]
+    return spec
+
+
+def mtp_layer_spec(
+    config: TransformerConfig, implementation: Implementation, vp_stage: int | None
+) -> Any:
+    """Return the spec of a multi-token-prediction layer's decoder layer: that of the chunk's last
+    layer, but always with full attention. `vp_stage` is that of the model's last chunk.
+
+    Nothing in an engine has to agree with it, so it is the same with `true_on_policy`.
+    """
+    spec = _full_attention_spec(config, implementation, vp_stage, False, False, False)
+    return spec.layer_specs[-1]
+
+
+def _full_attention_spec(
+    config: TransformerConfig,
+    implementation: Implementation,
+    vp_stage: int | None,
+    true_on_policy: bool,
+    experts_in_order: bool,
+    norms_whole_projections: bool,
+) -> Any:
+    """Return `block_spec` with full attention in all layers."""
     engine = implementation == "transformer_engine"
     spec: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=vp_stage
@@ -82,10 +113,6 @@ def block_spec(
             normalise_projections(parts.self_attention.submodules, config)
     if not engine:
         spec.layer_norm = SequenceParallelRMSNorm
-    if config.linear_attention_freq is not None:
-        is_linear = linear_layers(config, vp_stage)
-        pairs = zip(spec.layer_specs, is_linear, strict=True)
-        spec.layer_specs = [_with_delta_net(layer) if each else layer for layer, each in pairs]
     return spec
 
 

@@ -45,6 +45,8 @@ OWNED: dict[str, str] = {
     "optimizer": "optimizer.name",
     "muon_nesterov": "optimizer.muon_use_nesterov",
     "use_layer_wise_distributed_optimizer": "optimizer.use_distributed_optimizer",
+    **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_detach_heads"),
+        "train.mtp_loss_scaling_factor"),
     "main_grads_dtype": "megatron.grad_reduce_in_fp32=false, which gives bf16 gradients",
     **dict.fromkeys((
         "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
@@ -63,8 +65,7 @@ OWNED: dict[str, str] = {
         "mup_embedding_mult", "mup_output_mult", "mup_width_mult",
         "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
         "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-        "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone", "mtp_detach_heads",
-        "mtp_hybrid_override_pattern", "mtp_use_repeated_layer",
+        "mtp_standalone", "mtp_hybrid_override_pattern", "mtp_use_repeated_layer",
         "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
         "moe_ffn_hidden_size", "moe_router_topk", "moe_router_topk_limited_devices",
         "moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax",

@@ -16,13 +16,7 @@ from torch import Tensor
 
 from moe.routes import Replay
 from mrl.algorithms import gspo
-from mrl.config import (
-    AlgorithmConfig,
-    ModelConfig,
-    MoeConfig,
-    OptimizerConfig,
-    ParallelConfig,
-)
+from mrl.config import AlgorithmConfig, ModelConfig, MoeConfig, OptimizerConfig, ParallelConfig
 from mrl.config.adapter import Experts
 from mrl.kernels.digest import add_digests, digests_of
 from mrl.learn.batching import make_train_batch
@@ -138,9 +132,11 @@ def build(
     megatron: Mapping[str, Any] = MappingProxyType({}),
     logprob_chunk_tokens: int = 1024,
     lora: LoraSetup | None = None,
+    mtp: float = 0.0,
 ) -> Policy:
+    model = HfModel.read(model_path)
     return Policy(
-        HfModel.read(model_path),
+        model.training_mtp() if mtp else model,
         mesh,
         ModelConfig(path=str(model_path), dtype=dtype),
         # A larger epsilon than Adam's usual one: its first step would otherwise be the sign of the
@@ -160,6 +156,7 @@ def build(
         megatron=megatron,
         logprob_chunk_tokens=logprob_chunk_tokens,
         lora=lora,
+        mtp_loss_scaling_factor=mtp,
     )
 
 

@@ -18,7 +18,7 @@ from mrl.kernels import Chunked, oracle
 from mrl.sampling_mask import SamplingMask, join_masks
 from mrl.types import Sample
 from parallel.context import ContextSlice
-from parallel.forward import HeadInput
+from parallel.heads import HeadInput
 from parallel.logprobs import LogprobHead, chunked_logprobs
 from parallel.packing import WeightedSample, pack
 from parallel.pass_output import PassOutput

@@ -189,6 +189,13 @@ def test_tied_output_must_equal_the_embedding(tmp_path):
     assert manifest.optional_places == {"lm_head"}
 
 
+def test_mtp_layers_are_not_expected(tmp_path):
+    names = ("model.layers.0.a.weight", "model.layers.1.a.weight", "mtp.fc.weight")
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    config = SimpleNamespace(num_hidden_layers=1, tie_word_embeddings=False)
+    assert Manifest(tmp_path, config).required == {"model.layers.0.a.weight": (1,)}
+
+
 def test_another_dtype_is_named(recorder, manifest):
     coarse = [(name, (tensor + 0.001)) for name, tensor in WEIGHTS]
     recorder.held = {

@@ -116,11 +116,13 @@ class Manifest(Arrivals):
                 for name, shape in shapes.items()
                 if is_quantized(name, len(shape))
             }
-        # Layers after the last one are for multi-token prediction, which is neither trained nor loaded.
+        # Layers for multi-token prediction are after the last one, or have names of their own. The
+        # engine does not load them, and the trainer does not send them.
         optional = {
             name
             for name in shapes
-            if (match := LAYER.match(name)) and int(match[1]) >= config.num_hidden_layers
+            if name.startswith("mtp.")
+            or ((match := LAYER.match(name)) and int(match[1]) >= config.num_hidden_layers)
         }
         self._is_tied: bool = config.tie_word_embeddings
         if self._is_tied:
