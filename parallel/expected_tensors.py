@@ -103,6 +103,17 @@ LINEAR_ATTENTION: dict[str, Shapes] = {
     _ATTENTION + "norm_weight": lambda s: ((s.get("linear_value_head_dim"),),),
 }
 """Maps the parameters of gated delta nets to their shapes."""
+_INDEXER = _ATTENTION + "indexer."
+INDEXER: dict[str, Shapes] = {
+    _INDEXER + "query_weight": lambda s: (
+        (s.get("dsa_indexer_n_heads") * s.get("dsa_indexer_head_dim"), s.get("q_lora_rank")),
+    ),
+    _INDEXER + "key_weight": lambda s: ((s.get("dsa_indexer_head_dim"), s.hidden),),
+    _INDEXER + "head_weight": lambda s: ((s.get("dsa_indexer_n_heads"), s.hidden),),
+    _INDEXER + "key_norm_weight": lambda s: ((s.get("dsa_indexer_head_dim"),),),
+    _INDEXER + "key_norm_bias": lambda s: ((s.get("dsa_indexer_head_dim"),),),
+}
+"""Maps the parameters of indexers (sparse attention) to their shapes."""
 PER_HEAD: dict[str, Shapes] = {
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
     _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
@@ -149,7 +160,7 @@ def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Sha
     Parameters that are not in SHAPES or a similar table of this module are left out.
     """
     sizes = _Sizes(model)
-    table = SHAPES | LINEAR_ATTENTION
+    table = SHAPES | LINEAR_ATTENTION | INDEXER
     if not sizes.get("multi_latent_attention"):
         whole = model.architecture.norms_whole_projections
         table |= WHOLE_PROJECTIONS if whole else PER_HEAD

@@ -114,6 +114,7 @@ class MegatronModel:
             self.router_losses,
             gates="weights" in moe.replay,
             overlaps_reduction=ddp is not None and ddp.overlap_grad_reduce,
+            recomputes_attention=base.setup.recompute,
         )
         for replayed in self.runner.replays.values():
             self.attachments.add(replayed)
@@ -235,13 +236,14 @@ class MegatronModel:
         head: Head | None = None,
         observe: Observe | None = None,
         keep_scores: bool = False,
+        keep_keys: bool = False,
     ) -> PassOutput:
-        """Run all micro-batches forward under the current weights, without gradient. For `head` and
-        `keep_scores` see `PipelineRunner.run`."""
+        """Run all micro-batches forward under the current weights, without gradient. For the options
+        see `PipelineRunner.run`."""
         self.require_parameters()
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay, head, observe, keep_scores)
+        return self.runner.run(batches, None, replay, head, observe, keep_scores, keep_keys)
 
     def train_step(
         self,

@@ -232,9 +232,14 @@ class Learner:
         if self._needs_pass(step, data):
             with phase("logprobs"), clock.part("logprob"):
                 keep = recipe.algorithm.router_shift_floor is not None
-                before = self.policy.forward_only(flat, replay, observe=observe, keep_scores=keep)
+                before = self.policy.forward_only(
+                    flat, replay, observe=observe, keep_scores=keep,
+                    keep_keys=recipe.moe.routing_replay != "off",
+                )  # fmt: skip
             if recipe.moe.routing_replay == "r2":
                 replay = Replay.recorded(before.native_routes)
+            if recipe.moe.routing_replay != "off":
+                replay = replay.with_keys(before.chosen_keys)
             replay = replay.compared_with(before.router_scores)
             flat = with_old_logprobs(flat, before)
         if not self._trainer_is_old:
