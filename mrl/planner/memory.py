@@ -13,7 +13,13 @@ from mrl.planner.host import rotary_tables, routes_per_token, stage_tensors
 from mrl.planner.prefixes import prefix_row
 from mrl.planner.rows import ASSUMPTION, Row
 from mrl.planner.shape import ModelShape
-from mrl.planner.stages import Stage, expert_data_parallel, is_expert, router_bias_bytes
+from mrl.planner.stages import (
+    Stage,
+    expert_data_parallel,
+    indexer_norm_bytes,
+    is_expert,
+    router_bias_bytes,
+)
 from mrl.planner.state import optimizer_row
 from mrl.planner.workload import Workload, quantized_bytes
 from parallel.dims import ParallelDims
@@ -31,10 +37,11 @@ def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
     """Return the bytes of one rank's parameters and of its layers' module buffers.
 
     The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
-    bias and token count of every expert.
+    bias and token count of every expert. The norms of indexers are fp32, too.
     """
     biases, (count, numel) = 2 * router_bias_bytes(shape, stage.layers), rotary_tables(shape, stage)
-    return work.weight_bytes * (stage.num_local + count * numel) + biases
+    norms = indexer_norm_bytes(shape, len(stage.layers), work.weight_bytes)
+    return work.weight_bytes * (stage.num_local + count * numel) + biases + norms
 
 
 def gradient_bytes(stage: Stage, work: Workload) -> int:
@@ -101,8 +108,9 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
     has_dense = len(shape.moe_layers) < shape.num_layers
     dense = 2 * shape.hidden * max(shape.dense_ffn * has_dense, shape.shared_ffn)
     return work.weight_bytes * max(
-        shape.vocab * shape.hidden, expert, dense, *shape.attention_sizes
-    )
+        shape.vocab * shape.hidden, expert, dense, *shape.attention_sizes,
+        *(shape.indexer.matrices if shape.indexer else ()),
+    )  # fmt: skip
 
 
 def export_buffer_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:

@@ -5,12 +5,19 @@ Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.planner.attention import LatentAttention, LinearAttention, read_latent, read_linear
+from mrl.planner.attention import (
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    read_indexer,
+    read_latent,
+    read_linear,
+)
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
@@ -36,7 +43,7 @@ class Part:
     """The parameters of one kind in one layer, in the embedding or in the output layer."""
 
     name: str
-    """The kind of the parameters: `embedding`, `output`, `attention`, `router`, `experts`,
+    """The kind of the parameters: `embedding`, `output`, `attention`, `indexer`, `router`, `experts`,
     `shared`, `dense`, `norms`, or `adapter`."""
     sharing: Sharing
     tensors: Tensors
@@ -45,6 +52,8 @@ class Part:
     """Number of elements that are used for one token."""
     is_muons: bool = False
     """Whether they are weight matrices that Muon would update (`parallel.muon_setup.matrices_of`)."""
+    is_frozen: bool = False
+    """Whether they are never trained, with or without an adapter."""
 
     @property
     def num(self) -> int:
@@ -124,6 +133,8 @@ class ModelShape:
     """Whether a bias balances the router's choices. It is a buffer, not a parameter."""
     mla: LatentAttention | None = None
     """The sizes of latent attention; None if the model has grouped-query attention."""
+    indexer: Indexer | None = None
+    """The sizes of the layers' indexers; None if attention is not sparse."""
     output_gate: bool = False
     """Whether the queries' projection also gives a gate for each element of attention's output."""
     linear: LinearAttention | None = None
@@ -250,6 +261,15 @@ class ModelShape:
             _all("attention", "tensor", *matrices, is_muons=True),
             _all("attention", "whole", *down, is_muons=True),
             _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
+            *self._indexer_parts(),
+        ]
+
+    def _indexer_parts(self) -> list[Part]:
+        if self.indexer is None:
+            return []
+        return [
+            replace(_all(name, "whole", *numels), is_frozen=True)
+            for name, numels in (("indexer", self.indexer.matrices), ("norms", self.indexer.norm))
         ]
 
     def parts(self) -> list[Part]:
@@ -347,4 +367,5 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         yarn_positions=settings.get("yarn_original_max_position_embeddings", 0),
         output_gate=settings.get("attention_output_gate", False),
         linear=read_linear(settings),
+        indexer=read_indexer(settings),
     )

@@ -50,8 +50,8 @@ class Stage:
 
     @property
     def trained(self) -> tuple[Part, ...]:
-        """The trained parts: the adapter's, or all parts if there is no adapter."""
-        return self.adapter or self.parts
+        """The trained parts: the adapter's, or all parts that are not always frozen."""
+        return self.adapter or tuple(part for part in self.parts if not part.is_frozen)
 
 
 def expert_data_parallel(dims: ParallelDims) -> int:
@@ -85,6 +85,12 @@ def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:
     The biases are fp32 buffers, which are exported together with the weights.
     """
     return 4 * shape.num_experts * shape.expert_bias * len(set(layers) & set(shape.moe_layers))
+
+
+def indexer_norm_bytes(shape: ModelShape, num_layers: int, weight_bytes: int) -> int:
+    """Return by how many bytes the norms of `num_layers` indexers, which are fp32, exceed those of as many
+    weights."""
+    return num_layers * (4 - weight_bytes) * sum(shape.indexer.norm) if shape.indexer else 0
 
 
 def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
@@ -128,8 +134,9 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
     adapter = (
         [part for n in layers for part in shape.adapter.layers[n].parts] if shape.adapter else []
     )
-    base = sum(local_count(part, dims) for part in parts)
-    shares = [(part, local_count(part, dims)) for part in (adapter if shape.adapter else parts)]
+    trained = adapter if shape.adapter else [part for part in parts if not part.is_frozen]
+    frozen = parts if shape.adapter else [part for part in parts if part.is_frozen]
+    shares = [(part, local_count(part, dims)) for part in trained]
     return Stage(
         index=index,
         layers=layers,
@@ -143,5 +150,5 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
         expert=sum(n for part, n in shares if is_expert(part)),
         whole=sum(n for part, n in shares if part.sharing == "whole"),
         expert_whole=sum(n for part, n in shares if part.sharing == "expert_whole"),
-        frozen=base if shape.adapter else 0,
+        frozen=sum(local_count(part, dims) for part in frozen),
     )
