@@ -86,6 +86,7 @@ DENSE = [Layout(4, TP2 | PP2), Layout(4, TP2 | CP2), Layout(4, VPP2, distributed
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
+    "deepseek_v32": SPARSE + MUON_SPARSE,
     "olmoe": SPARSE, "glm4_moe": SPARSE, "gpt_oss": SPARSE,
     "qwen3_next": [layout for layout in SPARSE + MUON_SPARSE if "context" not in layout.sizes],
 }  # fmt: skip
@@ -147,7 +148,8 @@ LORA_ARCHITECTURES = {
         lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
     ),
     **dict.fromkeys(
-        ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3"), LORA_SPARSE
+        ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v32"),
+        LORA_SPARSE,
     ),
     "qwen3_next": lora("per_expert", [Layout(4, ETP2 | EP2)]),
 }

@@ -1,13 +1,13 @@
 """Replay the keys that the indexer of a sparse attention chose: in the forward pass, and again in
 activation recompute.
 
-An indexer (`parallel.layers.indexer`) chooses the keys that a query sees, as a router chooses experts. A
-choice changes when the weights or the order of sums change, and the log-probs with it. So a training pass
-can replay the choices of the pass that computed the old log-probs, or those of an engine.
+An indexer (`parallel.layers.indexer`) chooses the keys that a query sees, as a router chooses experts.
+A choice changes when the weights or the order of sums change, and the log-probs with it. So a training
+pass can replay the choices of the pass that computed the old log-probs, or those of an engine.
 
-A choice is a tensor of positions [n, K] of keys, each counted from the start of the query's sequence. A
-row of NO_KEYS has no choice: either the query sees all keys up to its own, because they are at most K, or
-the indexer chooses.
+A choice is a tensor of positions [n, K] of keys, each counted from the start of the query's sequence.
+A row of NO_KEYS has no choice: either the query sees all keys up to its own, because they are at most
+K, or the indexer chooses.
 
 Dimensions: n rows (tokens) of this rank, N packed tokens, T tokens of a sample, L layers, K keys per
 query (`index_topk`).
@@ -27,8 +27,8 @@ NO_KEYS = -1
 LARGEST_NARROW = torch.iinfo(torch.int16).max
 """The largest position that is recorded as int16."""
 Keys = Mapping[int, Tensor]
-"""Choices [n, K] of this rank's rows, by Megatron's 1-based layer number. In a layer that is missing, the
-indexer chooses."""
+"""Choices [n, K] of this rank's rows, by Megatron's 1-based layer number. In a layer that is missing,
+the indexer chooses."""
 
 
 class KeyReplay:
@@ -39,8 +39,8 @@ class KeyReplay:
 
     def __init__(self, keep_for_recompute: bool) -> None:
         self.recorded: Tensor | None = None
-        """[n, K] on the CPU: the choice of the last forward pass, int16 where that suffices. None if the
-        pass did not record, or if no sequence of its micro-batch was longer than K."""
+        """[n, K] on the CPU: the choice of the last forward pass, int16 where that suffices. None if
+        the pass did not record, or if no sequence of its micro-batch was longer than K."""
         self._keep = keep_for_recompute
         self._target: Tensor | None = None
         self._in_forward = self._records = False
@@ -93,13 +93,21 @@ def decode_keys(numbers: np.ndarray, *, num_tokens: int, num_layers: int, topk: 
             f"keys of the indexer: got {numbers.size} numbers, expected {rows * num_layers * topk}: "
             f"{num_tokens} tokens less the last = {rows} rows x {num_layers} layers x top-{topk}"
         )
-    keys = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int32)).view(rows, num_layers, topk)
+    keys = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int32)).view(
+        rows, num_layers, topk
+    )
     position = torch.arange(rows).view(-1, 1)
     ordered = keys.sort(-1).values
     given = (ordered >= 0).sum(-1)
     for wrong, what in (
-        ((keys < NO_KEYS).any(-1) | (ordered[..., -1] > position), "keys that come after the query"),
-        (((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1), "a key twice"),
+        (
+            (keys < NO_KEYS).any(-1) | (ordered[..., -1] > position),
+            "keys that come after the query",
+        ),
+        (
+            ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1),
+            "a key twice",
+        ),
         (given != (position + 1).clamp(max=topk), "another number of keys than it has or can see"),
     ):
         if bool(wrong.any()):
@@ -112,14 +120,16 @@ def decode_keys(numbers: np.ndarray, *, num_tokens: int, num_layers: int, topk: 
 
 
 def join_keys(
-    parts: Sequence[Tensor | None], lengths: Sequence[int], padded_lengths: Sequence[int] | None = None
+    parts: Sequence[Tensor | None],
+    lengths: Sequence[int],
+    padded_lengths: Sequence[int] | None = None,
 ) -> Tensor | None:
     """Return the choices i32[N, L, K] of a packed micro-batch; None if no sequence has any.
 
     parts: for each sequence its choices [T-1, L, K], or None. lengths: T of each sequence.
-    padded_lengths: the number of rows that each occupies in the result; by default its length. The last
-    token of a sequence, padding, and sequences without choices have rows of NO_KEYS. Raises ValueError for
-    a part that does not have T-1 rows.
+    padded_lengths: the number of rows that each occupies in the result; by default its length. The
+    last token of a sequence, padding, and sequences without choices have rows of NO_KEYS. Raises
+    ValueError for a part that does not have T-1 rows.
     """
     rooms = lengths if padded_lengths is None else padded_lengths
     first = next((part for part in parts if part is not None), None)

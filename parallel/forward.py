@@ -148,10 +148,10 @@ class PipelineRunner:
     ) -> PassOutput:
         """Run all micro-batches forward, and backward if there is a `loss`. A collective.
 
-        `head` replaces the model's own head in this pass. With `keep_keys` the output has `chosen_keys`.
-        With `keep_scores` it has `router_scores`; that and `replay.scores` need whole rows and layers on this rank. Raises
-        ValueError for micro-batches of different lengths if the layout needs equal lengths, and for
-        samples that lack the routes or gate weights that `replay` needs.
+        `head` replaces the model's own head in this pass. With `keep_keys` the output has
+        `chosen_keys`. With `keep_scores` it has `router_scores`; that and `replay.scores` need whole rows
+        and layers on this rank. Raises ValueError for micro-batches of different lengths if the layout
+        needs equal ones, and for samples that lack the routes or gate weights that `replay` needs.
         """
         lengths = sorted({num_rows(batch) for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
@@ -186,10 +186,9 @@ class PipelineRunner:
     def _forward_step(
         self, current: _Pass, numbered: Iterator[tuple[int, MicroBatch]], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Run one chunk on its next micro-batch. Megatron calls this.
-
-        Return the chunk's output, and a function that turns it into the loss. Megatron calls that
-        function on the last stage, in the order of the micro-batches.
+        """Run one chunk on its next micro-batch; Megatron calls this. Return the chunk's output, and a
+        function that turns it into the loss. Megatron calls that function on the last stage, in the
+        order of the micro-batches.
         """
         beat()
         number, on_cpu = next(numbered)

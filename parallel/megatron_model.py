@@ -238,8 +238,7 @@ class MegatronModel:
         keep_scores: bool = False,
         keep_keys: bool = False,
     ) -> PassOutput:
-        """Run all micro-batches forward under the current weights, without gradient. For the options
-        see `PipelineRunner.run`."""
+        """Run all micro-batches forward, without gradient. For the options see `PipelineRunner.run`."""
         self.require_parameters()
         for chunk in self.chunks:
             chunk.eval()

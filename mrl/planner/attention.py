@@ -27,8 +27,8 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of the indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1), which
-    every layer has. It is not trained."""
+    """The sizes of the indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1),
+    which every layer has. It is not trained."""
 
     hidden: int
     q_rank: int

@@ -73,12 +73,12 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
 
     The scheme is described in arXiv 2205.05198, section 4.2.2; megatron-core implements it. Each
     attention, dense MLP and shared expert gathers its input [N, H] and scatters its output. In the
-    backward pass it gathers the gradient of the output, gathers the input again for the gradient of the
-    weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
-    embedding scatters its output in the forward pass and gathers the gradient in the backward pass. The
-    output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers its
-    compressed vectors instead of [N, H]; where sequences are longer than an indexer's choice, its keys and
-    choices are gathered, too. Linear attention also gathers two numbers for each value head.
+    backward pass it gathers the gradient of the output, gathers the input again for the gradient of
+    the weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
+    embedding scatters its output in the forward pass and gathers the gradient in the backward pass.
+    The output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers
+    its compressed vectors instead of [N, H]; where sequences are longer than an indexer's choice, its
+    keys and choices are gathered, too. Linear attention also gathers two numbers for each value head.
     A norm over all queries or all keys all-reduces one fp32 number per token, and its gradient.
     Gradients of parameters that every rank holds are all-reduced in fp32.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mrl.planner.shape import ModelShape, Part
+from mrl.planner.parts import Part
+from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage
 
 
@@ -15,8 +16,8 @@ def forward_flops(
 
     `parts` are the model's parts with parameters. `layers` are the indices of the layers whose
     attention is counted: the products of queries with keys, and the weighted sums of values; in layers
-    with linear attention the delta rule, whatever the context. Sparse attention is counted as mrl computes
-    it: its indexers score all keys, and attention masks those that were not chosen.
+    with linear attention the delta rule, whatever the context. Sparse attention is counted as mrl
+    computes it: its indexers score all keys, and attention masks those that were not chosen.
 
     A token needs 2 FLOPs per active parameter (arXiv 2001.08361, table 1) and, in each layer, 2 x
     (query width + value width) for each of the `context` tokens that it attends to.
@@ -63,8 +64,8 @@ def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> 
 def indexer_flops(
     shape: ModelShape, parts: Iterable[Part], num_layers: int, context: float
 ) -> float:
-    """Return the FLOPs of one token's pass through the indexers of `num_layers` layers, whose parameters
-    are in `parts`. They have no backward pass."""
+    """Return the FLOPs of one token's pass through the indexers of `num_layers` layers, whose
+    parameters are in `parts`. They have no backward pass."""
     if shape.indexer is None:
         return 0.0
     own = [part for part in parts if part.is_frozen]

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable
 
 from moe.route_rows import route_bytes
+from mrl.planner.parts import Part, Tensors
 from mrl.planner.rows import ASSUMPTION, Row
-from mrl.planner.shape import ModelShape, Part, Tensors
+from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, is_expert, local_tensors
 from mrl.planner.state import ADAM_MOMENTS, host_bytes_each, kept_tensors, shards_of
 from mrl.planner.workload import Workload

@@ -6,7 +6,6 @@ Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g k
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
@@ -18,47 +17,13 @@ from mrl.planner.attention import (
     read_latent,
     read_linear,
 )
+from mrl.planner.parts import Part, all_active
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads")  # fmt: skip
-Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
-"""How a parameter is sharded over the ranks of a pipeline stage:
-
-- `whole`: every rank holds all of it.
-- `tensor`: it is split over the tensor-parallel ranks.
-- `expert`: it is split over the expert-parallel and the expert-tensor-parallel ranks.
-- `expert_whole`: it is split over the expert-parallel ranks only, each of which holds whole matrices.
-"""
-
-
-Tensors = tuple[tuple[int, int], ...]
-"""Pairs of (number of tensors, number of elements of each)."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The parameters of one kind in one layer, in the embedding or in the output layer."""
-
-    name: str
-    """The kind of the parameters: `embedding`, `output`, `attention`, `indexer`, `router`, `experts`,
-    `shared`, `dense`, `norms`, or `adapter`."""
-    sharing: Sharing
-    tensors: Tensors
-    """Number and sizes of Megatron's parameters before any sharding (see `Tensors`)."""
-    num_active: int
-    """Number of elements that are used for one token."""
-    is_muons: bool = False
-    """Whether they are weight matrices that Muon would update (`parallel.muon_setup.matrices_of`)."""
-    is_frozen: bool = False
-    """Whether they are never trained, with or without an adapter."""
-
-    @property
-    def num(self) -> int:
-        """Number of elements before any sharding."""
-        return sum(count * numel for count, numel in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -207,17 +172,17 @@ class ModelShape:
         return Part("output", "tensor", () if self.tied else ((1, num),), num)
 
     def final_norm(self) -> Part:
-        return _all("norms", "whole", self.hidden)
+        return all_active("norms", "whole", self.hidden)
 
     def layer(self, number: int) -> list[Part]:
         """List the parameters of the layer with the 0-based index `number`."""
-        parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
+        parts = [all_active("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
         if number not in self.moe_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
         router = [self.hidden * self.num_experts] + [self.num_experts] * self.linear_bias
-        parts.append(_all("router", "whole", *router))
+        parts.append(all_active("router", "whole", *router))
         parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2), is_muons=True))
         if self.linear_bias:
             up, down = (self.num_experts, 2 * self.moe_ffn), (self.num_experts, self.hidden)
@@ -226,22 +191,22 @@ class ModelShape:
         if self.shared_ffn:
             parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
-            parts.append(_all("shared", "whole", self.hidden))
+            parts.append(all_active("shared", "whole", self.hidden))
         return parts
 
     def _mlp(self, name: str, columns: int) -> Part:
         sizes = 2 * self.hidden * columns, self.hidden * columns
-        return _all(name, "tensor", *sizes, is_muons=True)
+        return all_active(name, "tensor", *sizes, is_muons=True)
 
     def _attention(self, number: int) -> list[Part]:
         matrices, m = self._full_sizes, self.mla
         if (one := self.linear) is not None and number in one.layers:
             conv, *rest = one.small
             return [
-                _all("attention", "tensor", *one.matrices, is_muons=True),
-                _all("attention", "whole", one.write_and_decay, is_muons=True),
-                _all("attention", "whole", conv),
-                _all("norms", "whole", *rest),
+                all_active("attention", "tensor", *one.matrices, is_muons=True),
+                all_active("attention", "whole", one.write_and_decay, is_muons=True),
+                all_active("attention", "whole", conv),
+                all_active("norms", "whole", *rest),
             ]
         if m is None:
             norms = [self.head_dim] * (2 * self.qk_norm)
@@ -249,18 +214,18 @@ class ModelShape:
                 norms = [self.query_width, self.kv_heads * self.head_dim]
             bias = [self.query_width + self.kv_width] * self.qkv_bias
             return [
-                _all("attention", "tensor", *matrices, is_muons=True),
-                _all("attention", "tensor", *bias, *[self.heads] * self.sinks),
-                _all("attention", "whole", *[self.hidden] * self.linear_bias),
-                _all("norms", "whole", *norms),
+                all_active("attention", "tensor", *matrices, is_muons=True),
+                all_active("attention", "tensor", *bias, *[self.heads] * self.sinks),
+                all_active("attention", "whole", *[self.hidden] * self.linear_bias),
+                all_active("norms", "whole", *norms),
             ]
         down = [self.hidden * m.q_rank] * (m.q_rank > 0)
         down.append(self.hidden * (m.kv_rank + m.rope_dim))
         # Megatron replicates the down projections on all tensor-parallel ranks.
         return [
-            _all("attention", "tensor", *matrices, is_muons=True),
-            _all("attention", "whole", *down, is_muons=True),
-            _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
+            all_active("attention", "tensor", *matrices, is_muons=True),
+            all_active("attention", "whole", *down, is_muons=True),
+            all_active("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
             *self._indexer_parts(),
         ]
 
@@ -268,7 +233,7 @@ class ModelShape:
         if self.indexer is None:
             return []
         return [
-            replace(_all(name, "whole", *numels), is_frozen=True)
+            replace(all_active(name, "whole", *numels), is_frozen=True)
             for name, numels in (("indexer", self.indexer.matrices), ("norms", self.indexer.norm))
         ]
 
@@ -303,11 +268,6 @@ class ModelShape:
         """
         active = sum(p.num_active for p in self.parts())
         return active - self.tied * self.vocab * self.hidden
-
-
-def _all(name: str, sharing: Sharing, *numels: int, is_muons: bool = False) -> Part:
-    """Return a part with one tensor for each size in `numels`. Every token uses all elements."""
-    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels), is_muons)
 
 
 def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:

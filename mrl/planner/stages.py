@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mrl.planner.shape import ModelShape, Part, Tensors
+from mrl.planner.parts import Part, Tensors
+from mrl.planner.shape import ModelShape
 from parallel.dims import ParallelDims
 
 
@@ -88,8 +89,8 @@ def router_bias_bytes(shape: ModelShape, layers: Iterable[int]) -> int:
 
 
 def indexer_norm_bytes(shape: ModelShape, num_layers: int, weight_bytes: int) -> int:
-    """Return by how many bytes the norms of `num_layers` indexers, which are fp32, exceed those of as many
-    weights."""
+    """Return by how many bytes the norms of `num_layers` indexers, which are fp32, exceed those of as
+    many weights."""
     return num_layers * (4 - weight_bytes) * sum(shape.indexer.norm) if shape.indexer else 0
 
 

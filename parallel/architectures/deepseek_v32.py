@@ -1,8 +1,8 @@
-"""DeepSeek-V3.2: DeepSeek-V3 (`parallel.architectures.deepseek_v3`) with sparse attention. In each layer an
-indexer chooses the keys that a query sees (`parallel.layers.indexer`).
+"""DeepSeek-V3.2: DeepSeek-V3 (`parallel.architectures.deepseek_v3`) with sparse attention. In each
+layer an indexer chooses the keys that a query sees (`parallel.layers.indexer`).
 
-Source: `DeepseekV32ForCausalLM` of transformers, the report of DeepSeek-V3.2 (arXiv 2512.02556), and its
-published inference code.
+Source: `DeepseekV32ForCausalLM` of transformers, the report of DeepSeek-V3.2 (arXiv 2512.02556), and
+its published inference code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from parallel.architectures import common, deepseek_moe, deepseek_v3
 from parallel.architectures.base import Architecture, HfConfig, Rule
 
 LAYER_TYPES = ("full_attention", "indexed_attention")
-"""transformers calls a layer with an indexer `indexed_attention`; the published config.json has no kinds."""
+"""transformers calls a layer with an indexer `indexed_attention`; the published config.json has no
+kinds."""
 INDEXER, HF_INDEXER = f"{common.ATTENTION}.indexer", f"{common.HF_ATTENTION}.indexer"
 
 
@@ -51,7 +52,10 @@ def _refuse_other_layers(hf: HfConfig) -> None:
                 f"index_head_dim {counts['index_head_dim']} is less than qk_rope_head_dim {rotary}, "
                 "which RoPE rotates in the indexer, too",
             ),
-            (not hf["q_lora_rank"], "q_lora_rank is null, but the indexer reads the queries' latent"),
+            (
+                not hf["q_lora_rank"],
+                "q_lora_rank is null, but the indexer reads the queries' latent",
+            ),
             (
                 kinds is not None and list(kinds) != expected,
                 f"mlp_layer_types differs from first_k_dense_replace {dense}; expected {dense} dense "

@@ -48,8 +48,8 @@ class PackedSequences(PackedSeqParams):
     latent_rotation: Rotation | None = None
     """Rotation of queries' and keys' rotary parts in latent attention; the first layer sets it."""
     chosen_keys: dict[int, Tensor] = field(default_factory=dict)
-    """i32[n, K]: the keys that a layer's queries see in sparse attention, by layer number, while the layer
-    computes (`parallel.layers.indexer`)."""
+    """i32[n, K]: the keys that a layer's queries see in sparse attention, by layer number, while the
+    layer computes (`parallel.layers.indexer`)."""
 
 
 def packed_sequences(

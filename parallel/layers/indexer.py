@@ -1,21 +1,22 @@
-"""The lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): it chooses the keys that a query
-sees.
+"""The lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): it chooses the keys that a
+query sees.
 
-Query t scores key s as `sum_j w_tj ReLU(q_tj . k_s)` (eq. 1), over the heads j of the indexer, and sees
-the K keys up to its own with the highest scores. Queries come from the latent of the attention's queries,
-keys and head weights w from the hidden state. Keys have a LayerNorm with a bias. RoPE rotates the first
-dimensions of queries and keys, whose pairs are i and i + r, where the attention itself has the pairs 2i
-and 2i+1. The weights are scaled by `h ** -0.5 * d ** -0.5`.
+Query t scores key s as `sum_j w_tj ReLU(q_tj . k_s)` (eq. 1), over the heads j of the indexer, and
+sees the K keys up to its own with the highest scores. Queries come from the latent of the attention's
+queries, keys and head weights w from the hidden state. Keys have a LayerNorm with a bias. RoPE rotates
+the first dimensions of queries and keys, whose pairs are i and i + r, where the attention itself has
+the pairs 2i and 2i+1. The weights are scaled by `h ** -0.5 * d ** -0.5`.
 
-The published inference code also multiplies queries and keys by a Hadamard matrix and rounds them to fp8.
-The matrix is orthogonal, so it changes no score. Here there is neither, and scores are fp32. Among equal
-scores the earlier keys win, so that the choice does not depend on the layout.
+The published inference code also multiplies queries and keys by a Hadamard matrix and rounds them to
+fp8. The matrix is orthogonal, so it changes no score. Here there is neither, and scores are fp32.
+Among equal scores the earlier keys win, so that the choice does not depend on the layout.
 
-The indexer is frozen: its weights are buffers. A choice has no gradient, so no policy loss reaches them.
+The indexer is frozen: its weights are buffers. A choice has no gradient, so no policy loss reaches
+them.
 
-Every tensor-parallel rank has the whole indexer and chooses for its own rows of the sequence; the choices
-are then gathered, because a rank's heads attend for all rows. Keys are gathered over tensor- and
-context-parallel ranks.
+Every tensor-parallel rank has the whole indexer and chooses for its own rows of the sequence; the
+choices are then gathered, because a rank's heads attend for all rows. Keys are gathered over tensor-
+and context-parallel ranks.
 
 Dimensions: n rows of this context-parallel rank, m = n / TP rows of this rank, R rows of all
 context-parallel ranks, h heads and d head size of the indexer, r rotated pairs, c size of the query
@@ -71,10 +72,10 @@ class Indexer(torch.nn.Module):
     ) -> Tensor | None:
         """Choose keys for all rows: hidden [m, H], latents of the queries [m, c] -> i32[n, K].
 
-        `rotation` is that of the n rows. A row has the positions of its keys in its sequence, in ascending
-        order; NO_KEYS if it sees all keys up to its own, because they are at most K. The result is None
-        if that is so for all rows of the micro-batch. Raises ValueError if a replayed choice does not have
-        the shape [m, K].
+        `rotation` is that of the n rows. A row has the positions of its keys in its sequence, in
+        ascending order; NO_KEYS if it sees all keys up to its own, because they are at most K. The
+        result is None if that is so for all rows of the micro-batch. Raises ValueError if a replayed
+        choice does not have the shape [m, K].
         """
         target = None if self.replay is None else self.replay.next_target()
         longest = packed.max_seqlen_q
@@ -122,7 +123,9 @@ class Indexer(torch.nn.Module):
                 if not bool(lacking.any()):
                     continue
             position = block.offset + first - block.local_start
-            index = torch.arange(position + end - first, device=hidden.device) + block.sequence_start
+            index = (
+                torch.arange(position + end - first, device=hidden.device) + block.sequence_start
+            )
             if context.places is not None:
                 index = context.places[index]
             rotated = Rotation(rotation.cos[first:end], rotation.sin[first:end])
@@ -167,8 +170,8 @@ class Indexer(torch.nn.Module):
 
 
 def best_keys(scores: Tensor, topk: int) -> Tensor:
-    """Return the places i32[q, K] of the K = `topk` highest scores of each row of f32[q, k], in ascending
-    order. Among equal scores the first win."""
+    """Return the places i32[q, K] of the K = `topk` highest scores of each row of f32[q, k], in
+    ascending order. Among equal scores the first win."""
     least = scores.topk(topk, dim=1).values[:, -1:]
     above, ties = scores > least, scores == least
     room = topk - above.sum(1, keepdim=True)
@@ -177,8 +180,8 @@ def best_keys(scores: Tensor, topk: int) -> Tensor:
 
 
 def with_chosen_keys(packed: PackedSequences, chosen: Tensor) -> list[Bucket]:
-    """Return the buckets of a micro-batch with masks by which each row sees the keys in `chosen` i32[n, K]
-    and no others. A row of NO_KEYS sees all keys up to its own."""
+    """Return the buckets of a micro-batch with masks by which each row sees the keys in `chosen`
+    i32[n, K] and no others. A row of NO_KEYS sees all keys up to its own."""
     assert packed.layout is not None
     laid, topk = chosen[packed.layout.source], chosen.shape[1]
     buckets, start = [], 0

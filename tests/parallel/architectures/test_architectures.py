@@ -45,6 +45,11 @@ from tests.release import only_in_release, release
 TEMPERATURE = 0.8  # of test_layouts.build
 TOLERANCE = 1e-5
 PARITY = 4e-6
+INDEXER = tuple(
+    f"indexer.{part}"
+    for part in ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
+)
+"""The parts of an indexer, which no update changes."""
 MOE_TYPES = [name for name in SETTINGS if name not in DENSE]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in SETTINGS},
@@ -100,6 +105,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": None,
             "n_group": 1,
             "num_experts_per_tok": 3,
+            "rope_parameters": COMMON["rope_parameters"],
+        },
+    ),
+    "deepseek_v32 other indexer, no yarn, no groups": (
+        "deepseek_v32",
+        {
+            "index_n_heads": 5,
+            "index_head_dim": 8,  # RoPE rotates all of it
+            "index_topk": 1,
+            "n_group": 1,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 2,
             "rope_parameters": COMMON["rope_parameters"],
         },
     ),
@@ -222,7 +239,8 @@ def test_a_parallel_step_with_recompute_equals_one_process(
         assert ours["step"][key] == pytest.approx(theirs["step"][key], rel=TOLERANCE), key
     assert distance(ours["weights"], theirs["weights"]) < TOLERANCE
     moved = {k for k, v in theirs["weights"].items() if not torch.equal(v, theirs["loaded"][k])}
-    frozen = {k for k in theirs["weights"] if k.endswith("e_score_correction_bias")}
+    untrained = ("e_score_correction_bias", *INDEXER)
+    frozen = {k for k in theirs["weights"] if k.endswith(untrained)}
     assert moved == theirs["weights"].keys() - frozen
 
 
@@ -313,15 +331,20 @@ def bf16_bias(path: Path, samples: list[Sample]) -> dict[str, Any]:
     return {**result, "trained": exported(policy)}
 
 
-def test_the_router_bias_stays_fp32_and_frozen_in_a_bf16_model(
-    checkpoint: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32"])
+def test_router_biases_and_indexers_stay_frozen_in_a_bf16_model(
+    model_type: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = checkpoint("deepseek_v3")
+    """And the biases, and the norms of indexers, stay fp32."""
+    path = checkpoint(model_type)
     out = run_ranks(1, bf16_bias, path, tiny_samples(path), folder=tmp_path)[0]
     hf = load_file(path / "model.safetensors")
-    biases = [name for name in hf if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3
+    buffers = ("e_score_correction_bias", "k_norm.weight", "k_norm.bias")
+    kept_fp32 = [name for name in hf if name.endswith(buffers)]
+    frozen = [*kept_fp32, *(name for name in hf if name.endswith(INDEXER))]
+    assert len(kept_fp32) == (11 if model_type == "deepseek_v32" else 3)
     for name, tensor in hf.items():
-        kept = tensor if name in biases else tensor.bfloat16()
+        kept = tensor if name in kept_fp32 else tensor.bfloat16()
         assert torch.equal(out["loaded"][name], kept), name
-        assert torch.equal(out["trained"][name], kept) == (name in biases), name
+        assert out["loaded"][name].dtype == kept.dtype, name
+        assert torch.equal(out["trained"][name], kept) == (name in frozen), name

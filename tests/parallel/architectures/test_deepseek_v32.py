@@ -1,4 +1,5 @@
-"""Sparse attention in whole models: beside DeepSeek-V3, and its choices of keys recorded and replayed."""
+"""Sparse attention in whole models: beside DeepSeek-V3, and its choices of keys recorded and
+replayed."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def replays(path: Path, sizes: dict[str, int], samples: list[Sample], disturbs: 
         for ours, theirs in zip(again.logprobs, before.logprobs, strict=True):
             assert torch.equal(ours, theirs)
         gaps = [
-            float((a - b).abs().max()) for a, b in zip(native.logprobs, before.logprobs, strict=True)
+            float((a - b).abs().max())
+            for a, b in zip(native.logprobs, before.logprobs, strict=True)
         ]
         assert not gaps or max(gaps) > 0.01
     replay = Replay.rollout.with_keys(before.chosen_keys) if disturbs else Replay.rollout
@@ -164,7 +166,8 @@ def given_keys(path: Path, sizes: dict[str, int], samples: list[Sample]) -> Any:
     generator = torch.Generator().manual_seed(5)
     parts = [sent(len(s.token_ids), layers, generator) for s in samples]
     other = [part.clone() for part in parts]
-    other[1][20, 2] = torch.tensor([20, 0, 1, 2, 3, 4]) if 5 in parts[1][20, 2] else torch.arange(6).int()
+    first, newest = torch.arange(TOPK).int(), torch.arange(15, 15 + TOPK).int()
+    other[1][20, 2] = newest if torch.equal(parts[1][20, 2].sort().values, first) else first
     found = []
     for each in (parts, other, None):
         replay = Replay.off

@@ -75,14 +75,20 @@ def rotate(x: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first dimensions of x f64[T, h, d] as complex numbers."""
     pairs = x[..., :ROTARY]
     pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).mT
-    turn = torch.polar(torch.ones(len(x), 1, ROTARY // 2).double(), angles(torch.arange(len(x)))[:, None])
+    angle = angles(torch.arange(len(x))).unsqueeze(1)
+    turn = torch.polar(torch.ones_like(angle), angle)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     turned = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
     return torch.cat([turned, x[..., ROTARY:]], -1)
 
 
 def scores(
-    made: Indexer, hidden: Tensor, latent: Tensor, *, interleaved: bool = False, hadamard: bool = False
+    made: Indexer,
+    hidden: Tensor,
+    latent: Tensor,
+    *,
+    interleaved: bool = False,
+    hadamard: bool = False,
 ) -> Tensor:
     """f64[T, T]: the scores of eq. 1 for one sequence, -inf for keys that come later."""
     hidden, latent = hidden.double(), latent.double()
