@@ -149,9 +149,9 @@ class PipelineRunner:
         """Run all micro-batches forward, and backward if there is a `loss`. A collective.
 
         `head` replaces the model's own head in this pass. With `keep_keys` the output has
-        `chosen_keys`. With `keep_scores` it has `router_scores`; that and `replay.scores` need whole rows
-        and layers on this rank. Raises ValueError for micro-batches of different lengths if the layout
-        needs equal ones, and for samples that lack the routes or gate weights that `replay` needs.
+        `chosen_keys`. With `keep_scores` it has `router_scores`; that and `replay.scores` need whole
+        rows and layers on this rank. Raises ValueError for micro-batches of several lengths if the
+        layout needs one, and for samples that lack the routes or gate weights that `replay` needs.
         """
         lengths = sorted({num_rows(batch) for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
