@@ -21,8 +21,8 @@ from mrl.algorithms import gspo
 from mrl.learn.batching import make_train_batch
 from mrl.types import MicroBatch, Sample, TrainBatch
 from parallel.context import context_slice
+from parallel.dims import round_up
 from parallel.model import unwrap
-from parallel.packing import round_up
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss
@@ -154,7 +154,7 @@ def test_an_update_sees_the_keys_of_the_pass_before_it(
     trained = [name for name in theirs["weights"] if ".indexer." not in name]
     weights = [{name: found["weights"][name] for name in trained} for found in (ours[0], theirs)]
     assert distance(*weights) < 1e-5
-    # Together the ranks record every row with more than TOPK keys once in each layer: each its own rows,
+    # Together the ranks record every row with more than TOPK keys once in each layer, each its own rows
     # in its own layers. Context parallelism pads sequences.
     multiple = 2 * sizes["context"] if "context" in sizes else 1
     rows = (round_up(len(s.token_ids), multiple) - TOPK for s in samples)
