@@ -48,6 +48,12 @@ class Indexer:
         """Numbers of elements of weight and bias of the keys' LayerNorm, which are always fp32."""
         return self.head_dim, self.head_dim
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of a token's key in SGLang's cache: fp8, with an fp32 scale for each 128 elements
+        (`mem_cache/index_key_cache.py`)."""
+        return self.head_dim + self.head_dim // 128 * 4
+
     def key_flops(self, context: float) -> float:
         """FLOPs of one token to score the keys before it; 0 if it sees all of its `context` keys."""
         return 2 * context * self.heads * (self.head_dim + 1) if context > self.topk else 0.0
