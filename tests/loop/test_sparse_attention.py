@@ -87,7 +87,7 @@ def steps(toy: Toy, scratch: Path) -> dict[str, Any]:
         run_folder.open(recipe)
         mesh = mesh or init_mesh(plan.dims, recipe.seed)
         metrics = Trainer(plan, mesh, run_folder).run_step()
-        found[mode] = {"passes": list(passes), "grad_norm": metrics["train/grad_norm"]}
+        found[mode] = {"passes": list(passes), "grad_norm": metrics["grad_norm"]}
         passes.clear()
     return found
 
