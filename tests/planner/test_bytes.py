@@ -83,7 +83,6 @@ CASES = [
     ("deepseek_v3", {}, Layout(2, TP2, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16, optimizer="muon")),
     ("deepseek_v32", {}, Layout(2, TP2, BF16)),
-    ("deepseek_v32", {}, Layout(2, {"context": 2})),
     ("deepseek_v32", {}, Layout(2, TP2, BF16, lora="per_expert")),
     ("gpt_oss", {}, Layout(2, TP2)),
     ("gpt_oss", {}, Layout(2, {"expert": 2})),
