@@ -88,6 +88,7 @@ TOY = "qwen3_moe"
 ARCHITECTURES = {
     "qwen3": DENSE, "qwen2": DENSE, "llama": DENSE,
     "qwen2_moe": SPARSE + MUON_SPARSE, "mixtral": SPARSE, "deepseek_v3": SPARSE + MUON_SPARSE,
+    "deepseek_v32": SPARSE + MUON_SPARSE,
     "olmoe": SPARSE, "glm4_moe": SPARSE,
     "gpt_oss": [
         Layout(4, TP2 | EP2), *(each for each in SPARSE if "expert_tensor" not in each.sizes),
@@ -151,7 +152,9 @@ LORA_ARCHITECTURES = {
         ("qwen3", "qwen2", "llama"),
         lora("none", [Layout(4, TP2 | PP2), Layout(2, CP2, distributed_optimizer=True)]),
     ),
-    **dict.fromkeys(("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3"), LORA_SPARSE),
+    **dict.fromkeys(
+        ("qwen2_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "deepseek_v32"), LORA_SPARSE
+    ),
     "gpt_oss": [*lora("per_expert", [Layout(4, TP2 | EP2)]), *LORA_SPARSE[1:]],
     "qwen3_next": lora("per_expert", [Layout(4, ETP2 | EP2)]),
 }

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.keys import KeyReplay, Keys
 from moe.routes import GatedRoute, Route, Routes, ids_of
 from mrl.types import NATIVE_ROUTE
 
@@ -181,17 +182,28 @@ class LayerReplay:
 class ReplayedChunk:
     """The `LayerReplay` objects of all routers in one model chunk."""
 
-    def __init__(self, chunk: Any, keep_for_recompute: bool) -> None:
-        """Make a `LayerReplay` for each router of the chunk, and attach it to the router.
+    def __init__(
+        self, chunk: Any, keep_for_recompute: bool, recomputes_attention: bool = False
+    ) -> None:
+        """Make a `LayerReplay` for each router of the chunk, and a `KeyReplay` for each indexer, and
+        attach them.
 
-        keep_for_recompute: whether the model recomputes activations. Raises ValueError for router
-        settings that ignore replayed routes or drop replayed tokens.
+        keep_for_recompute: whether the routers run a second time in the backward pass.
+        recomputes_attention: whether the indexers do. Raises ValueError for router settings that ignore
+        replayed routes or drop replayed tokens.
         """
         self.layers: dict[int, LayerReplay] = {}
         """The `LayerReplay` of each MoE layer, by Megatron's 1-based layer number."""
+        self.indexers: dict[int, KeyReplay] = {}
+        """The `KeyReplay` of each layer with an indexer, by Megatron's 1-based layer number."""
         self._routers: list[tuple[Any, LayerReplay]] = []
+        self._choosers: list[tuple[Any, KeyReplay]] = []
         self._hooks: list[Any] = []
         for layer in chunk.decoder.layers:
+            indexer = getattr(layer.self_attention, "indexer", None)
+            if indexer is not None:
+                self.indexers[layer.layer_number] = KeyReplay(recomputes_attention)
+                self._choosers.append((indexer, self.indexers[layer.layer_number]))
             router = getattr(layer.mlp, "router", None)
             if router is None:
                 continue
@@ -207,6 +219,8 @@ class ReplayedChunk:
         for router, replay in self._routers:
             router.router_replay = replay
             self._hooks.append(router.register_forward_hook(replay.observe))
+        for indexer, replay in self._choosers:
+            indexer.replay = replay
 
     def detach(self) -> None:
         """Undo `attach`. Without replays, the routers choose the experts themselves."""
@@ -215,32 +229,49 @@ class ReplayedChunk:
         self._hooks.clear()
         for router, _ in self._routers:
             router.router_replay = None
+        for indexer, _ in self._choosers:
+            indexer.replay = None
 
     def begin_forward(
-        self, routes: Routes | None, with_grad: bool, watch: bool = False, scores: bool = False
+        self,
+        routes: Routes | None,
+        with_grad: bool,
+        watch: bool = False,
+        scores: bool = False,
+        keys: Keys | None = None,
+        keep_keys: bool = False,
     ) -> None:
-        """Set the route that each layer replays in the next forward pass.
+        """Set the route, and the choice of keys, that each layer replays in the next forward pass.
 
         The router chooses the experts itself in layers that `routes` does not have, and in all
-        layers if `routes` is None. For the other arguments see `LayerReplay.begin_forward`.
+        layers if `routes` is None. So do indexers with `keys`; with `keep_keys` their choices are
+        recorded. For the other arguments see `LayerReplay.begin_forward`.
         """
+        for number, indexer in self.indexers.items():
+            indexer.begin_forward((keys or {}).get(number), with_grad, keep_keys)
         for number, layer in self.layers.items():
             route = None if routes is None else routes.get(number)
             layer.begin_forward(route, with_grad, watch, scores)
 
     def end_forward(self) -> None:
         """End the forward pass of every layer."""
-        for layer in self.layers.values():
+        for layer in (*self.layers.values(), *self.indexers.values()):
             layer.end_forward()
+
+    def chosen_keys(self) -> dict[int, Tensor]:
+        """Return the choices of keys that the last forward pass recorded, by layer number."""
+        found = {number: indexer.recorded for number, indexer in self.indexers.items()}
+        return {number: keys for number, keys in found.items() if keys is not None}
 
     def check_drained(self) -> None:
         """Raise RuntimeError if a route that was kept for recompute has not been used. A leftover
         route means that the gradient is wrong."""
-        for number, layer in self.layers.items():
-            if layer.num_pending:
-                raise RuntimeError(
-                    f"router {number}: {layer.num_pending} micro-batches were not recomputed"
-                )
+        for kind, replays in (("router", self.layers), ("indexer", self.indexers)):
+            for number, layer in replays.items():
+                if layer.num_pending:
+                    raise RuntimeError(
+                        f"{kind} {number}: {layer.num_pending} micro-batches were not recomputed"
+                    )
 
 
 def _check(config: Any) -> None:

@@ -7,10 +7,12 @@ Dimensions: n rows (tokens) of this rank, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
+
+from moe.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Replay:
     scores: tuple[RouterScores, ...] = ()
     """One entry per micro-batch if the training pass compares its routers with those of an earlier
     pass, otherwise empty."""
+    keys: tuple[Keys, ...] = ()
+    """One entry per micro-batch if the indexers of sparse attention replay their choice of keys,
+    whatever the routers replay, otherwise empty."""
 
     off: ClassVar[Replay]
     """Every router chooses the experts itself."""
@@ -74,12 +79,17 @@ class Replay:
 
     def of_batches(self, share: slice) -> Replay:
         """Return the replay for a part of the micro-batches, which the slice `share` selects."""
-        return Replay(self.kind, self.routes[share], self.scores[share])
+        return Replay(self.kind, self.routes[share], self.scores[share], self.keys[share])
 
     def compared_with(self, scores: Sequence[RouterScores]) -> Replay:
         """Return this replay for a pass that also compares its routers with those of an earlier
         pass."""
-        return Replay(self.kind, self.routes, tuple(scores))
+        return replace(self, scores=tuple(scores))
+
+    def with_keys(self, keys: Sequence[Keys]) -> Replay:
+        """Return this replay for a pass whose indexers also replay a choice of keys: that of an earlier
+        pass (`PassOutput.chosen_keys`) or of an engine (`moe.keys.local_keys`)."""
+        return replace(self, keys=tuple(keys))
 
 
 Replay.off = Replay("off")

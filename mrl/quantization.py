@@ -35,6 +35,7 @@ MODULES = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # latent attention
+        *("wq_b", "wk"),  # the indexer of DeepSeek-V3.2
         *("gate_proj", "up_proj", "down_proj"),
         *("w1", "w2", "w3"),  # Mixtral's experts
     }

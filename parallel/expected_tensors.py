@@ -112,6 +112,17 @@ MTP_LAYERS: dict[str, Shapes] = {
     f"{MTP_LAYER}.final_layernorm.weight": lambda s: ((s.hidden,),),
 }
 """Maps the parameters of MTP layers, without their decoder layers', to their shapes."""
+_INDEXER = _ATTENTION + "indexer."
+INDEXER: dict[str, Shapes] = {
+    _INDEXER + "query_weight": lambda s: (
+        (s.get("dsa_indexer_n_heads") * s.get("dsa_indexer_head_dim"), s.get("q_lora_rank")),
+    ),
+    _INDEXER + "key_weight": lambda s: ((s.get("dsa_indexer_head_dim"), s.hidden),),
+    _INDEXER + "head_weight": lambda s: ((s.get("dsa_indexer_n_heads"), s.hidden),),
+    _INDEXER + "key_norm_weight": lambda s: ((s.get("dsa_indexer_head_dim"),),),
+    _INDEXER + "key_norm_bias": lambda s: ((s.get("dsa_indexer_head_dim"),),),
+}
+"""Maps the parameters of indexers (sparse attention) to their shapes."""
 PER_HEAD: dict[str, Shapes] = {
     _ATTENTION + "q_layernorm.weight": lambda s: ((s.head_dim,),),
     _ATTENTION + "k_layernorm.weight": lambda s: ((s.head_dim,),),
@@ -158,7 +169,7 @@ def rule_shapes(model: HfModel) -> Iterator[tuple[Rule, str, dict[str, int], Sha
     Parameters that are not in SHAPES or a similar table of this module are left out.
     """
     sizes = _Sizes(model)
-    table = SHAPES | LINEAR_ATTENTION | MTP_LAYERS
+    table = SHAPES | LINEAR_ATTENTION | INDEXER | MTP_LAYERS
     if not sizes.get("multi_latent_attention"):
         whole = model.architecture.norms_whole_projections
         table |= WHOLE_PROJECTIONS if whole else PER_HEAD

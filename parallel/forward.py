@@ -51,6 +51,7 @@ class _Pass:
     output: PassOutput
     counter: RoutingCounter
     keep_scores: bool
+    keep_keys: bool
     extra_loss: ExtraLoss | None
 
     def finish(self, given: HeadInput, shift: Tensor | None) -> tuple[Tensor, Tensor, dict]:
@@ -86,10 +87,12 @@ class PipelineRunner:
         router_losses: RouterLosses,
         gates: bool = False,
         overlaps_reduction: bool = False,
+        recomputes_attention: bool = False,
     ) -> None:
         """Prepare the chunks for passes.
 
-        `recompute` says whether the routers run a second time in the backward pass. With `gates`, a
+        `recompute` says whether the routers run a second time in the backward pass, and
+        `recomputes_attention` whether the indexers of sparse attention do. With `gates`, a
         pass also replays the gate weights of routes that have them, and records gate weights for a
         later `Replay.recorded`. `overlaps_reduction` says whether hooks reduce the gradients while
         the backward pass runs.
@@ -102,7 +105,9 @@ class PipelineRunner:
         self.extra_loss: ExtraLoss | None = None
         """A loss that training passes add to the algorithm's."""
         self.projections = {id(c): Projection.of(unwrap(c), overlaps_reduction) for c in chunks}
-        self.replays = {id(unwrap(c)): ReplayedChunk(unwrap(c), recompute) for c in chunks}
+        self.replays = {
+            id(unwrap(c)): ReplayedChunk(unwrap(c), recompute, recomputes_attention) for c in chunks
+        }
         # The head reads bf16; Megatron's fp32 copy of the logits would be the largest tensor of a pass.
         half = get_model_config(chunks[0]).bf16
         self._output_options = {"fp32_output": False} if half else {}
@@ -115,13 +120,14 @@ class PipelineRunner:
         head: Head | None = None,
         observe: Observe | None = None,
         keep_scores: bool = False,
+        keep_keys: bool = False,
     ) -> PassOutput:
         """Run all micro-batches forward, and backward if there is a `loss`. A collective.
 
-        `head` replaces the model's own head in this pass. With `keep_scores` the output has
-        `router_scores`; that and `replay.scores` need whole rows and layers on this rank. Raises
-        ValueError for micro-batches of different lengths if the layout needs equal lengths, and for
-        samples that lack the routes or gate weights that `replay` needs.
+        `head` replaces the model's own head in this pass. With `keep_keys` the output has
+        `chosen_keys`. With `keep_scores` it has `router_scores`; that and `replay.scores` need whole
+        rows and layers on this rank. Raises ValueError for micro-batches of several lengths if the
+        layout needs one, and for samples that lack the routes or gate weights that `replay` needs.
         """
         lengths = sorted({num_rows(batch) for batch in batches})
         if self.mesh.dims.equal_micro_batches and len(lengths) > 1:
@@ -129,11 +135,12 @@ class PipelineRunner:
                 f"micro-batches of {lengths} rows: this layout takes one length; pad them with the "
                 "min_rows of parallel.packing.pack"
             )
-        output = PassOutput(native_routes=[{} for _ in batches], observed=[{} for _ in batches])
+        empty: list[list[dict]] = [[{} for _ in batches] for _ in range(3)]
+        output = PassOutput(native_routes=empty[0], observed=empty[1], chosen_keys=empty[2])
         counter, head = RoutingCounter(), head or self.head
         train = loss is not None
         extra = self.extra_loss if train else None
-        current = _Pass(loss, replay, head, observe, output, counter, keep_scores, extra)
+        current = _Pass(loss, replay, head, observe, output, counter, keep_scores, keep_keys, extra)
         numbered = list(enumerate(batches))
         feeds = [iter(numbered) for _ in self.chunks]
         if extra is not None:
@@ -160,10 +167,9 @@ class PipelineRunner:
     def _forward_step(
         self, current: _Pass, numbered: Iterator[tuple[int, MicroBatch]], chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """Run one chunk on its next micro-batch. Megatron calls this.
-
-        Return the chunk's output, and a function that turns it into the loss. Megatron calls that
-        function on the last stage, in the order of the micro-batches.
+        """Run one chunk on its next micro-batch; Megatron calls this. Return the chunk's output, and a
+        function that turns it into the loss. Megatron calls that function on the last stage, in the
+        order of the micro-batches.
         """
         beat()
         number, on_cpu = next(numbered)
@@ -185,6 +191,8 @@ class PipelineRunner:
             with_grad=train,
             watch=current.observe is not None,
             scores=compares or current.keep_scores,
+            keys=current.replay.keys[number] if current.replay.keys else None,
+            keep_keys=current.keep_keys,
         )
         if train:
             self.router_losses.begin_forward(unwrap(chunk), rows)
@@ -198,6 +206,7 @@ class PipelineRunner:
         )
         if not train and kind == "off":
             current.output.native_routes[number] |= self._native_routes(replayed)
+        current.output.chosen_keys[number] |= replayed.chosen_keys()
         if current.keep_scores:
             current.output.router_scores.append(router_scores(replayed))
         shift = router_shift(replayed, current.replay.scores[number]) if compares else None

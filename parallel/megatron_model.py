@@ -115,6 +115,7 @@ class MegatronModel:
             self.router_losses,
             gates="weights" in moe.replay,
             overlaps_reduction=ddp is not None and ddp.overlap_grad_reduce,
+            recomputes_attention=base.setup.recompute,
         )
         for replayed in self.runner.replays.values():
             self.attachments.add(replayed)
@@ -175,8 +176,7 @@ class MegatronModel:
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
         """Make a new optimizer and schedule for the current weights; earlier moments are lost. Raises
-        RuntimeError for a model that was made without an optimizer.
-        """
+        RuntimeError for a model that was made without an optimizer."""
         self._require_trainable()
         self.require_state()
         self.optimizer, self.scheduler = build_optimizer(
@@ -236,13 +236,13 @@ class MegatronModel:
         head: Head | None = None,
         observe: Observe | None = None,
         keep_scores: bool = False,
+        keep_keys: bool = False,
     ) -> PassOutput:
-        """Run all micro-batches forward under the current weights, without gradient. For `head` and
-        `keep_scores` see `PipelineRunner.run`."""
+        """Run all micro-batches forward, without gradient. For the options see `PipelineRunner.run`."""
         self.require_parameters()
         for chunk in self.chunks:
             chunk.eval()
-        return self.runner.run(batches, None, replay, head, observe, keep_scores)
+        return self.runner.run(batches, None, replay, head, observe, keep_scores, keep_keys)
 
     def train_step(
         self,

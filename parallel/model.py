@@ -16,6 +16,7 @@ from parallel.hf_config import HfModel
 from parallel.implementation import Implementation
 from parallel.layers import invariant
 from parallel.layers.experts import join_storages
+from parallel.layers.indexer import FP32_BUFFERS
 from parallel.layers.mtp import MtpBlock
 from parallel.layers.output_layer import deferred_output_layer
 from parallel.layers.specs import block_spec
@@ -121,13 +122,13 @@ def _flag_experts(chunk: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _half(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """Convert a chunk to bf16, except the routers' biases and counts.
+    """Convert a chunk to bf16, except the routers' biases and counts and the norms of indexers.
 
     With a rounded bias a router would choose other experts.
     """
     half = Float16Module(config, chunk)
     for module in chunk.modules():
-        for name in ("expert_bias", "local_tokens_per_expert"):
+        for name in ("expert_bias", "local_tokens_per_expert", *FP32_BUFFERS):
             if torch.is_tensor(buffer := getattr(module, name, None)):
                 buffer.data = buffer.float()
     return half

@@ -73,7 +73,7 @@ def is_matrix(entry: Entry) -> bool:
     """Return whether Muon updates a parameter (see `matrices_of`)."""
     shape = entry.parameter.shape
     name = entry.rule.megatron
-    is_layer = entry.layer >= 0 and not entry.rule.is_buffer
+    is_layer = entry.layer >= 0 and not (entry.rule.is_buffer or entry.rule.is_frozen)
     return is_layer and len(shape) == 2 and not name.endswith(("router.weight", "gate_weight"))
 
 

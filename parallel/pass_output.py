@@ -61,6 +61,10 @@ class PassOutput:
     They are recorded only in a pass without gradient and without replay."""
     router_scores: list[RouterScores] = field(default_factory=list)
     """The routers' scores by micro-batch, in a pass that keeps them; on one rank's model only."""
+    chosen_keys: list[dict[int, Tensor]] = field(default_factory=list)
+    """The keys that the indexers of sparse attention chose or replayed, by micro-batch and layer
+    number, in a pass that keeps them (see `moe.keys.KeyReplay.recorded`). `Replay.with_keys` replays
+    them."""
     observed: list[dict[int, ObservedRoutes]] = field(default_factory=list)
     """Routes by micro-batch and layer number, in a pass that observes `rows`. They take 4 K + 4
     bytes for each row and layer of this rank. The dict of a micro-batch without captured routes is

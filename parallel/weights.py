@@ -47,7 +47,7 @@ class Entry:
     """One parameter of this rank, with its rule and its position in the whole model."""
 
     parameter: torch.Tensor
-    """The parameter; a buffer if `rule.is_buffer`."""
+    """The parameter; a buffer if `rule.is_buffer` or `rule.is_frozen`."""
     rule: Rule
     layer: int
     """0-based index of the layer in the whole model; -1 for a parameter outside the layers."""
@@ -190,7 +190,7 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and tensor of all parameters, and of the buffers that the rules name."""
     yield from chunk.named_parameters()
-    buffers = [pattern for pattern, rule in patterns if rule.is_buffer]
+    buffers = [pattern for pattern, rule in patterns if rule.is_buffer or rule.is_frozen]
     for name, buffer in chunk.named_buffers():
         if any(pattern.fullmatch(name) for pattern in buffers):
             yield name, buffer

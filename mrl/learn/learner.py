@@ -232,10 +232,13 @@ class Learner:
         if self._needs_pass(step, data):
             with phase("logprobs"), clock.part("logprob"):
                 keep = recipe.algorithm.router_shift_floor is not None
-                before = self.policy.forward_only(flat, replay, observe=observe, keep_scores=keep)
+                keys = recipe.moe.routing_replay != "off"
+                before = self.policy.forward_only(
+                    flat, replay, observe=observe, keep_scores=keep, keep_keys=keys
+                )
             if recipe.moe.routing_replay == "r2":
                 replay = Replay.recorded(before.native_routes)
-            replay = replay.compared_with(before.router_scores)
+            replay = replay.with_keys(before.chosen_keys).compared_with(before.router_scores)
             flat = with_old_logprobs(flat, before)
         if not self._trainer_is_old:
             flat = with_rollout_as_old(flat)

@@ -7,7 +7,8 @@ import dataclasses
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.planner.shape import AdaptedLayer, AdapterShape, ModelShape, Part, Sharing, read_shape
+from mrl.planner.parts import Part, Sharing
+from mrl.planner.shape import AdaptedLayer, AdapterShape, ModelShape, read_shape
 from parallel.architectures.base import Rule
 from parallel.expected_tensors import rule_shapes
 from parallel.hf_config import HfModel

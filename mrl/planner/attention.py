@@ -26,6 +26,40 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The sizes of the indexer of sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1),
+    which every layer has. It is not trained."""
+
+    hidden: int
+    q_rank: int
+    heads: int
+    head_dim: int
+    topk: int
+    """Number of keys that a query sees."""
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Numbers of elements of the projections onto queries, keys and head weights."""
+        width = self.heads * self.head_dim
+        return width * self.q_rank, self.head_dim * self.hidden, self.heads * self.hidden
+
+    @property
+    def norm(self) -> tuple[int, int]:
+        """Numbers of elements of weight and bias of the keys' LayerNorm, which are always fp32."""
+        return self.head_dim, self.head_dim
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of a token's key in SGLang's cache: fp8, with an fp32 scale for each 128 elements
+        (`mem_cache/index_key_cache.py`)."""
+        return self.head_dim + self.head_dim // 128 * 4
+
+    def key_flops(self, context: float) -> float:
+        """FLOPs of one token to score the keys before it; 0 if it sees all of its `context` keys."""
+        return 2 * context * self.heads * (self.head_dim + 1) if context > self.topk else 0.0
+
+
+@dataclass(frozen=True)
 class LinearAttention:
     """The sizes of the layers that are gated delta nets (arXiv 2412.06464)."""
 
@@ -94,6 +128,19 @@ def read_latent(settings: Mapping[str, Any]) -> LatentAttention | None:
         rope_dim=settings["qk_pos_emb_head_dim"],
         value_dim=settings["v_head_dim"],
         rotary_positions=settings.get("original_max_position_embeddings", 0),
+    )
+
+
+def read_indexer(settings: Mapping[str, Any]) -> Indexer | None:
+    """Return the indexer of Megatron's settings; None without one."""
+    if settings.get("dsa_indexer_topk") is None:
+        return None
+    return Indexer(
+        settings["hidden_size"],
+        settings["q_lora_rank"],
+        settings["dsa_indexer_n_heads"],
+        settings["dsa_indexer_head_dim"],
+        settings["dsa_indexer_topk"],
     )
 
 

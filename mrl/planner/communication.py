@@ -73,11 +73,12 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
 
     The scheme is described in arXiv 2205.05198, section 4.2.2; megatron-core implements it. Each
     attention, dense MLP and shared expert gathers its input [N, H] and scatters its output. In the
-    backward pass it gathers the gradient of the output, gathers the input again for the gradient of the
-    weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
-    embedding scatters its output in the forward pass and gathers the gradient in the backward pass. The
-    output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers its
-    compressed vectors instead of [N, H]. Linear attention also gathers two numbers for each value head.
+    backward pass it gathers the gradient of the output, gathers the input again for the gradient of
+    the weight, and scatters the gradient of the input. Routed experts work on the scattered rows. The
+    embedding scatters its output in the forward pass and gathers the gradient in the backward pass.
+    The output head gathers its input, keeps it, and scatters the gradient. Latent attention gathers
+    its compressed vectors instead of [N, H]; where sequences are longer than an indexer's choice, its
+    keys and choices are gathered, too. Linear attention also gathers two numbers for each value head.
     A norm over all queries or all keys all-reduces one fp32 number per token, and its gradient.
     Gradients of parameters that every rank holds are all-reduced in fp32.
 
@@ -101,6 +102,8 @@ def tensor_parallel(shape: ModelShape, dims: ParallelDims, work: Workload, stage
         forward, ends_back = forward + low, stage.has_output * hidden
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims) // dims.cp
     unit = ring(dims.tp, tokens * work.weight_bytes)
+    if (one := shape.indexer) and work.sequence_len > one.topk:
+        forward += attention * (one.head_dim + one.topk * 4 // work.weight_bytes)
     norms = 2 * attention * shape.norms_whole_projections  # of queries and of keys
     squares = norms * 2 * ring(dims.tp, 4 * tokens)
     return Volume(
@@ -170,15 +173,19 @@ def context_parallel(
 ) -> list[Volume]:
     """Return the traffic of context parallelism.
 
-    The keys and values of all N tokens are gathered, and their gradients are scattered. The output head
+    The keys and values of all N tokens are gathered, and their gradients are scattered. So are the keys
+    of indexers, which have no gradients, where sequences are longer than their choice. The output head
     gathers log-probs and entropies, f32 [N, 2], whose gradients need no communication.
     """
     tokens = work.num_micro_batches(dims) * work.packed_tokens(dims)
     total = tokens * shape.kv_width // dims.tp * work.weight_bytes * len(stage.layers)
-    sent, span = ring(dims.cp, total), dims.tp * dims.cp
+    sent, span, keys = ring(dims.cp, total), dims.tp * dims.cp, 0.0
+    if (one := shape.indexer) and work.sequence_len > one.topk:
+        width = one.head_dim * work.weight_bytes * len(stage.layers)
+        keys = ring(dims.cp, tokens * width)
     head = ring(dims.cp, tokens * 8 * stage.has_output)
     return [
-        Volume("context parallel", dims.cp, span, sent, sent, sent),
+        Volume("context parallel", dims.cp, span, sent + keys, sent, sent + keys),
         Volume("log-probs of all tokens", dims.cp, span, head),
     ]
 

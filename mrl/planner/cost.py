@@ -266,6 +266,7 @@ def num_hf_tensors(shape: ModelShape) -> int:
     attention = 4 + 2 * shape.qk_norm + 3 * shape.qkv_bias + shape.linear_bias + shape.sinks
     if shape.mla:
         attention = 5 + 2 * (shape.mla.q_rank > 0)  # down, norm and up, twice, and the output
+        attention += 5 * (shape.indexer is not None)
     each_moe = 1 + 3 * shape.num_experts + 3 * (shape.shared_ffn > 0) + shape.shared_gate
     each_moe += shape.expert_bias + shape.linear_bias * (1 + 3 * shape.num_experts)
     linear = len(shape.linear.layers) * (7 - attention) if shape.linear else 0

@@ -66,10 +66,12 @@ def kv_bytes_per_token(shape: ModelShape, work: Workload) -> int:
     """Return the bytes of KV cache per token on one engine rank.
 
     With latent attention, every rank caches all compressed keys and values. Layers with linear
-    attention cache none; their states, one for each request, are not counted.
+    attention cache none; their states, one for each request, are not counted. The keys of indexers are
+    fp8 with scales.
     """
     ways = 1 if shape.mla else min(work.attention_ranks, shape.kv_heads)
-    return work.weight_bytes * len(shape.full_layers) * shape.kv_cache_width // ways
+    keys = shape.indexer.cached_bytes * shape.num_layers if shape.indexer else 0
+    return work.weight_bytes * len(shape.full_layers) * shape.kv_cache_width // ways + keys
 
 
 def kv_capacity_tokens(shape: ModelShape, work: Workload, device_bytes: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mrl.planner.shape import ModelShape, Part
+from mrl.planner.parts import Part
+from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, mtp_layers, mtp_parts
 
 
@@ -15,7 +16,8 @@ def forward_flops(
 
     `parts` are the model's parts with parameters. `layers` are the indices of the layers whose
     attention is counted: the products of queries with keys, and the weighted sums of values; in layers
-    with linear attention the delta rule, whatever the context.
+    with linear attention the delta rule, whatever the context. Sparse attention is counted as mrl
+    computes it: its indexers score all keys, and attention masks those that were not chosen.
 
     A token needs 2 FLOPs per active parameter (arXiv 2001.08361, table 1) and, in each layer, 2 x
     (query width + value width) for each of the `context` tokens that it attends to.
@@ -25,6 +27,7 @@ def forward_flops(
     num_linear = sum(n in linear.layers for n in counted) if linear else 0
     rule = num_linear * linear.rule_flops if linear else 0
     width = shape.query_width + shape.value_width
+    rule += len(counted) * shape.indexer.key_flops(context) if shape.indexer else 0
     return 2 * matrices + 2 * (len(counted) - num_linear) * context * width + rule
 
 
@@ -49,10 +52,11 @@ def frozen_flops(shape: ModelShape, parts: Iterable[Part], has_output: bool) -> 
     """Return the FLOPs per token that the backward pass saves because weights are frozen.
 
     The gradients of frozen weights are not computed; they would need as many FLOPs as the forward pass
-    through these weights. Return 0 without an adapter.
+    through these weights. Return 0 without an adapter. Indexers are not counted (`indexer_flops`).
     """
     if shape.adapter is None:
         return 0.0
+    parts = [part for part in parts if not part.is_frozen]
     tied = 2 * shape.vocab * shape.hidden * (shape.tied and has_output)
     return forward_flops(shape, parts, (), 0.0) + tied
 
@@ -67,17 +71,32 @@ def mtp_training_flops(shape: ModelShape, context: float) -> float:
     return 3 * forward_flops(shape, mtp_parts(shape), layers, context) + 2 * output
 
 
+def indexer_flops(
+    shape: ModelShape, parts: Iterable[Part], num_layers: int, context: float
+) -> float:
+    """Return the FLOPs of one token's pass through the indexers of `num_layers` layers, whose
+    parameters are in `parts`. They have no backward pass."""
+    if shape.indexer is None:
+        return 0.0
+    own = [part for part in parts if part.is_frozen]
+    return forward_flops(shape, own, (), 0.0) + num_layers * shape.indexer.key_flops(context)
+
+
 def training_flops(shape: ModelShape, context: float) -> float:
     """Return the FLOPs of one token in a forward and a backward pass.
 
-    The backward pass needs twice the FLOPs of the forward pass, less `frozen_flops`.
+    The backward pass needs twice the FLOPs of the forward pass, less `frozen_flops` and those of
+    indexers.
     """
     mtp = mtp_training_flops(shape, context)
-    return 3 * model_flops(shape, context) - frozen_flops(shape, shape.parts(), True) + mtp
+    indexers = indexer_flops(shape, shape.parts(), shape.num_layers, context)
+    frozen = frozen_flops(shape, shape.parts(), True)
+    return 3 * model_flops(shape, context) - frozen - 2 * indexers + mtp
 
 
 def stage_training_flops(shape: ModelShape, stage: Stage, context: float) -> float:
     """Return the FLOPs of one token in a forward and a backward pass of one pipeline stage."""
     frozen = frozen_flops(shape, stage.parts, stage.has_output)
     mtp = mtp_training_flops(shape, context) if stage.has_output else 0.0
-    return 3 * stage_flops(shape, stage, context) - frozen + mtp
+    indexers = indexer_flops(shape, stage.parts, len(stage.layers), context)
+    return 3 * stage_flops(shape, stage, context) - frozen - 2 * indexers + mtp

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable
 
 from moe.route_rows import route_bytes
+from mrl.planner.parts import Part, Tensors
 from mrl.planner.rows import ASSUMPTION, Row
-from mrl.planner.shape import ModelShape, Part, Tensors
+from mrl.planner.shape import ModelShape
 from mrl.planner.stages import Stage, is_expert, local_tensors
 from mrl.planner.state import ADAM_MOMENTS, host_bytes_each, kept_tensors, shards_of
 from mrl.planner.workload import Workload
@@ -60,6 +61,10 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
         (((2 * moe_layers * shape.expert_bias, shape.num_experts),), 4)
     ]
     found.append(((rotary_tables(shape, stage),), 0))
+    if shape.indexer:
+        num_layers = len(stage.layers)
+        found.append((tuple((num_layers, numel) for numel in shape.indexer.matrices), 0))
+        found.append((tuple((num_layers, numel) for numel in shape.indexer.norm), 4))
     return found
 
 
@@ -88,7 +93,8 @@ def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Wo
             ((dims.vpp, stage.expert // dims.vpp),),
         )
     found = pinned_total(dense, each, exact) + pinned_total(experts, each, exact)
-    for frozen in stage_tensors(stage.parts, dims) if stage.frozen else ():
+    base = [part for part in stage.parts if not part.is_frozen] if stage.adapter else []
+    for frozen in stage_tensors(base, dims):
         found += pinned_total(frozen, each, exact)
     return found + sum(
         pinned_total(tensors, size or each, exact) for tensors, size in buffer_tensors(shape, stage)

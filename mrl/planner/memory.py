@@ -22,6 +22,7 @@ from mrl.planner.shape import ModelShape
 from mrl.planner.stages import (
     Stage,
     expert_data_parallel,
+    indexer_norm_bytes,
     is_expert,
     mtp_layers,
     router_bias_bytes,
@@ -43,11 +44,12 @@ def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
     """Return the bytes of one rank's parameters and of its layers' module buffers.
 
     The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
-    bias and token count of every expert.
+    bias and token count of every expert. The norms of indexers are fp32, too.
     """
     layers = (*stage.layers, *(mtp_layers(shape) if stage.mtp else ()))
     biases, (count, numel) = 2 * router_bias_bytes(shape, layers), rotary_tables(shape, stage)
-    return work.weight_bytes * (stage.num_local + count * numel) + biases
+    norms = indexer_norm_bytes(shape, len(stage.layers), work.weight_bytes)
+    return work.weight_bytes * (stage.num_local + count * numel) + biases + norms
 
 
 def gradient_bytes(stage: Stage, work: Workload) -> int:
@@ -114,8 +116,9 @@ def largest_export(shape: ModelShape, dims: ParallelDims, work: Workload) -> int
     has_dense = len(shape.moe_layers) < shape.num_layers
     dense = 2 * shape.hidden * max(shape.dense_ffn * has_dense, shape.shared_ffn)
     return work.weight_bytes * max(
-        shape.vocab * shape.hidden, expert, dense, *shape.attention_sizes
-    )
+        shape.vocab * shape.hidden, expert, dense, *shape.attention_sizes,
+        *(shape.indexer.matrices if shape.indexer else ()),
+    )  # fmt: skip
 
 
 def export_buffer_bytes(shape: ModelShape, dims: ParallelDims, work: Workload) -> int:

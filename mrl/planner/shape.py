@@ -5,49 +5,25 @@ Dimensions: H hidden, V vocabulary, E experts, K experts per token, h heads, g k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from mrl.config.adapter import Adapter
 from mrl.errors import InputError
-from mrl.planner.attention import LatentAttention, LinearAttention, read_latent, read_linear
+from mrl.planner.attention import (
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    read_indexer,
+    read_latent,
+    read_linear,
+)
+from mrl.planner.parts import Part, all_active
 from parallel.architectures import find_architecture
 from parallel.architectures.base import Architecture, HfConfig
 from parallel.dims import ModelSizes
 
 POSITIVE = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads")  # fmt: skip
-Sharing = Literal["whole", "tensor", "expert", "expert_whole"]
-"""How a parameter is sharded over the ranks of a pipeline stage:
-
-- `whole`: every rank holds all of it.
-- `tensor`: it is split over the tensor-parallel ranks.
-- `expert`: it is split over the expert-parallel and the expert-tensor-parallel ranks.
-- `expert_whole`: it is split over the expert-parallel ranks only, each of which holds whole matrices.
-"""
-Tensors = tuple[tuple[int, int], ...]
-"""Pairs of (number of tensors, number of elements of each)."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The parameters of one kind in one layer, in the embedding or in the output layer."""
-
-    name: str
-    """The kind of the parameters: `embedding`, `output`, `attention`, `router`, `experts`,
-    `shared`, `dense`, `norms`, or `adapter`."""
-    sharing: Sharing
-    tensors: Tensors
-    """Number and sizes of Megatron's parameters before any sharding (see `Tensors`)."""
-    num_active: int
-    """Number of elements that are used for one token."""
-    is_muons: bool = False
-    """Whether they are weight matrices that Muon would update (`parallel.muon_setup.matrices_of`)."""
-
-    @property
-    def num(self) -> int:
-        """Number of elements before any sharding."""
-        return sum(count * numel for count, numel in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -122,6 +98,8 @@ class ModelShape:
     """Whether a bias balances the router's choices. It is a buffer, not a parameter."""
     mla: LatentAttention | None = None
     """The sizes of latent attention; None if the model has grouped-query attention."""
+    indexer: Indexer | None = None
+    """The sizes of the layers' indexers; None if attention is not sparse."""
     output_gate: bool = False
     """Whether the queries' projection also gives a gate for each element of attention's output."""
     linear: LinearAttention | None = None
@@ -195,17 +173,17 @@ class ModelShape:
         return Part("output", "tensor", () if self.tied else ((1, num),), num)
 
     def final_norm(self) -> Part:
-        return _all("norms", "whole", self.hidden)
+        return all_active("norms", "whole", self.hidden)
 
     def layer(self, number: int) -> list[Part]:
         """List the parameters of the layer with the 0-based index `number`."""
-        parts = [_all("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
+        parts = [all_active("norms", "whole", self.hidden, self.hidden), *self._attention(number)]
         if number not in self.moe_layers and number < self.num_layers:
             return [*parts, self._mlp("dense", self.dense_ffn)]
         fc1, fc2 = 2 * self.hidden * self.moe_ffn, self.hidden * self.moe_ffn
         experts = ((self.num_experts, fc1), (self.num_experts, fc2))
         router = [self.hidden * self.num_experts] + [self.num_experts] * self.linear_bias
-        parts.append(_all("router", "whole", *router))
+        parts.append(all_active("router", "whole", *router))
         parts.append(Part("experts", "expert", experts, self.topk * (fc1 + fc2), is_muons=True))
         if self.linear_bias:
             up, down = (self.num_experts, 2 * self.moe_ffn), (self.num_experts, self.hidden)
@@ -214,22 +192,22 @@ class ModelShape:
         if self.shared_ffn:
             parts.append(self._mlp("shared", self.shared_ffn))
         if self.shared_gate:
-            parts.append(_all("shared", "whole", self.hidden))
+            parts.append(all_active("shared", "whole", self.hidden))
         return parts
 
     def _mlp(self, name: str, columns: int) -> Part:
         sizes = 2 * self.hidden * columns, self.hidden * columns
-        return _all(name, "tensor", *sizes, is_muons=True)
+        return all_active(name, "tensor", *sizes, is_muons=True)
 
     def _attention(self, number: int) -> list[Part]:
         matrices, m = self._full_sizes, self.mla
         if (one := self.linear) is not None and number in one.layers:
             conv, *rest = one.small
             return [
-                _all("attention", "tensor", *one.matrices, is_muons=True),
-                _all("attention", "whole", one.write_and_decay, is_muons=True),
-                _all("attention", "whole", conv),
-                _all("norms", "whole", *rest),
+                all_active("attention", "tensor", *one.matrices, is_muons=True),
+                all_active("attention", "whole", one.write_and_decay, is_muons=True),
+                all_active("attention", "whole", conv),
+                all_active("norms", "whole", *rest),
             ]
         if m is None:
             norms = [self.head_dim] * (2 * self.qk_norm)
@@ -237,18 +215,27 @@ class ModelShape:
                 norms = [self.query_width, self.kv_heads * self.head_dim]
             bias = [self.query_width + self.kv_width] * self.qkv_bias
             return [
-                _all("attention", "tensor", *matrices, is_muons=True),
-                _all("attention", "tensor", *bias, *[self.heads] * self.sinks),
-                _all("attention", "whole", *[self.hidden] * self.linear_bias),
-                _all("norms", "whole", *norms),
+                all_active("attention", "tensor", *matrices, is_muons=True),
+                all_active("attention", "tensor", *bias, *[self.heads] * self.sinks),
+                all_active("attention", "whole", *[self.hidden] * self.linear_bias),
+                all_active("norms", "whole", *norms),
             ]
         down = [self.hidden * m.q_rank] * (m.q_rank > 0)
         down.append(self.hidden * (m.kv_rank + m.rope_dim))
         # Megatron replicates the down projections on all tensor-parallel ranks.
         return [
-            _all("attention", "tensor", *matrices, is_muons=True),
-            _all("attention", "whole", *down, is_muons=True),
-            _all("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
+            all_active("attention", "tensor", *matrices, is_muons=True),
+            all_active("attention", "whole", *down, is_muons=True),
+            all_active("norms", "whole", *[m.q_rank] * (m.q_rank > 0), m.kv_rank),
+            *self._indexer_parts(),
+        ]
+
+    def _indexer_parts(self) -> list[Part]:
+        if self.indexer is None:
+            return []
+        return [
+            replace(all_active(name, "whole", *numels), is_frozen=True)
+            for name, numels in (("indexer", self.indexer.matrices), ("norms", self.indexer.norm))
         ]
 
     def parts(self) -> list[Part]:
@@ -282,11 +269,6 @@ class ModelShape:
         """
         active = sum(p.num_active for p in self.parts())
         return active - self.tied * self.vocab * self.hidden
-
-
-def _all(name: str, sharing: Sharing, *numels: int, is_muons: bool = False) -> Part:
-    """Return a part with one tensor for each size in `numels`. Every token uses all elements."""
-    return Part(name, sharing, tuple((1, numel) for numel in numels), sum(numels), is_muons)
 
 
 def read_shape(hf: HfConfig, architecture: Architecture | None = None) -> ModelShape:
@@ -347,4 +329,5 @@ def _shape(hf: HfConfig, architecture: Architecture) -> ModelShape:
         output_gate=settings.get("attention_output_gate", False),
         linear=read_linear(settings),
         num_mtp=architecture.num_trained_mtp,
+        indexer=read_indexer(settings),
     )

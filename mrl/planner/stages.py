@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mrl.planner.shape import ModelShape, Part, Tensors
+from mrl.planner.parts import Part, Tensors
+from mrl.planner.shape import ModelShape
 from parallel.dims import ParallelDims
 
 
@@ -53,8 +54,9 @@ class Stage:
 
     @property
     def trained(self) -> tuple[Part, ...]:
-        """The trained parts: the adapter's, or all parts if there is no adapter."""
-        return self.adapter or (*self.parts, *self.mtp)
+        """The trained parts: the adapter's, or all parts that are not always frozen."""
+        own = (part for part in self.parts if not part.is_frozen)
+        return self.adapter or (*own, *self.mtp)
 
 
 def expert_data_parallel(dims: ParallelDims) -> int:
@@ -105,6 +107,12 @@ def mtp_parts(shape: ModelShape) -> tuple[Part, ...]:
     return tuple(p for n in mtp_layers(shape) for p in (*shape.layer(n), norms, projection))
 
 
+def indexer_norm_bytes(shape: ModelShape, num_layers: int, weight_bytes: int) -> int:
+    """Return by how many bytes the norms of `num_layers` indexers, which are fp32, exceed those of as
+    many weights."""
+    return num_layers * (4 - weight_bytes) * sum(shape.indexer.norm) if shape.indexer else 0
+
+
 def split_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
     """Return the range of 0-based layer indices of each chunk, indexed by [pipeline rank][chunk].
 
@@ -147,8 +155,9 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
         [part for n in layers for part in shape.adapter.layers[n].parts] if shape.adapter else []
     )
     mtp = mtp_parts(shape) if last else ()
-    base = sum(local_count(part, dims) for part in parts)
-    trained = adapter if shape.adapter else (*parts, *mtp)
+    own = [part for part in parts if not part.is_frozen]
+    trained = adapter if shape.adapter else (*own, *mtp)
+    frozen = parts if shape.adapter else [part for part in parts if part.is_frozen]
     shares = [(part, local_count(part, dims)) for part in trained]
     return Stage(
         index=index,
@@ -164,5 +173,5 @@ def _stage(shape: ModelShape, dims: ParallelDims, index: int, chunks: list[range
         expert=sum(n for part, n in shares if is_expert(part)),
         whole=sum(n for part, n in shares if part.sharing == "whole"),
         expert_whole=sum(n for part, n in shares if part.sharing == "expert_whole"),
-        frozen=base if shape.adapter else 0,
+        frozen=sum(local_count(part, dims) for part in frozen),
     )

@@ -10,7 +10,7 @@ from mrl.algorithms import load_algorithm
 from mrl.algorithms.logprob_pass import needs_logprob_pass, update_can_serve
 from mrl.config import Recipe
 from mrl.planner.shape import ModelShape
-from mrl.planner.stages import Stage
+from mrl.planner.stages import Stage, indexer_norm_bytes
 from mrl.planner.state import Shard, StateOptions, optimizer_shard, read_state
 from parallel.dims import ParallelDims, round_up
 
@@ -94,7 +94,8 @@ class Workload:
         """Return the bytes that a weight sync exports: the whole model, or only its adapter."""
         if shape.adapter and self.lora == "adapter":
             return self.weight_bytes * shape.adapter.num_parameters
-        return self.weight_bytes * shape.num_parameters
+        norms = indexer_norm_bytes(shape, shape.num_layers, self.weight_bytes)
+        return self.weight_bytes * shape.num_parameters + norms
 
     def encoded_bytes(self, shape: ModelShape) -> int:
         """Return the bytes that a weight sync sends to an engine, after quantising."""

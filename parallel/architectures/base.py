@@ -37,6 +37,9 @@ class Rule:
     is_buffer: bool = False
     """Whether Megatron keeps the parameter as a buffer: without gradient and optimizer state, and
     always in fp32."""
+    is_frozen: bool = False
+    """Whether the parameter is never trained, but held and exported in the dtype of the weights. It is
+    a buffer of the module, too, without gradient and optimizer state."""
     layers: tuple[int, ...] | None = None
     """The 0-based indices of the layers that have the parameter, in a model whose layers have
     different attention; None if the kind of the layer's MLP alone decides."""

@@ -23,8 +23,11 @@ def sizes(hf: HfConfig) -> ModelSizes:
     return deepseek_moe.moe_sizes(hf, num_query_groups=hf["num_attention_heads"])
 
 
-def transformer_config(hf: HfConfig) -> dict[str, Any]:
-    common.refuse_unsupported(hf, ("default", "yarn"))
+def transformer_config(
+    hf: HfConfig, layer_types: tuple[str, ...] = ("full_attention",)
+) -> dict[str, Any]:
+    """Return Megatron's settings. `layer_types` are the kinds of layers that config.json may name."""
+    common.refuse_unsupported(hf, ("default", "yarn"), layer_types=layer_types)
     _refuse_other_attention(hf)
     return {
         **common.decoder_config(hf, deepseek_moe.moe_layer_numbers(hf)),

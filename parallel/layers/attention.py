@@ -47,6 +47,9 @@ class PackedSequences(PackedSeqParams):
     """Rotation of queries and keys in PackedAttention; the first layer's RotaryAttention sets it."""
     latent_rotation: Rotation | None = None
     """Rotation of queries' and keys' rotary parts in latent attention; the first layer sets it."""
+    chosen_keys: dict[int, Tensor] = field(default_factory=dict)
+    """i32[n, K]: the keys that a layer's queries see in sparse attention, by layer number, while the
+    layer computes (`parallel.layers.indexer`)."""
 
 
 def packed_sequences(
@@ -147,15 +150,21 @@ class PackedAttention(torch.nn.Module):
         return self._in_buckets(query, key, value, packed)
 
     def _in_buckets(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSequences,
+        buckets: list[Bucket] | None = None,
     ) -> Tensor:
+        """Attend as `attend` does, in `buckets`, by default those of `packed`."""
         layout, context = packed.layout, packed.context
         assert layout is not None
         assert context is not None
         ready = layout.lay_out if context.places is None else context.gather_shared
         laid, key, value = layout.lay_out(query), ready(key), ready(value)
         outputs, start = [], 0
-        for bucket in packed.buckets:
+        for bucket in packed.buckets if buckets is None else buckets:
             rows = slice(start, start + math.prod(bucket.shape))
 
             def block(x: Tensor, rows: slice = rows, shape: tuple = bucket.shape) -> Tensor:

@@ -7,6 +7,10 @@ wrong. With TransformerEngine every rank holds the whole projections, and sequen
 the gradients. This module does the same with plain torch, so both implementations have the same
 rules for their weights.
 
+In sparse attention (DeepSeek-V3.2) an indexer chooses the keys that a query sees, for all heads alike.
+Scores of the other keys are masked, so the products cost as much as without it: there is no kernel yet
+that computes the chosen keys only.
+
 Queries and keys are rotated in fp32, for all sequences of a packed batch at once
 (`parallel.layers.rotary`).
 
@@ -27,7 +31,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from parallel.layers.attention import PackedSequences
+from parallel.layers.attention import PackedAttention, PackedSequences
+from parallel.layers.indexer import Indexer, with_chosen_keys
 from parallel.layers.rotary import Rotation
 
 
@@ -50,6 +55,21 @@ class ReplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
+class SparseAttention(PackedAttention):
+    """PackedAttention in which a query sees only the keys that the layer's indexer chose."""
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, *args, **kwargs)
+        self.layer_number = layer_number
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Attend: query [n, h, d + p], key [n, h, d + p], value [n, h, e] -> [n, h, e]."""
+        chosen = packed.chosen_keys.get(self.layer_number)
+        if chosen is None:  # every query sees all keys up to its own
+            return super().attend(query, key, value, packed)
+        return self._in_buckets(query, key, value, packed, with_chosen_keys(packed, chosen))
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron's MLA with down projections that every rank holds completely. With TP > 1 it needs
     sequence parallelism."""
@@ -60,6 +80,18 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, config.kv_lora_rank + rope, config)
+        is_sparse = config.dsa_indexer_topk is not None
+        self.indexer = Indexer(config, self.tp_group) if is_sparse else None
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
+    ) -> Any:
+        """Compute the layer. The choice of keys is kept only where core attention is recomputed."""
+        output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        recomputes = self.checkpoint_core_attention and torch.is_grad_enabled()
+        if packed_seq_params is not None and not recomputes:
+            packed_seq_params.chosen_keys.pop(self.layer_number, None)
+        return output
 
     def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -92,6 +124,10 @@ class LatentAttention(MLASelfAttention):
             )
         latent_kv = kv_norm(latent_kv)
         rotation = self._rotation(packed)
+        if self.indexer is not None:
+            chosen = self.indexer(hidden, latent_q, packed, rotation)
+            if chosen is not None:
+                packed.chosen_keys[self.layer_number] = chosen
 
         def project(latent_q: Tensor, latent_kv: Tensor, rotary_key: Tensor) -> tuple[Tensor, ...]:
             return self._project(latent_q, latent_kv, rotary_key, rotation)

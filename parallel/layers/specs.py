@@ -26,7 +26,7 @@ from parallel.layers.attention import PackedAttention, RotaryAttention
 from parallel.layers.dispatch import NativeMoELayer, OrderedMoELayer
 from parallel.layers.experts import GroupedExperts
 from parallel.layers.gated_delta_net import gated_delta_net_spec
-from parallel.layers.latent_attention import LatentAttention
+from parallel.layers.latent_attention import LatentAttention, SparseAttention
 from parallel.layers.projection_norm import normalise_projections
 from parallel.layers.sinks import SinkAttention
 
@@ -140,6 +140,8 @@ def _native_layer(
     attention = parts.self_attention.submodules
     has_sinks = config.softmax_type == "learnable"
     attention.core_attention = SinkAttention if has_sinks else PackedAttention
+    if config.dsa_indexer_topk is not None:
+        attention.core_attention = SparseAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = SequenceParallelRMSNorm

@@ -28,6 +28,9 @@ SHARED = "shared_outer"
 UNSUPPORTED = {
     "gate": "the router stays that of the base: SGLang cannot serve an adapter of it",
     "lm_head": "the output layer stays that of the base: an adapter of it would need code of its own",
+    **dict.fromkeys(
+        ("wq_b", "wk", "weights_proj"), "the indexer stays that of the base: it is never trained"
+    ),
     "embed_tokens": "the embedding stays that of the base: an adapter of it would need code of its own",
 }
 

@@ -230,11 +230,13 @@ def test_several_ranks_in_one_process_say_how_to_start(
 def test_an_architecture_that_the_engine_cannot_run_is_refused_before_anything_is_loaded(
     tmp_path: Path,
 ) -> None:
-    """On a CPU, SGLang computes the attention of DeepSeek wrongly."""
+    """On a CPU, SGLang computes the attention of DeepSeek-V3 wrongly, and that of V3.2 not at all."""
     rollout = RolloutConfig(max_response_len=8)
     for kind, on_gpu, routes, expected in (
         ("deepseek_v3", False, False, "roll it out on GPUs"),
         ("deepseek_v3", True, True, ""),
+        ("deepseek_v32", False, False, "runs on CUDA, HIP and NPU only"),
+        ("deepseek_v32", True, True, ""),
         ("qwen2_moe", False, False, ""),
         ("mixtral", True, True, ""),
     ):

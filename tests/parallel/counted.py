@@ -78,9 +78,13 @@ def _locals(function: str) -> dict[str, Any] | None:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Count floating-point vectors and masks, but no token counts, shapes, losses and norms."""
+    """Count floating-point vectors, masks and the keys that indexers chose (i32 [rows, K]), but no
+    token counts, shapes, losses and norms."""
     kept = [
-        t for t in tensors if t.numel() > 1 and (t.is_floating_point() or t.dtype is torch.bool)
+        t
+        for t in tensors
+        if (t.numel() > 1 and (t.is_floating_point() or t.dtype is torch.bool))
+        or (t.dtype is torch.int32 and t.dim() == 2)
     ]
     return sum(t.numel() * t.element_size() for t in kept)
 

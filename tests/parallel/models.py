@@ -153,6 +153,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+SETTINGS["deepseek_v32"] = (
+    "DeepseekV32",
+    {**SETTINGS["deepseek_v3"][1], "index_n_heads": 8, "index_head_dim": 12, "index_topk": 6},
+)
 """The prefix of transformers' class names and what differs from COMMON, by model_type."""
 
 

@@ -260,6 +260,13 @@ def others_of(path: Path) -> list[str]:
     [
         ("qwen2_moe", ["bias", "gate_weight", "weight"]),
         ("deepseek_v3", ["expert_bias", "weight"]),
+        (
+            "deepseek_v32",
+            [
+                *("expert_bias", "head_weight", "key_norm_bias", "key_norm_weight", "key_weight"),
+                *("query_weight", "weight"),
+            ],
+        ),
     ],
 )
 def test_biases_and_gates_are_adams(model_type: str, names: list[str], tmp_path: Path) -> None:

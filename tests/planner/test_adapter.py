@@ -54,7 +54,7 @@ def num_trained(shape: ModelShape) -> int:
     "kind",
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next"),
-        "deepseek_v3",
+        *("deepseek_v3", "deepseek_v32"),
     ],
 )
 def test_the_count_is_that_of_the_matrices(kind: str, experts: Experts, tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ CASES = [
     ("qwen3_moe", {"tie_word_embeddings": True}, Layout(4, TP2 | {"pipeline": 2}, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16, optimizer="muon")),
+    ("deepseek_v32", {}, Layout(2, TP2, BF16)),
+    ("deepseek_v32", {}, Layout(2, TP2, BF16, lora="per_expert")),
     ("gpt_oss", {}, Layout(2, TP2)),
     ("gpt_oss", {}, Layout(2, {"expert": 2})),
     ("olmoe", {}, Layout(2, TP2, BF16)),

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from mrl.config import ModelConfig, OptimizerConfig, load_recipe
 from mrl.planner import activations, cost, engine, memory
+from mrl.planner.attention import Indexer
 from mrl.planner.hardware import HARDWARE
 from mrl.planner.shape import ModelShape, read_shape
 from mrl.planner.stages import split_layers, stages
@@ -156,6 +157,8 @@ def test_flops_and_experts_by_hand() -> None:
     assert engine.kv_bytes_per_token(shape, WORK) == 2 * 48 * 2 * 4 * 128
     latent = shape_of("deepseek_v3")
     assert engine.kv_bytes_per_token(latent, WORK) == 2 * 61 * (512 + 64)
+    sparse = dataclasses.replace(latent, indexer=Indexer(7168, 1536, 64, 128, 2048))
+    assert engine.kv_bytes_per_token(sparse, WORK) == 61 * (2 * (512 + 64) + 132)
 
 
 def test_the_advice_is_none_that_would_be_refused() -> None:

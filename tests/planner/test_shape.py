@@ -41,6 +41,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_next": ("qwen3_next", MOE | NEXT),
     "deepseek_v3": ("deepseek_v3", MLA),
+    "deepseek_v32": (
+        "deepseek_v32",
+        MLA | {"index_n_heads": 3, "index_head_dim": 5, "index_topk": 2},
+    ),
     "deepseek_v3, whole queries": ("deepseek_v3", MLA | {"q_lora_rank": None}),
 }
 

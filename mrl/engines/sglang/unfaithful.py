@@ -39,6 +39,7 @@ def refuse_unfaithful(
     - The Qwen MoE models make every layer sparse, whatever config.json says. The experts of a dense
       layer keep their random initialisation, and nothing is logged.
     - Attention on CPUs uses the cached latents of a DeepSeek prompt as if they were values.
+    - The indexer of DeepSeek-V3.2 has kernels for GPUs and NPUs only (`layers/attention/dsa`).
     - The models in UNTIED do not tie the output layer to the embedding. Mixtral and Qwen2-MoE ignore
       head_dim.
     - Before 0.5.22, Mixtral and OLMoE passed no layer numbers to the recorder of routes.
@@ -74,6 +75,11 @@ def _findings(
     yield (
         kind == "deepseek_v3" and not on_gpu,
         ": SGLang's latent attention is wrong on a CPU; roll it out on GPUs",
+    )
+    yield (
+        kind == "deepseek_v32" and not on_gpu,
+        ": SGLang's indexer of sparse attention runs on CUDA, HIP and NPU only (forward_native of "
+        "dsa_indexer.py raises NotImplementedError); roll it out on GPUs",
     )
     yield (
         kind == "qwen3_next" and not on_gpu,

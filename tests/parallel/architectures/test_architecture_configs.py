@@ -80,6 +80,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "one epsilon"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "must equal num_attention_heads 4"),
+    ("deepseek_v32", {"index_topk": 0}, "index_topk is 0, expected a positive whole number"),
+    ("deepseek_v32", {"index_n_heads": True}, "index_n_heads is True, expected a positive"),
+    ("deepseek_v32", {"index_head_dim": 4}, "index_head_dim 4 is less than qk_rope_head_dim 8"),
+    ("deepseek_v32", {"q_lora_rank": None}, "the indexer reads the queries' latent"),
+    (
+        "deepseek_v32",
+        {"mlp_layer_types": ["sparse"] * 4},
+        "expected 1 dense layers, and then sparse",
+    ),
+    ("deepseek_v32", {"layer_types": ["sliding_attention"] * 4}, "only full attention"),
+    ("deepseek_v32", {"indexer_rope_interleave": True}, "the indexer's RoPE is not interleaved"),
+    ("deepseek_v32", {"rope_parameters": LLAMA3}, "only default and yarn"),
     *(
         (name, changes, text)
         for name in ("deepseek_v3", "glm4_moe")
@@ -192,6 +204,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "gpt_oss": (0, 4, 16, 0),
         "qwen3_next": (0, 8, 16, 24),
         "deepseek_v3": (48, 8, 16, 32),
+        "deepseek_v32": (48, 8, 16, 32),
     }
     layers = {name: HfModel.read(folder).moe_layer_numbers for name, folder in folders.items()}
     assert layers == {
@@ -206,6 +219,7 @@ def test_sizes_for_the_layout_checks(folders: dict[str, Path]) -> None:
         "gpt_oss": (1, 2, 3, 4),
         "qwen3_next": (1, 2, 3, 4),
         "deepseek_v3": (2, 3, 4),
+        "deepseek_v32": (2, 3, 4),
     }
     assert sizes["deepseek_v3"].num_query_groups == 4
 
@@ -276,7 +290,7 @@ def test_only_the_files_of_the_index_are_read(folders: dict[str, Path], tmp_path
         HfTensors(model)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "glm4_moe"])
 def test_layers_of_multi_token_prediction_are_not_read_and_said_so(
     model_type: str, folders: dict[str, Path]
 ) -> None:

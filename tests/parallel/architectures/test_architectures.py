@@ -26,15 +26,12 @@ from parallel.packing import pack
 from parallel.policy import Policy, with_old_logprobs
 from parallel.reduce import reduce_statistics
 from parallel.stacked import stored_tensors
+from tests.parallel.architectures.variants import RELEASED, VARIANTS
 from tests.parallel.conftest import weighted
 from tests.parallel.layouts import build, distance, exported, join_mesh, loss
 from tests.parallel.models import (
-    COMMON,
     DENSE,
-    GPT_OSS_YARN,
-    LLAMA3,
     SETTINGS,
-    YARN,
     reference_logprobs,
     tiny_samples,
     write_tiny,
@@ -46,76 +43,12 @@ TEMPERATURE = 0.8  # of test_layouts.build
 TOLERANCE = 1e-5
 PARITY = 4e-6
 ALIKE = (*DENSE[1:], "qwen3_moe", "mixtral", "olmoe", "glm4_moe")
-MOE_TYPES = [name for name in SETTINGS if name not in DENSE]
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in SETTINGS},
-    "qwen3 tied, llama3 rope": (
-        "qwen3",
-        {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
-    ),
-    "qwen2 tied, llama3 rope": (
-        "qwen2",
-        {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
-    ),
-    "llama tied, llama3 rope": (
-        "llama",
-        {"tie_word_embeddings": True, "head_dim": 24, "rope_parameters": LLAMA3},
-    ),
-    "qwen3_moe llama3 rope": ("qwen3_moe", {"rope_parameters": LLAMA3}),
-    "qwen2_moe renormalised, no bias, llama3 rope": (
-        "qwen2_moe",
-        {"norm_topk_prob": True, "qkv_bias": False, "rope_parameters": LLAMA3},
-    ),
-    "qwen2_moe mlp_only": ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}),
-    "olmoe grouped queries, renormalised, llama3 rope": (
-        "olmoe",
-        {"num_key_value_heads": 2, "norm_topk_prob": True, "rope_parameters": LLAMA3},
-    ),
-    "glm4_moe norms, no biases, llama3 rope, no groups": (
-        "glm4_moe",
-        {
-            "use_qk_norm": True,
-            "attention_bias": False,
-            "first_k_dense_replace": 2,
-            "n_group": 1,
-            "num_experts_per_tok": 3,
-            "rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.25},
-        },
-    ),
-    "gpt_oss truncated yarn, other windows, larger limit": (
-        "gpt_oss",
-        {
-            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
-            "sliding_window": 3,
-            "swiglu_limit": 1.0,
-            "rope_parameters": {**GPT_OSS_YARN, "truncate": True},
-        },
-    ),
-    "gpt_oss full attention, no yarn": (
-        "gpt_oss",
-        {"layer_types": ["full_attention"] * 4, "rope_parameters": COMMON["rope_parameters"]},
-    ),
-    "deepseek_v3 no q latent, no yarn, no groups": (
-        "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "n_group": 1,
-            "num_experts_per_tok": 3,
-            "rope_parameters": COMMON["rope_parameters"],
-        },
-    ),
-    "deepseek_v3 yarn without mscale": (
-        "deepseek_v3",
-        {"rope_parameters": {k: v for k, v in YARN.items() if "mscale" not in k}},
-    ),
-}
-RELEASED = (
-    "qwen2 tied, llama3 rope",
-    "llama tied, llama3 rope",
-    "qwen3_moe llama3 rope",
-    "gpt_oss full attention, no yarn",
+INDEXER = tuple(
+    f"indexer.{part}"
+    for part in ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
 )
-"""Variants whose settings `make test` has in a variant of another model, or in the model itself."""
+"""The parts of an indexer, which no update changes."""
+MOE_TYPES = [name for name in SETTINGS if name not in DENSE]
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +173,8 @@ def test_a_parallel_step_with_recompute_equals_one_process(
         assert ours["step"][key] == pytest.approx(theirs["step"][key], rel=TOLERANCE), key
     assert distance(ours["weights"], theirs["weights"]) < TOLERANCE
     moved = {k for k, v in theirs["weights"].items() if not torch.equal(v, theirs["loaded"][k])}
-    frozen = {k for k in theirs["weights"] if k.endswith("e_score_correction_bias")}
+    untrained = ("e_score_correction_bias", *INDEXER)
+    frozen = {k for k in theirs["weights"] if k.endswith(untrained)}
     assert moved == theirs["weights"].keys() - frozen
 
 
@@ -335,15 +269,20 @@ def bf16_bias(path: Path, samples: list[Sample]) -> dict[str, Any]:
     return {**result, "trained": exported(policy)}
 
 
-def test_the_router_bias_stays_fp32_and_frozen_in_a_bf16_model(
-    checkpoint: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32"])
+def test_router_biases_and_indexers_stay_frozen_in_a_bf16_model(
+    model_type: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = checkpoint("deepseek_v3")
+    """And the biases, and the norms of indexers, stay fp32."""
+    path = checkpoint(model_type)
     out = run_ranks(1, bf16_bias, path, tiny_samples(path), folder=tmp_path)[0]
     hf = load_file(path / "model.safetensors")
-    biases = [name for name in hf if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3
+    buffers = ("e_score_correction_bias", "k_norm.weight", "k_norm.bias")
+    kept_fp32 = [name for name in hf if name.endswith(buffers)]
+    frozen = [*kept_fp32, *(name for name in hf if name.endswith(INDEXER))]
+    assert len(kept_fp32) == (11 if model_type == "deepseek_v32" else 3)
     for name, tensor in hf.items():
-        kept = tensor if name in biases else tensor.bfloat16()
+        kept = tensor if name in kept_fp32 else tensor.bfloat16()
         assert torch.equal(out["loaded"][name], kept), name
-        assert torch.equal(out["trained"][name], kept) == (name in biases), name
+        assert out["loaded"][name].dtype == kept.dtype, name
+        assert torch.equal(out["trained"][name], kept) == (name in frozen), name

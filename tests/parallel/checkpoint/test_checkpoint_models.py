@@ -34,6 +34,9 @@ OTHERS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
             "moe_router_topk_scaling_factor 2.5 there, 1.0 here",
         ),
     },
+    "deepseek_v32": {
+        "keys": ({"index_topk": 7}, "dsa_indexer_topk 6 there, 7 here"),
+    },
 }
 """What is changed -> what the refusal says."""
 

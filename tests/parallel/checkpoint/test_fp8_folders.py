@@ -37,7 +37,7 @@ def in_fp8(folder: Path, **changes: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "deepseek_v32"])
 def test_weights_are_dequantised_as_they_are_read(model_type: str, tmp_path: Path) -> None:
     folder = write_tiny(model_type, tmp_path)
     original = tensors_of(folder)
@@ -51,7 +51,8 @@ def test_weights_are_dequantised_as_they_are_read(model_type: str, tmp_path: Pat
             assert tensors.shape(name) == tuple(tensor.shape)
     chosen = {name for name, tensor in original.items() if is_quantized(name, tensor.dim())}
     left = {name.split(".")[-2] for name in original if name not in chosen and "layers" in name}
-    assert not {part for part in left if part.endswith("_proj")}
+    # The head weights of an indexer are bf16 in the published checkpoint, too.
+    assert {part for part in left if part.endswith("_proj")} <= {"weights_proj"}
 
 
 def test_quantised_again_they_have_the_same_values(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ def saves(path: Path, root: Path) -> None:
     Checkpoints(root, mesh, keep=1).save(1, build(path, mesh), {})
 
 
-@pytest.mark.parametrize(("model_type", "mtp"), [("glm4_moe", MTP), ("qwen3_next", NEXT)])
+@pytest.mark.parametrize(
+    ("model_type", "mtp"), [("glm4_moe", MTP), ("deepseek_v32", MTP), ("qwen3_next", NEXT)]
+)
 def test_an_export_has_the_layers_of_the_base(
     model_type: str,
     mtp: dict[str, torch.Tensor],

@@ -29,6 +29,7 @@ def merged(model_path: Path, kind: Experts, sizes: dict[str, int]) -> dict[str, 
     [
         ("qwen2_moe", "shared_outer", {}),  # with biases, which have no update
         release("deepseek_v3", "per_expert", {}),
+        ("deepseek_v32", "per_expert", {"tensor": 2}),
         release("mixtral", "per_expert", {"tensor": 2, "expert_tensor": 2}),
         release("olmoe", "shared_outer", {"tensor": 2}),
         release("glm4_moe", "per_expert", {"tensor": 2}),

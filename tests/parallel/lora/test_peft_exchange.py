@@ -111,7 +111,9 @@ def unfused(gradients: dict[str, Tensor], num_experts: int, model_type: str) -> 
     return found
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "mixtral", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "deepseek_v3", "deepseek_v32", "mixtral", "olmoe", "glm4_moe"]
+)
 @pytest.mark.parametrize("experts", ["none", "per_expert", "shared_outer"])
 def test_peft_computes_the_same_from_our_folder(
     experts: Experts, model_type: str, samples: list[Sample], tmp_path: Path

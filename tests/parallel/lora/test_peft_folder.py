@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HfModel]:
     "model_type",
     [
         *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next"),
-        "deepseek_v3",
+        *("deepseek_v3", "deepseek_v32"),
     ],
 )
 def test_what_is_written_is_read_bit_for_bit(

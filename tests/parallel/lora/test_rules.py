@@ -43,6 +43,7 @@ def model_of(model_type: str, **changes: Any) -> HfModel:
         (model_of("gpt_oss"), QKVO, MLP),
         (model_of("qwen3_next"), (*QKVO, "in_proj_qkvz", "in_proj_ba", "out_proj"), MLP),
         (model_of("deepseek_v3"), LATENT, MLP),
+        (model_of("deepseek_v32"), LATENT, MLP),
         (model_of("deepseek_v3", q_lora_rank=None), ("q_proj", *LATENT[2:]), MLP),
     ],
     ids=lambda value: value.config["model_type"] if isinstance(value, HfModel) else "",
@@ -96,6 +97,13 @@ NO_DENSE_LAYER = model_of("qwen3_moe", mlp_only_layers=[])
             NO_DENSE_LAYER,
             {"targets": ("q_proj", "gate_proj")},
             ["got 'gate_proj': it is a module of the experts", "some of q_proj, k_proj, v_proj, o"],
+        ),
+        (
+            model_of("deepseek_v32"),
+            {"targets": ("o_proj", "wq_b")},
+            [
+                "got 'wq_b': the indexer stays that of the base: it is never trained; give `attention`"
+            ],
         ),
         (
             model_of("deepseek_v3"),
