@@ -35,6 +35,9 @@ def samples() -> list[Sample]:
     return few_samples()
 
 
+INDEXER = ("head_weight", "key_norm_bias", "key_norm_weight", "key_weight", "query_weight")
+
+
 def muon(parameter: Tensor, dtype: torch.dtype, matrix: Matrix = Matrix(), **keys: Any) -> Muon:  # noqa: B008
     config = OptimizerConfig(name="muon", lr=LR, weight_decay=DECAY, **keys)
     return Muon([{"params": [parameter]}], {parameter: matrix}, config, dtype)
@@ -260,13 +263,7 @@ def others_of(path: Path) -> list[str]:
     [
         ("qwen2_moe", ["bias", "gate_weight", "weight"]),
         ("deepseek_v3", ["expert_bias", "weight"]),
-        (
-            "deepseek_v32",
-            [
-                *("expert_bias", "head_weight", "key_norm_bias", "key_norm_weight", "key_weight"),
-                *("query_weight", "weight"),
-            ],
-        ),
+        ("deepseek_v32", ["expert_bias", *INDEXER, "weight"]),
     ],
 )
 def test_biases_and_gates_are_adams(model_type: str, names: list[str], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from benchmarks.evidence.result import RESULTS, between_markers
 from mrl.config import load_recipe
 from mrl.toy_model import write_toy_model
 from studies.collapse import DOCUMENT, PLOT, checks
-from studies.collapse_study import kept, start
+from studies.collapse_study import start
 from studies.collapse_study.arms import ARMS, COLORS, MODELS, Case, cases
 from studies.collapse_study.calibrate import find_scale, repeated
 from studies.collapse_study.criteria import (
@@ -278,33 +278,6 @@ def test_what_must_hold_of_the_study() -> None:
     far["steps"][0]["paired"]["routes"]["disagreement"] = 0.2
     far["steps"][0]["paired"]["replayed"]["k3"] = 1.0
     assert not any(checks([*results, far], wanted).values())
-
-
-def test_a_study_continues_from_the_committed_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept, "RESULTS", tmp_path)
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there):
-        folder.mkdir()
-        (folder / "settings.json").write_text('{"num_steps": 50}')
-    (here / "calibration.json").write_text('{"scales": {"0.1": 0.2}}')
-    runs = study({})[:3]
-    (here / "results.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
-    kept.continue_kept(there, "collapse")
-    assert not (there / "results.jsonl").exists()  # nothing is committed
-    once = kept.keep(here, "collapse").read_bytes()
-    assert kept.keep(here, "collapse").read_bytes() == once
-    kept.continue_kept(there, "collapse")
-    assert kept.read_lines(there / "results.jsonl") == runs
-    assert json.loads((there / "calibration.json").read_text()) == {"scales": {"0.1": 0.2}}
-    (there / "results.jsonl").write_text("")
-    kept.continue_kept(there, "collapse")
-    assert kept.read_lines(there / "results.jsonl") == []  # the folder's own runs stand
-    (there / "results.jsonl").unlink()
-    (there / "settings.json").write_text('{"num_steps": 6}')
-    with pytest.raises(SystemExit, match="holds runs of other settings"):
-        kept.continue_kept(there, "collapse")
 
 
 def test_arms_and_jobs_are_the_pages(tmp_path: Path) -> None:
