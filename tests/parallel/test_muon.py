@@ -28,14 +28,12 @@ from tests.ranks import run_ranks
 from tests.release import release
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+KEY = ("key_norm_bias", "key_norm_weight", "key_weight")  # of an indexer
 
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
     return few_samples()
-
-
-INDEXER = ("head_weight", "key_norm_bias", "key_norm_weight", "key_weight", "query_weight")
 
 
 def muon(parameter: Tensor, dtype: torch.dtype, matrix: Matrix = Matrix(), **keys: Any) -> Muon:  # noqa: B008
@@ -253,9 +251,8 @@ def test_a_policy_takes_the_published_step(
 def others_of(path: Path) -> list[str]:
     mesh = join_mesh(path, {})
     entries = build(path, mesh, optimizer="muon").weights.entries
-    return sorted({e.rule.megatron.rpartition(".")[2] for e in entries if not is_matrix(e)}) + [
-        e.rule.megatron for e in entries if is_matrix(e) and len(e.parameter.shape) != 2
-    ]
+    flat = [e.rule.megatron for e in entries if is_matrix(e) and len(e.parameter.shape) != 2]
+    return sorted({e.rule.megatron.rpartition(".")[2] for e in entries if not is_matrix(e)}) + flat
 
 
 @pytest.mark.parametrize(
@@ -263,12 +260,12 @@ def others_of(path: Path) -> list[str]:
     [
         ("qwen2_moe", ["bias", "gate_weight", "weight"]),
         ("deepseek_v3", ["expert_bias", "weight"]),
-        ("deepseek_v32", ["expert_bias", *INDEXER, "weight"]),
+        ("deepseek_v32", ["expert_bias", "head_weight", *KEY, "query_weight", "weight"]),
     ],
 )
 def test_biases_and_gates_are_adams(model_type: str, names: list[str], tmp_path: Path) -> None:
-    path = write_tiny(model_type, tmp_path / "model")
-    assert run_ranks(1, others_of, path, folder=tmp_path / "out") == [names]
+    found = run_ranks(1, others_of, write_tiny(model_type, tmp_path / "m"), folder=tmp_path / "out")
+    assert found == [names]
 
 
 def goes_on(
