@@ -96,8 +96,8 @@ class TrainConfig(Branch):
     trained too (docs/models.md). Each such layer predicts the loss tokens from one token further
     behind; the loss is the mean of their cross-entropies over targets and layers. Only the MTP layers
     learn from it: the gradients of all other weights, and the norm by which gradients are clipped, are
-    the same as without it. 0 does not load these layers, and `mrl export` copies them. slime and verl
-    use 0.1 to 0.3."""
+    the same as without it. 0 does not load these layers, and `mrl export` copies them. Megatron's
+    default is 0.1, and slime's recipes use 0.2."""
 
     @field_validator("share_prefixes", mode="before")
     @classmethod
