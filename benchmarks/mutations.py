@@ -32,7 +32,8 @@ ROOMS = (
     *("rewards", "run", "scheduling", "service", "weight_sync"),
 )
 """The packages of mrl/ whose lines are broken, beside those of parallel/ and moe/."""
-SUITE = ("-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not release")
+SUITE = ("-q", "-m", "not release")
+WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 NEAR_S, WHOLE_S = 900, 2400
 """Seconds after which tests that still run count as a failure: the break made them hang."""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -107,14 +108,21 @@ def _is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
-def draw(root: Path, seed: int, num: int) -> list[tuple[str, Change]]:
-    """Return `num` breaks of different lines; each line of the core rooms is as likely as another."""
+def breakable(root: Path) -> dict[tuple[str, int], list[Change]]:
+    """Return all breaks of the core rooms by file and line."""
     folders = [root / "parallel", root / "moe", *(root / "mrl" / room for room in ROOMS)]
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     lines: dict[tuple[str, int], list[Change]] = {}
     for file in files:
         for change in changes_of(file.read_text()):
             lines.setdefault((str(file.relative_to(root)), change.line), []).append(change)
+    return lines
+
+
+def draw(
+    lines: dict[tuple[str, int], list[Change]], seed: int, num: int
+) -> list[tuple[str, Change]]:
+    """Return `num` breaks of different lines; each line is as likely as another."""
     drawn = random.Random(seed)
     return [(name, drawn.choice(lines[name, line]))
             for name, line in drawn.sample(sorted(lines), num)]  # fmt: skip
@@ -133,7 +141,8 @@ def near_tests(root: Path, name: str) -> list[str]:
 
 def failing(root: Path, tests: list[str], limit_s: float) -> str:
     """Return the first test that fails, `it hangs`, or nothing where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", *SUITE, *tests]
+    workers = WORKERS if not tests or len(tests) > 5 else ()
+    command = [sys.executable, "-m", "pytest", "-x", *SUITE, *workers, *tests]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     try:
         done = subprocess.run(
@@ -182,7 +191,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     root, lines = clone(arguments.folder), arguments.folder / "results.jsonl"
-    wanted = draw(root, arguments.seed, arguments.num)
+    wanted = draw(breakable(root), arguments.seed, arguments.num)
     if arguments.list:
         for number, (name, change) in enumerate(wanted):
             print(f"{number}: {name}:{change.line}: {change.before!r} -> {change.after!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from benchmarks.mutations import ROOT, attempt, changes_of, draw, near_tests
+from benchmarks.mutations import ROOT, attempt, breakable, changes_of, draw, near_tests
 
 SOURCE = '''"""A docstring with 1 number."""
 import os
@@ -38,10 +38,11 @@ def test_what_can_be_changed() -> None:
 
 
 def test_the_same_breaks_are_drawn_again() -> None:
-    once = draw(ROOT, 0, 50)
-    assert once == draw(ROOT, 0, 50)
+    lines = breakable(ROOT)
+    once = draw(lines, 0, 50)
+    assert once == draw(lines, 0, 50)
     assert len({(name, change.line) for name, change in once}) == 50
-    assert once != draw(ROOT, 1, 50)
+    assert once != draw(lines, 1, 50)
     assert "tests/parallel/test_dims.py" in near_tests(ROOT, "parallel/dims.py")
     assert "tests/disaggregated/test_ledger_cases.py" in near_tests(
         ROOT, "mrl/scheduling/ledger.py"

@@ -77,7 +77,8 @@ def test_layers_that_share_nothing_are_named_once() -> None:
 
     def model(implementation: str, key_heads: int = 0) -> SimpleNamespace:
         sizes = ModelSizes(1, 1, 1, 1, 1, 0, linear_key_heads=key_heads)
-        setup = SimpleNamespace(model=SimpleNamespace(sizes=sizes))
+        architecture = SimpleNamespace(num_trained_mtp=0)
+        setup = SimpleNamespace(model=SimpleNamespace(sizes=sizes, architecture=architecture))
         return SimpleNamespace(base=SimpleNamespace(implementation=implementation, setup=setup))
 
     local, engine, linear = model("local"), model("transformer_engine"), model("local", 2)

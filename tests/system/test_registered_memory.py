@@ -30,6 +30,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.fixture
 def locked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """The addresses that are locked now."""
+    with warnings.catch_warnings():  # of what earlier tests left to the garbage collector
+        warnings.simplefilter("ignore")
+        gc.collect()
     sizes: dict[int, int] = {}
 
     def pin(address: int, num_bytes: int) -> None:

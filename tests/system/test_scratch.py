@@ -87,11 +87,12 @@ def test_another_users_folder_stays(tmp_path: Path) -> None:
 
 
 def test_a_socket_in_the_folder_has_a_path_that_is_short_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """On both sides of the limit, and where nothing else is there."""
-    short, name = tmp_path / "short", "tmp12345678"
+    short, name = Path("/dev/shm", f"{os.getpid()}-short"), "tmp12345678"
     short.mkdir()
+    request.addfinalizer(lambda: shutil.rmtree(short))
     monkeypatch.setattr("mrl.system.scratch.SHORT_FOLDER", short)
     longest = MAX_SOCKET_BYTES - len("/mrl-sglang-12345678/") - len(name)
     for num_bytes, parent in ((longest, "usual"), (longest + 1, "short")):

@@ -139,6 +139,7 @@ def test_nothing_jumps_while_somebody_reads(page: Page, tmp_path: Path) -> None:
         says(page, "#about-step", "samples of step 6")
         says(page, "#best-and-worst", "samples of step 6")
         page.click(".sample-list tbody button")
+        wait(page, "document.querySelectorAll('.dialogue button').length > 0")
         page.click(".dialogue button")
         says(page, ".dialogue", "<|im_end|>")
         assert page.count("#curves .chart") >= 4
