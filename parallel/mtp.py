@@ -147,6 +147,8 @@ class MtpLoss:
             dist.send(weight, dist.get_global_rank(mesh.pp, mesh.dims.pp - 1), mesh.pp)
         if not mesh.is_last_stage:
             return None
-        table = torch.empty_like(last.output_layer.weight)  # it has the same shape
+        own = last.output_layer.weight  # of the same shape
+        assert own is not None
+        table = torch.empty_like(own)
         dist.recv(table, dist.get_global_rank(mesh.pp, 0), mesh.pp)
         return table

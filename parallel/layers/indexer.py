@@ -48,6 +48,12 @@ FP32_BUFFERS = ("key_norm_weight", "key_norm_bias")
 class Indexer(torch.nn.Module):
     """The indexer of one decoder layer."""
 
+    query_weight: Tensor
+    key_weight: Tensor
+    head_weight: Tensor
+    key_norm_weight: Tensor
+    key_norm_bias: Tensor
+
     def __init__(self, config: Any, tp_group: Any) -> None:
         super().__init__()
         self.config, self.tp_group = config, tp_group
