@@ -17,9 +17,12 @@ from mrl.planner.shape import read_shape
 from mrl.planner.stages import stages
 from mrl.planner.workload import Workload
 from mrl.preflight import check
+from mrl.preflight.mtp import planned_mtp
 from mrl.preflight.prefixes import describe_prefixes
+from mrl.preflight.room import checkpoint_bytes
 from mrl.toy_model import build_tokenizer
 from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.parallel.models import write_tiny
 from tests.parallel.mtp_models import FILE, write_mtp
@@ -72,6 +75,30 @@ def test_a_model_without_such_layers(model_type: str, text: str, tmp_path: Path)
     with pytest.raises(InputError, match=text) as caught:
         check(recipe, 1)
     assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_whose_layers_it_does_not_train(tmp_path: Path) -> None:
+    config = {"num_nextn_predict_layers": 1}  # as in the published config.json of DeepSeek-V3.2
+    model = HfModel.read(write_tiny("deepseek_v32", tmp_path / "model", **config))
+    recipe = load_recipe(TOY_RECIPE, Toy(model.path).overrides(tmp_path / "run", KEY))
+    text = (
+        f"does not train the multi-token-prediction layers of a deepseek_v32 model.*{model.path} as"
+    )
+    with pytest.raises(InputError, match=text) as caught:
+        planned_mtp(recipe, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_has_the_weights_that_are_read(model: Toy, tmp_path: Path) -> None:
+    """Those of MTP layers only if they are trained, and never the copies of embedding and output."""
+    keys = [*model.overrides(tmp_path / "run"), "model.dtype=float32"]
+    own = sum(t.numel() for t in load_file(model.model / "model.safetensors").values())
+    mtp = load_file(model.model / FILE)
+    layers = sum(
+        t.numel() for n, t in mtp.items() if not n.endswith(("embed_tokens.weight", "head.weight"))
+    )
+    for more, expected in (([], own), ([KEY], own + layers)):
+        assert checkpoint_bytes(check(load_recipe(TOY_RECIPE, [*keys, *more]), 1)) == 12 * expected
 
 
 def test_weights_that_are_missing_or_of_another_head(tmp_path: Path) -> None:
