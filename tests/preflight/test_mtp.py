@@ -13,8 +13,10 @@ from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.planner.activations import mtp_rows
 from mrl.planner.flops import model_flops, training_flops
+from mrl.planner.report import model_table
 from mrl.planner.shape import read_shape
 from mrl.planner.stages import stages
+from mrl.planner.units import count
 from mrl.planner.workload import Workload
 from mrl.preflight import check
 from mrl.preflight.mtp import planned_mtp
@@ -147,6 +149,9 @@ def test_the_plan_counts_them(model: Toy, tmp_path: Path) -> None:
     more_flops = 3 * (2 * active + attention) + 2 * 2 * hidden * vocab
     assert training_flops(on, 8) - training_flops(off, 8) == pytest.approx(more_flops)
     work = Workload(8, 8, 8, 8, weight_bytes=4)
+    shown, before = (dict(model_table(shape, work).rows) for shape in (on, off))
+    assert shown.pop("MTP layers, beside them") == count(num)
+    assert shown == before
     activations, copy = mtp_rows(on, more, dims, work, training=True)
     assert activations.num_bytes > 0
     assert copy.num_bytes == 4 * hidden * vocab
