@@ -250,7 +250,7 @@ class HfModel:
         parts = [self.architecture.model_type, experts + layers]
         if num_mtp := self.architecture.num_trained_mtp:
             parts.append(f"{num_mtp} multi-token-prediction layer(s), trained")
-        return ", ".join([*parts, *self.architecture.unread(self.config).values()])
+        return ", ".join([*parts, *dict.fromkeys(self.architecture.unread(self.config).values())])
 
     def training_mtp(self) -> HfModel:
         """Return the model with its multi-token-prediction layers, which must exist, among the layers

@@ -15,7 +15,7 @@ from mrl.planner.roles import all_phases, nodes, worst_phase
 from mrl.planner.rollouts import rollout_bytes
 from mrl.planner.rows import Phase, Row, total
 from mrl.planner.shape import ModelShape
-from mrl.planner.stages import Stage, stages
+from mrl.planner.stages import Stage, mtp_parts, stages
 from mrl.planner.units import count, duration, size
 from mrl.planner.workload import Workload
 from mrl.shared_prefixes import MIN_GAIN
@@ -56,6 +56,8 @@ def model_table(shape: ModelShape, work: Workload) -> Table:
     """Return the table of the model's parameter counts, and of its FLOPs per token."""
     rows = [(name, count(num)) for name, num in shape.count().items() if num]
     rows.append(("all parameters", count(shape.num_parameters)))
+    if mtp := mtp_parts(shape):
+        rows.append(("MTP layers, beside them", count(sum(part.num for part in mtp))))
     if shape.adapter:
         rows.append(("trained: the adapter", count(shape.adapter.num_parameters)))
         rows.append(("its bytes", size(work.weight_bytes * shape.adapter.num_parameters)))

@@ -59,6 +59,12 @@ def planned_mtp(recipe: Recipe, model: HfModel) -> HfModel:
         if is_set:
             raise InputError(f"{_start(recipe)}, but {text}, or leave {KEY} out")
     mtp = model.architecture.mtp
+    if mtp is None and model.config.get("num_nextn_predict_layers"):
+        raise InputError(
+            f"{_start(recipe)}, but mrl does not train the multi-token-prediction layers of a "
+            f"{model.architecture.model_type} model, and exports those of {model.path} as they are; "
+            f"leave {KEY} out"
+        )
     if mtp is None or not mtp.num(model.config):
         raise InputError(
             f"{_start(recipe)}, but {_lacking(model)} in its config.json; leave {KEY} out"

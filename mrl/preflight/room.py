@@ -11,7 +11,7 @@ import torch
 from mrl.errors import InputError
 from mrl.planner.adapter import count_adapter
 from mrl.planner.shape import read_shape
-from mrl.planner.stages import stages
+from mrl.planner.stages import Stage, stages
 from mrl.preflight.plan import Plan
 from mrl.system.disk import existing, free_bytes
 from mrl.system.files import bytes_in_words
@@ -65,29 +65,38 @@ def checkpoint_bytes(plan: Plan) -> int:
 
     A checkpoint holds the weights of the policy (or only of its adapter) and of the critic, and the
     optimizer's moments for these weights. If the weights are not float32, it also holds a float32 copy
-    of them (the optimizer's main parameters).
+    of them (the optimizer's main parameters). Of weights that are never trained, such as those of
+    indexers, it holds neither.
     """
     dtype = choose_dtype(plan.recipe.model.dtype)
-    each = 2 * MOMENT_BYTES + (4 if dtype == torch.float32 else 2 + 4)
+    state = 2 * MOMENT_BYTES + (0 if dtype == torch.float32 else 4)
+    each = dtype.itemsize + state
     if plan.adapter:  # has no Muon
         critic = _num_parameters(plan.critic) if plan.critic else 0
         return (count_adapter(plan.model, plan.adapter).num_parameters + critic) * each
     models = [plan.model, *([plan.critic] if plan.critic else [])]
     total = each * sum(map(_num_parameters, models))
-    if plan.recipe.optimizer.name == "muon":
-        total -= MOMENT_BYTES * sum(map(_num_muon, models))
+    for stage in map(_whole, models):
+        total -= state * stage.frozen
+        if plan.recipe.optimizer.name == "muon":
+            total -= MOMENT_BYTES * sum(part.num for part in stage.trained if part.is_muons)
     return total
 
 
-def _num_muon(model: HfModel) -> int:
-    """Return the number of elements of the matrices that Muon updates."""
+def _whole(model: HfModel) -> Stage:
+    """Return all layers of a model as one pipeline stage on one rank."""
     (stage,) = stages(read_shape(model.config, model.architecture), ONE_RANK)
-    return sum(part.num for part in stage.trained if part.is_muons)
+    return stage
 
 
 def _num_parameters(model: HfModel) -> int:
+    """Return the number of elements of the weights that are read: without those that
+    `Architecture.unread` names, and without copies for MTP layers."""
+    unread, mtp = tuple(model.architecture.unread(model.config)), model.architecture.mtp
+    copies = mtp.copies(model.config) if mtp is not None else {}
     with HfTensors(model) as tensors:
-        return sum(math.prod(tensors.shape(name)) for name in tensors.names)
+        read = (n for n in tensors.names if not n.startswith(unread) and n not in copies)
+        return sum(math.prod(tensors.shape(name)) for name in read)
 
 
 def _size_of(folders: list[Path]) -> int:

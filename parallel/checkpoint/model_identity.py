@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from mrl.config.adapter import Adapter
+from parallel.architectures.mtp import MTP
 from parallel.hf_config import HfModel
 
 
@@ -59,6 +60,11 @@ def other_model(difference: str, path: str) -> str:
 
     `difference` says how the models differ, and `path` is the recipe key of the model's folder.
     """
+    if MTP in difference:
+        return (
+            f"is of a run with another train.mtp_loss_scaling_factor: {difference}; set it above 0 if "
+            "that run did, and to 0 if it did not"
+        )
     return (
         f"is of another model: {difference}; give the {path} that it was trained from, or another "
         "output_dir"

@@ -7,6 +7,7 @@ everywhere, and 0.19 has the second form for a layer's `mlp` and everything belo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from typing import Any
@@ -82,11 +83,13 @@ def mtp_layer_spec(
     config: TransformerConfig, implementation: Implementation, vp_stage: int | None
 ) -> Any:
     """Return the spec of a multi-token-prediction layer's decoder layer: that of the chunk's last
-    layer, but always with full attention. `vp_stage` is that of the model's last chunk.
+    layer, but always with full attention and experts. `vp_stage` is that of the model's last chunk.
 
     Nothing in an engine has to agree with it, so it is the same with `true_on_policy`.
     """
-    spec = _full_attention_spec(config, implementation, vp_stage, False, False, False)
+    sparse = copy.copy(config)
+    sparse.moe_layer_freq = 1  # experts in every layer
+    spec = _full_attention_spec(sparse, implementation, vp_stage, False, False, False)
     return spec.layer_specs[-1]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import parallel.mtp
 from mrl.cli import main
+from mrl.errors import InputError
 from mrl.kernels import linear_logprob
 from mrl.planner.memory import gradient_bytes, optimizer_bytes, weight_bytes
 from mrl.planner.shape import read_shape
@@ -202,6 +203,18 @@ def test_layouts_train_as_one_process(
     assert distance(ours["weights"], one["weights"]) < TOLERANCE
 
 
+def has_experts(path: Path) -> bool:
+    policy = build(path, join_mesh(path, {}), mtp=FACTOR)
+    names = [entry.rule.megatron for entry in policy.weights.entries]
+    return any(name.startswith("mtp.") and ".experts." in name for name in names)
+
+
+@pytest.mark.release
+def test_the_layer_has_experts_after_a_dense_last_layer(tmp_path: Path) -> None:
+    path = write_mtp("qwen3_next", tmp_path / "model", mlp_only_layers=[3], intermediate_size=64)
+    assert run_ranks(1, has_experts, path, folder=tmp_path / "out") == [True]
+
+
 def saves(path: Path, root: Path, samples: list) -> dict[str, Any]:
     """Saves before and after a step; then trains on, and again after a load."""
     mesh = join_mesh(path, {})
@@ -233,7 +246,9 @@ def saves(path: Path, root: Path, samples: list) -> dict[str, Any]:
     for each in (policy, resumed):
         out = each.train_step(batch, loss, replay_of(samples))
         ends.append({**all_weights(each), "mtp": reduce_statistics(out.stats)["loss/mtp"]})
-    return {"planned": planned, "ends": ends}
+    with pytest.raises(InputError) as refusal:
+        store.load_newest(build(path, mesh))
+    return {"planned": planned, "ends": ends, "without": str(refusal.value)}
 
 
 def test_checkpoints_have_the_layers_and_exports_their_names(
@@ -243,6 +258,7 @@ def test_checkpoints_have_the_layers_and_exports_their_names(
     (found,) = run_ranks(1, saves, base, root, tiny_samples(base), folder=tmp_path / "out")
     for planned, counted in found["planned"]:
         assert planned == counted
+    assert "is of a run with another train.mtp_loss_scaling_factor" in found["without"]
     policy, resumed = found["ends"]
     assert policy.pop("mtp") == resumed.pop("mtp")
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in policy.items())

@@ -13,13 +13,18 @@ from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.planner.activations import mtp_rows
 from mrl.planner.flops import model_flops, training_flops
+from mrl.planner.report import model_table
 from mrl.planner.shape import read_shape
 from mrl.planner.stages import stages
+from mrl.planner.units import count
 from mrl.planner.workload import Workload
 from mrl.preflight import check
+from mrl.preflight.mtp import planned_mtp
 from mrl.preflight.prefixes import describe_prefixes
+from mrl.preflight.room import checkpoint_bytes
 from mrl.toy_model import build_tokenizer
 from parallel.dims import ParallelDims
+from parallel.hf_config import HfModel
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.parallel.models import write_tiny
 from tests.parallel.mtp_models import FILE, write_mtp
@@ -74,6 +79,30 @@ def test_a_model_without_such_layers(model_type: str, text: str, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
+def test_an_architecture_whose_layers_it_does_not_train(tmp_path: Path) -> None:
+    config = {"num_nextn_predict_layers": 1}  # as in the published config.json of DeepSeek-V3.2
+    model = HfModel.read(write_tiny("deepseek_v32", tmp_path / "model", **config))
+    recipe = load_recipe(TOY_RECIPE, Toy(model.path).overrides(tmp_path / "run", KEY))
+    text = (
+        f"does not train the multi-token-prediction layers of a deepseek_v32 model.*{model.path} as"
+    )
+    with pytest.raises(InputError, match=text) as caught:
+        planned_mtp(recipe, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_has_the_weights_that_are_read(model: Toy, tmp_path: Path) -> None:
+    """Those of MTP layers only if they are trained, and never the copies of embedding and output."""
+    keys = [*model.overrides(tmp_path / "run"), "model.dtype=float32"]
+    own = sum(t.numel() for t in load_file(model.model / "model.safetensors").values())
+    mtp = load_file(model.model / FILE)
+    layers = sum(
+        t.numel() for n, t in mtp.items() if not n.endswith(("embed_tokens.weight", "head.weight"))
+    )
+    for more, expected in (([], own), ([KEY], own + layers)):
+        assert checkpoint_bytes(check(load_recipe(TOY_RECIPE, [*keys, *more]), 1)) == 12 * expected
+
+
 def test_weights_that_are_missing_or_of_another_head(tmp_path: Path) -> None:
     toy = write("glm4_moe", tmp_path / "model", has_mtp=True)
     recipe = load_recipe(TOY_RECIPE, toy.overrides(tmp_path / "run", KEY))
@@ -120,6 +149,9 @@ def test_the_plan_counts_them(model: Toy, tmp_path: Path) -> None:
     more_flops = 3 * (2 * active + attention) + 2 * 2 * hidden * vocab
     assert training_flops(on, 8) - training_flops(off, 8) == pytest.approx(more_flops)
     work = Workload(8, 8, 8, 8, weight_bytes=4)
+    shown, before = (dict(model_table(shape, work).rows) for shape in (on, off))
+    assert shown.pop("MTP layers, beside them") == count(num)
+    assert shown == before
     activations, copy = mtp_rows(on, more, dims, work, training=True)
     assert activations.num_bytes > 0
     assert copy.num_bytes == 4 * hidden * vocab

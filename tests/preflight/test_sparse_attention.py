@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from mrl.config import load_recipe
 from mrl.errors import InputError
 from mrl.preflight import check
+from mrl.preflight.room import checkpoint_bytes
 from mrl.toy_model import build_tokenizer
+from parallel.hf_config import HfModel
 from tests.loop.conftest import TOY_RECIPE, Toy
 from tests.parallel.models import write_tiny
 
@@ -24,6 +29,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     )  # fmt: skip
     tokenizer.save_pretrained(folder)
     return Toy(folder)
+
+
+def test_a_checkpoint_has_no_optimizer_state_of_indexers(model: Toy, tmp_path: Path) -> None:
+    recipe = load_recipe(TOY_RECIPE, model.overrides(tmp_path / "run", "model.dtype=float32"))
+    tensors = load_file(model.model / "model.safetensors")
+    indexers = sum(t.numel() for n, t in tensors.items() if ".indexer." in n)
+    total = sum(t.numel() for t in tensors.values())
+    plan: Any = SimpleNamespace(
+        recipe=recipe, adapter=None, model=HfModel.read(model.model), critic=None
+    )
+    assert checkpoint_bytes(plan) == 12 * total - 8 * indexers
 
 
 @pytest.mark.parametrize(
