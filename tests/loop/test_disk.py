@@ -211,7 +211,8 @@ def test_whatever_cannot_be_written_ends_the_run_with_its_cause(
         "moved": (f"{root}/checkpoints", f"the folder {root} is gone, moved"),
     }[way]
     assert re.search(f"{what}.*could not be written: .*{why}", out["text"]), out["text"]
-    assert out["failure"] == (way not in ("moved", "inodes")), out["files"]
+    if way != "inodes":  # there what the failed save gives back may suffice for failure.json
+        assert out["failure"] == (way != "moved"), out["files"]
     assert way != "moved" or not root.exists()
 
 
