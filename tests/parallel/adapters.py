@@ -37,12 +37,15 @@ def lora_folder(model_path: Path, adapter: Adapter) -> Path:
 
 
 def write_lora(model_path: Path, experts: Experts) -> dict[str, Tensor]:
-    """Write an adapter with random A and B beside a model: the gradients of both are then not zero."""
+    """Write an adapter with random A and B beside a model: the gradients of both are then not zero.
+    They are small for linear attention, where rounding would otherwise change the gradient's norm by
+    1e-3."""
     model = HfModel.read(model_path)
     adapter = adapter_of(model, experts)
+    spread = 0.05 if model.sizes.has_linear_attention else 0.2
     generator = torch.Generator().manual_seed(3)
     tensors = {
-        name: 0.2 * torch.randn(shape, generator=generator)
+        name: spread * torch.randn(shape, generator=generator)
         for name, shape in sorted(adapter_shapes(model, adapter).items())
     }
     folder = lora_folder(model_path, adapter)
