@@ -23,7 +23,8 @@ PROGRAM = "MRL_TEST_PROGRAM"
 
 
 class Template:
-    """Listens on a Unix socket; each connection is one fork, and is told its pid and its exit code."""
+    """A server on a Unix socket that forks once for each connection. The connection then receives the
+    fork's pid and, when it ends, its exit code."""
 
     def __init__(self, address: Path, ends_with: int) -> None:
         self._address, self._ends_with = address, ends_with

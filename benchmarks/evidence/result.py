@@ -117,6 +117,6 @@ def commit_now(files: Sequence[str]) -> str:
     if head is None:
         return "unknown"
     changed = git("status", "--porcelain", "--", *files)
-    start = psutil.Process().create_time()
+    start = psutil.Process().create_time() + 1.0  # psutil knows the boot time in whole seconds only
     during = any((ROOT / file).stat().st_mtime > start for file in files)
     return head.decode().strip() + ("+dirty" if changed or during else "")

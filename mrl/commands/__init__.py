@@ -1,8 +1,9 @@
 """The commands of `mrl`. Each command is a module: `add_to(commands)` adds its argument parser, and
 `run(args)` executes the command.
 
-Slow imports belong in `run`, after the checks that do not need them, so that `mrl --help` and bad
-input do not wait for torch, Megatron or pydantic. tests/house/test_command_imports.py checks this.
+Slow imports belong in `run`, after the checks that do not need them, so that `mrl --help` and the
+report of bad input import neither torch nor Megatron nor pydantic. tests/house/test_command_imports.py
+checks this.
 """
 
 from __future__ import annotations
