@@ -133,6 +133,8 @@ def near_tests(root: Path, name: str) -> list[str]:
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     package, _, last = module.rpartition(".")
     names = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{last}\b")
+    if name.endswith("__init__.py"):  # else all that name a module of the package
+        names = re.compile(rf"\b(?:from|import) {re.escape(module)}(?:\s|$)")
     room = module.split(".")[1 if module.startswith("mrl.") else 0]
     found = [file for file in sorted((root / "tests").rglob("test_*.py"))
              if names.search(file.read_text()) or file.parent.name == room]  # fmt: skip
@@ -162,9 +164,10 @@ def attempt(root: Path, name: str, change: Change) -> dict[str, Any]:
     file, start = root / name, time.monotonic()
     whole = file.read_bytes()
     end = change.start + len(change.before.encode())
-    file.write_bytes(whole[: change.start] + change.after.encode() + whole[end:])
     try:
-        caught = failing(root, near_tests(root, name), NEAR_S) or failing(root, [], WHOLE_S)
+        file.write_bytes(whole[: change.start] + change.after.encode() + whole[end:])
+        near = near_tests(root, name)
+        caught = (near and failing(root, near, NEAR_S)) or failing(root, [], WHOLE_S)
     finally:
         file.write_bytes(whole)
     seconds = round(time.monotonic() - start)
@@ -172,13 +175,35 @@ def attempt(root: Path, name: str, change: Change) -> dict[str, Any]:
 
 
 def clone(folder: Path) -> Path:
-    """Return a clone of the checkout's commit with its compiled extension."""
-    root = folder / "clone"
-    if not root.exists():
-        subprocess.run(["git", "clone", "-q", str(ROOT), str(root)], check=True)
+    """Return a clone of the checkout's commit with its compiled extension.
+
+    A clone that was there is mended: a process that was killed leaves its break in it.
+    """
+    root, partial = folder / "clone", folder / "clone.partial"
+    if root.exists():
+        subprocess.run(["git", "reset", "-q", "--hard"], cwd=root, check=True)
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(partial)], check=True)
         for extension in (ROOT / "mrl").glob("_C*.so"):
-            shutil.copy(extension, root / "mrl")
+            shutil.copy(extension, partial / "mrl")
+        partial.rename(root)
     return root
+
+
+def known_rows(file: Path, wanted: list[tuple[str, Change]]) -> dict[int, dict[str, Any]]:
+    """Return the rows on file by number, without those of other breaks: another seed or number of
+    breaks draws others. A last line that was cut short is dropped, also from the file."""
+    lines = file.read_text().split("\n") if file.exists() else [""]
+    if lines[-1]:
+        file.write_text("".join(line + "\n" for line in lines[:-1]))
+    breaks = dict(enumerate((name, *change) for name, change in wanted))
+    rows = [json.loads(line) for line in lines[:-1]]
+    return {
+        row["number"]: row
+        for row in rows
+        if (row["file"], *(row[key] for key in Change._fields)) == breaks.get(row["number"])
+    }
 
 
 def main() -> None:
@@ -196,8 +221,7 @@ def main() -> None:
         for number, (name, change) in enumerate(wanted):
             print(f"{number}: {name}:{change.line}: {change.before!r} -> {change.after!r}")
         return
-    known = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    results = {row["number"]: row for row in known}
+    results = known_rows(lines, wanted)
     for number, (name, change) in enumerate(wanted):
         if number in (arguments.only or ()) or (not arguments.only and number not in results):
             row = {"number": number, **attempt(root, name, change)}

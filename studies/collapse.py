@@ -64,9 +64,9 @@ NEAR = 0.5
 """How far, as a share of it, the rate of the first step may be from the one that was asked for."""
 
 
-def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> None:
-    """Open the folder of a study with these settings; make the model that its runs start from."""
-    settings = {
+def settings_of(model: Model, num_steps: int) -> dict[str, Any]:
+    """Return what the runs of a study have in common."""
+    return {
         "model": model.name,
         "recipe": model.recipe.read_text(),
         "keys": model.keys,
@@ -74,7 +74,11 @@ def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> No
         "start": SHAPE if model.name == "toy" else (UPCYCLE, SFT),
         "num_steps": num_steps,
     }
-    open_results(folder, settings, fresh=fresh)
+
+
+def open_study(folder: Path, model: Model, num_steps: int, *, fresh: bool) -> None:
+    """Open the folder of a study with these settings; make the model that its runs start from."""
+    open_results(folder, settings_of(model, num_steps), fresh=fresh)
     if model.name == "smollm" and not (SMOLLM / "dense/config.json").is_file():
         sys.exit(f"error: there is no {SMOLLM.relative_to(ROOT)}/dense; make it with `make smollm`")
     if not (folder / "start").exists():
@@ -92,7 +96,8 @@ def checks(results: Sequence[Result], wanted: Sequence[Case]) -> dict[str, bool]
     disturbed = [r for r in results if r["rate"] and r["steps"]]
     return {
         f"all {len(wanted)} runs were made": len(results) == len(wanted),
-        "all runs of a model started from the same bits": len({r["start"] for r in results}) == 1,
+        "all runs of a model started from the same bits": len({r.get("start") for r in results})
+        == 1,
         "each run's first step differs in the asked share of choices, to a half of it": all(
             abs(seen - rate) <= NEAR * rate + 1e-3 for rate, seen in first
         ),
@@ -179,11 +184,12 @@ def main() -> None:
     if model.num_workers == 1:
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     if arguments.keep:
-        print(f"written: {keep(folder, model.result).relative_to(ROOT)}")
+        file = keep(folder, whole.result, settings_of(whole, whole.num_steps))
+        print(f"written: {file.relative_to(ROOT)}")
         return
-    open_study(folder, model, model.num_steps, fresh=arguments.fresh)
     if arguments.folder is None and not arguments.fresh:
-        continue_kept(folder, model.result)
+        continue_kept(folder, model.result, settings_of(model, model.num_steps))
+    open_study(folder, model, model.num_steps, fresh=arguments.fresh)
     results = read_lines(folder / "results.jsonl")
     larger = replace(model, keys=(*model.keys, f"rollout.prompts_per_step={CALIBRATED_ON}"))
     first = Case("R3", 0.0, 0).job(larger, folder, model.num_steps, 0.0)

@@ -58,20 +58,20 @@ def deferring_interrupts() -> Iterator[None]:
 
     Python loses a KeyboardInterrupt that is raised in a callback of os.fork, where Ctrl-C is likely
     to find a large process; the run would go on. In a block that cleans up, a second Ctrl-C would
-    skip the rest. Outside the main thread, and where Ctrl-C is ignored or handled otherwise, nothing
-    changes.
+    skip the rest. A fork that leaves the block does not get the Ctrl-C of its parent. Outside the
+    main thread, and where Ctrl-C is ignored or handled otherwise, nothing changes.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    arrived: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    arrived: list[int] = []  # the processes it arrived in
+    signal.signal(signal.SIGINT, lambda *_: arrived.append(os.getpid()))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if arrived:
+        if os.getpid() in arrived:
             raise KeyboardInterrupt
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.result import RESULTS
+from mrl.system.files import write_whole
 from studies.stability_study.jobs import read_lines
 
 
@@ -21,33 +22,54 @@ def file_of(name: str) -> Path:
     return RESULTS / f"{name}_runs.json.gz"
 
 
-def keep(folder: Path, name: str) -> Path:
-    """Write the runs of a study's folder to the committed file. Returns the file."""
+def keep(folder: Path, name: str, settings: dict[str, Any]) -> Path:
+    """Write the runs of a study's folder to the committed file. Returns the file.
+
+    Exits if the folder has no finished run, or runs of other settings than `settings`.
+    """
+    for needed in ("settings.json", "calibration.json"):
+        if not (folder / needed).is_file():
+            sys.exit(f"error: {folder} holds no study with finished runs: it has no {needed}")
     content = {
         "settings": json.loads((folder / "settings.json").read_text()),
         "calibration": json.loads((folder / "calibration.json").read_text()),
         "results": read_lines(folder / "results.jsonl"),
     }
+    if not content["results"]:
+        sys.exit(f"error: {folder} holds no study with finished runs")
+    if content["settings"] != _as_read(settings):
+        sys.exit(f"error: {folder} holds a study of other settings, which no whole study continues")
     file = file_of(name)
-    file.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
+    write_whole(file, gzip.compress(json.dumps(content).encode(), mtime=0))
     return file
 
 
-def continue_kept(folder: Path, name: str) -> None:
-    """Put the committed runs and calibration into a study's folder that has no runs. Exits if the
-    committed runs were made with other settings."""
-    lines = folder / "results.jsonl"
+def continue_kept(folder: Path, name: str, settings: dict[str, Any]) -> None:
+    """Put the committed runs and calibration into the folder of a study with these settings, if it
+    has no runs. Exits if the committed runs were made with other settings, and then leaves no trace
+    in the folder: a later study could not continue from the committed runs in it."""
+    lines, opened = folder / "results.jsonl", folder / "settings.json"
     if lines.exists() or not file_of(name).exists():
         return
+    wanted = _as_read(settings)
+    if opened.exists() and json.loads(opened.read_text()) != wanted:
+        return  # the folder itself is refused
     content: dict[str, Any] = json.loads(gzip.decompress(file_of(name).read_bytes()))
-    if content["settings"] != json.loads((folder / "settings.json").read_text()):
+    if content["settings"] != wanted:
         sys.exit(
             f"error: {file_of(name).name} holds runs of other settings; give another --folder, "
             "or --fresh"
         )
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "calibration.json").write_text(json.dumps(content["calibration"], indent=1))
-    lines.write_text("".join(json.dumps(result) + "\n" for result in content["results"]))
+    text = "".join(json.dumps(result) + "\n" for result in content["results"])
+    write_whole(lines, text.encode())
     print(f"continues from {len(content['results'])} committed runs", flush=True)
+
+
+def _as_read(settings: dict[str, Any]) -> Any:
+    """Return settings as JSON gives them back, with lists for tuples."""
+    return json.loads(json.dumps(settings))
 
 
 def digest_of(model: Path) -> str:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 from pathlib import Path
 
-from benchmarks.mutations import ROOT, attempt, breakable, changes_of, draw, near_tests
+import pytest
+
+from benchmarks import mutations
+from benchmarks.mutations import (
+    ROOT,
+    attempt,
+    breakable,
+    changes_of,
+    clone,
+    draw,
+    known_rows,
+    near_tests,
+)
 
 SOURCE = '''"""A docstring with 1 number."""
 import os
@@ -65,3 +79,47 @@ def test_a_break_is_caught_or_not_and_mended(tmp_path: Path) -> None:
         change = next(each for each in changes_of(SOURCE) if each.line == line)
         assert attempt(tmp_path, name, change)["caught_by"] == caught
         assert (tmp_path / name).read_text() == SOURCE
+
+
+def test_a_break_that_a_killed_process_left_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, git = tmp_path / "origin", ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (origin / "mrl").mkdir(parents=True)
+    (origin / "mrl/first.py").write_text(SOURCE)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], cwd=origin, check=True)
+    monkeypatch.setattr(mutations, "ROOT", origin)
+    (tmp_path / "clone.partial").mkdir()  # of a start that was killed while it cloned
+    root = clone(tmp_path)
+    (root / "mrl/first.py").write_text("broken")
+    assert clone(tmp_path) == root
+    assert (root / "mrl/first.py").read_text() == SOURCE
+
+
+def test_without_near_tests_all_have_the_long_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mrl/engines").mkdir(parents=True)
+    (tmp_path / "mrl/engines/first.py").write_text(SOURCE)
+    limits = []
+    monkeypatch.setattr(mutations, "failing", lambda *given: limits.append(given[1:]) or "")
+    assert attempt(tmp_path, "mrl/engines/first.py", changes_of(SOURCE)[0])["caught_by"] == ""
+    assert limits == [([], mutations.WHOLE_S)]
+
+
+def test_near_a_package_are_the_tests_that_import_from_it(tmp_path: Path) -> None:
+    (tmp_path / "tests/other").mkdir(parents=True)
+    for name, text in (("one", "from parallel import prepare"), ("two", "# parallel\nimport os")):
+        (tmp_path / f"tests/other/test_{name}.py").write_text(text + "\n")
+    assert near_tests(tmp_path, "parallel/__init__.py") == ["tests/other/test_one.py"]
+
+
+def test_rows_of_other_breaks_are_not_continued(tmp_path: Path) -> None:
+    one, other = changes_of(SOURCE)[:2]
+    rows = [{"number": 0, "file": "a.py", **one._asdict()}]
+    rows += [{"number": 1, "file": "a.py", **one._asdict()}]
+    file, whole = tmp_path / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(whole + '{"num')
+    assert known_rows(file, [("a.py", one), ("a.py", other)]) == {0: rows[0]}
+    assert file.read_text() == whole

@@ -35,6 +35,20 @@ def test_ctrl_c_waits_for_the_end_of_a_block(error: OSError | None) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_fork_does_not_get_the_ctrl_c_of_its_parent() -> None:
+    child = -1
+    try:
+        with deferring_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            child = os.fork()
+        code = 0
+    except KeyboardInterrupt:
+        code = 1
+    if child == 0:
+        os._exit(code)
+    assert (code, os.waitpid(child, 0)[1]) == (1, 0)
+
+
 def test_a_worker_never_gets_sigusr1() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     worker = JsonWorker("tests.system.blocked_worker", "a worker", "spec")
