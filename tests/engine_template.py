@@ -51,7 +51,8 @@ class Template:
                             while wake.recv(64):
                                 pass
                     else:
-                        self._fork(self._listener.accept()[0], (wake, waker))
+                        with contextlib.suppress(EOFError, OSError):  # its client may be gone
+                            self._fork(self._listener.accept()[0], (wake, waker))
                 self._reap()
 
     def _fork(self, connection: socket.socket, others: tuple[socket.socket, ...]) -> None:
