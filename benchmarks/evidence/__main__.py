@@ -6,9 +6,9 @@ where its command exits with 0 and its last plain line is `N passed, 0 failed`; 
 stop the others. What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
 skipped where there is none.
 
-Without --only, a target is left out whose results, new or committed, passed with the code as it is
-now. So the command continues where it was interrupted, and on several machines what one of them has
-committed is not repeated by the others.
+Without --only, studies are left out, which answered a question once, and every target whose results,
+new or committed, passed with the code as it is now. So the command continues where it was interrupted,
+and on several machines what one of them has committed is not repeated by the others.
 
 --list    print the targets, and which of them `make test` runs in short
 --stale   print which results are of older code than this, and what has changed since
@@ -147,7 +147,8 @@ def stale_table() -> str:
     rows = [("result", "commit", "age", "state", "changed files")]
     for state in states():
         if not state.why:
-            rows.append((state.name, state.short_commit, age(state), "current", ""))
+            what = "study" if state.target.is_study else "current"
+            rows.append((state.name, state.short_commit, age(state), what, ""))
             continue
         changed = changed_files(state)
         if changed is None:

@@ -44,12 +44,18 @@ class Target:
     minutes: float
     """How long it takes on two cores, roughly."""
     short: str = ""
-    """The test in which `make test` runs it in short; empty where there is none."""
+    """The test in which `make test` runs a part of it; empty where there is none."""
     group: str = ""
     """The Makefile target that runs it together with others."""
     needs_gpu: bool = False
     only_by_name: bool = False
-    """Whether it takes so long that it runs only where it is named."""
+    """Whether it runs only where it is named."""
+
+    @property
+    def is_study(self) -> bool:
+        """Whether it answered a question once. Its result is not repeated with every release, and
+        does not become stale."""
+        return self.arguments[0].startswith("studies.")
 
 
 TARGETS = (
@@ -139,14 +145,14 @@ TARGETS = (
            ("studies.collapse",), (),
            (*STEP, "mrl/algorithms", "launch/recipes/collapse.yaml", *STEPPED, "studies/collapse.py",
             "studies/collapse_study", "studies/stability_study", "benchmarks/start_model.py"), 420,
-           short="tests/studies/test_collapse.py", only_by_name=True),
+           short="tests/studies/test_collapse.py"),
     Target("collapse-smollm", "the same on a pretrained model as a MoE: GRPO, R3, GSPO, 2 seeds",
            ("studies.collapse", "--model", "smollm"), (),
            (*STEP, "mrl/algorithms", "parallel/upcycle.py", "launch/recipes/smollm.yaml",
             "launch/recipes/last_number.py", "benchmarks/smollm/sums.py", *STEPPED,
             "studies/collapse.py", "studies/collapse_study", "studies/stability_study",
             "benchmarks/start_model.py"), 420,
-           short="tests/studies/test_collapse.py", only_by_name=True),
+           short="tests/studies/test_collapse.py"),
     Target("quantization", "4 formats of an engine's weights x 4 corrections x 5 seeds",
            ("studies.quantization",), ("quantization",),
            (*STEP, "mrl/quantization.py", "mrl/weight_sync/quantize.py", "mrl/algorithms",
@@ -203,9 +209,9 @@ TARGETS = (
            (*STEP, "mrl/engine_pool", RECIPE, "benchmarks/peers.py", "benchmarks/peer_runs"), 25,
            short="tests/benchmarks/test_peers.py"),
     Target("peer_rewards", "the rewards that mrl and TRL reach on the pretrained 135M model",
-           ("benchmarks.peer_rewards",), ("peer_rewards",),
+           ("studies.peer_rewards",), ("peer_rewards",),
            (*STEP, "launch/recipes/smollm.yaml", "launch/recipes/last_number.py",
-            "benchmarks/peer_rewards.py", "benchmarks/peers.py", "benchmarks/peer_runs"), 120,
+            "studies/peer_rewards.py", "benchmarks/peers.py", "benchmarks/peer_runs"), 120,
            short="tests/benchmarks/test_peers.py"),
     Target("smollm", "a pretrained 135M model learns: dense, as a MoE with R3, with LoRA",
            ("benchmarks.smollm.measure",), ("smollm",),
@@ -247,9 +253,6 @@ TARGETS = (
            ("parallel/export.py", "parallel/weights.py", "parallel/hf_tensors.py",
             "parallel/shards.py", "mrl/system/shared_memory.py", *RANKS,
             "benchmarks/export_memory.py"), 1, short="tests/parallel/test_export_memory.py"),
-    Target("weight_delta", "how much of the weights a step leaves as it was",
-           ("studies.weight_delta",), ("weight_delta",),
-           (*PASSES, *RANKS, "studies/weight_delta.py"), 1),
     Target("delta_sync", "deltas of the weights beside whole versions: bytes, seconds, same bits",
            ("benchmarks.delta_sync",), ("delta_sync",),
            ("mrl/weight_sync", "mrl/kernels/weight_delta.py", "mrl/kernels/digest.py",
@@ -269,10 +272,6 @@ TARGETS = (
            (*STEP, "mrl/environments", "mrl/engine_pool", "mrl/scheduling",
             "launch/recipes/multi_turn.yaml", "benchmarks/episodes.py", "benchmarks/episode_runs"),
            15, short="tests/environments/test_rollout.py"),
-    Target("optimizer_step", "Adam in three forms: time and memory",
-           ("studies.optimizer_step",), ("optimizer_step",),
-           ("parallel/optimizer.py", "studies/optimizer_step.py"), 1,
-           short="tests/benchmarks/test_evidence.py"),
     Target("mutations", "50 random breaks of the core rooms, and which of them `make test` catches",
            ("benchmarks.mutations",), (),
            ("mrl", "parallel", "moe", "tests", "benchmarks/mutations.py"), 150,
@@ -306,7 +305,7 @@ def target_of(result: str) -> Target:
 
 def chosen(names: list[str]) -> list[Target]:
     """Return the targets of these names or groups, in the order of the table; where none is given, all
-    but those that run only by name.
+    but studies and those that run only by name.
 
     Raises ValueError where a name is neither a target nor a group.
     """
@@ -314,5 +313,5 @@ def chosen(names: list[str]) -> list[Target]:
     if unknown := sorted(set(names) - known):
         raise ValueError(f"got {', '.join(unknown)}; expected some of {', '.join(sorted(known))}")
     if not names:
-        return [t for t in TARGETS if not t.only_by_name]
+        return [t for t in TARGETS if not t.is_study and not t.only_by_name]
     return [t for t in TARGETS if t.name in names or t.group in names]

@@ -2,7 +2,8 @@
 
 A result is current while the digest of the code that it measures is the one that it was made with
 (`benchmarks.evidence.digest`), and stale afterwards, until its command is run again. A result without a
-digest was recorded before digests were kept, and counts as stale.
+digest was recorded before digests were kept, and counts as stale. A study (`Target.is_study`) is never
+stale: it answered a question with the code of its commit.
 
 The page says so beside every result, and a test compares the page with the code: who changes measured
 code either repeats the measurement or lets `python -m benchmarks.evidence --mark` write that the
@@ -32,11 +33,8 @@ from benchmarks.evidence.git import git
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
-START, END = "<!-- how current -->", "<!-- /how current -->"
-HEAD = (
-    "| result | made by | at commit | on | checks | the code that it measures |\n"
-    "|---|---|---|---|---|---|"
-)
+COLUMNS = ("result", "made by", "at commit", "on", "checks")
+CODE = "the code that it measures"
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class State:
     """`N passed, N failed`; empty in files that do not hold it."""
     num_failed: int
     why: str
-    """Why it is stale; empty where it is current."""
+    """Why it is stale; empty where it is current, or a study's."""
 
     @property
     def short_commit(self) -> str:
@@ -74,7 +72,9 @@ def states(results: Path = RESULTS, root: Path = ROOT) -> list[State]:
 
 def _state(name: str, target: Target, result: dict[str, Any], root: Path) -> State:
     why = ""
-    if "digest" not in result:
+    if target.is_study:
+        pass
+    elif "digest" not in result:
         why = "recorded before digests were kept"
     elif list(target.measures) != result["measures"]:
         why = "the catalog names other files now"
@@ -86,23 +86,29 @@ def _state(name: str, target: Target, result: dict[str, Any], root: Path) -> Sta
     )
 
 
-def section(found: Iterable[State]) -> str:
-    """Return the table of docs/results.md, in Markdown."""
-    rows = [
-        f"| `{s.name}.json` | `{s.target.name}` | {s.short_commit} | {s.date} | {s.checks} "
-        f"| {f'**stale**: {s.why}' if s.why else 'is the same'} |"
-        for s in found
-    ]
-    return "\n".join([START, HEAD, *rows, END])
+def tables(found: Iterable[State]) -> dict[str, str]:
+    """Return the two tables of docs/results.md in Markdown, by the names of their markers."""
+    rows: dict[bool, list[tuple[str, ...]]] = {False: [(*COLUMNS, CODE)], True: [COLUMNS]}
+    for s in found:
+        cells = (f"`{s.name}.json`", f"`{s.target.name}`", s.short_commit, s.date, s.checks)
+        code = () if s.target.is_study else (f"**stale**: {s.why}" if s.why else "is the same",)
+        rows[s.target.is_study].append((*cells, *code))
+    lines = {key: [f"| {' | '.join(row)} |" for row in own] for key, own in rows.items()}
+    for own, cells in zip(lines.values(), rows.values(), strict=True):
+        own.insert(1, "|---" * len(cells[0]) + "|")
+    return {"how current": "\n".join(lines[False]), "studies": "\n".join(lines[True])}
 
 
 def marked(page: str, found: Iterable[State]) -> str:
-    """Return the page with its table replaced. Raises ValueError where the page has no place for it."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"{PAGE.relative_to(ROOT)}: expected the lines {START} and {END}")
-    return f"{before}{section(found)}{after}"
+    """Return the page with its tables replaced. Raises ValueError where it has no place for them."""
+    for name, table in tables(found).items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, has_start, rest = page.partition(start)
+        _, has_end, after = rest.partition(end)
+        if not has_start or not has_end:
+            raise ValueError(f"{PAGE.relative_to(ROOT)}: expected the lines {start} and {end}")
+        page = f"{before}{start}\n{table}\n{end}{after}"
+    return page
 
 
 def age(state: State) -> str:

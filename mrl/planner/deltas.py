@@ -20,8 +20,8 @@ from parallel.dims import ParallelDims
 
 CHANGED = {2: 0.01, 4: 1.0}
 """Assumed share of the elements that a step changes. The keys are the bytes of an exported element.
-Shares measured at a learning rate of 1e-6 are 0.0033 in bfloat16 and 0.9997 in float32 (`python -m
-studies.weight_delta`)."""
+Shares measured at a learning rate of 1e-6 are 0.0050 in bfloat16 and 0.991 in float32
+(benchmarks/results/delta_sync.json)."""
 CHANGED_QUANTIZED = 0.01
 """The same for quantised weights, from whichever dtype they are quantised. Shares of `fp8_block`
 measured on random matrices, normal with standard deviations of 0.02 and 0.05, are 0.001 to 0.002 if

@@ -18,7 +18,6 @@ from benchmarks.evidence import staleness
 from benchmarks.evidence.catalog import BY_NAME, TARGETS, chosen, target_of
 from benchmarks.evidence.digest import ROOT, definitions, digest, matches, measured_files
 from benchmarks.evidence.staleness import PAGE, RESULTS, files_at, marked, states
-from studies import optimizer_step
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 IN_WORDS = {
@@ -194,16 +193,13 @@ def test_patterns(path, pattern, is_named) -> None:
 
 
 def test_a_result_becomes_stale_when_its_code_changes(tmp_path, monkeypatch) -> None:
-    target = replace(BY_NAME["optimizer_step"], measures=("parallel/optimizer.py",))
+    target = replace(BY_NAME["route_wire"], measures=("parallel/optimizer.py",))
     source = tmp_path / "parallel" / "optimizer.py"
     source.parent.mkdir()
     source.write_text(BEFORE)
     monkeypatch.setattr(staleness, "TARGETS", [target])
-    found = {
-        "commit": "0" * 40, "date": "2026-01-02", "passed": 1, "failed": 0,
-        "measures": list(target.measures),
-    }  # fmt: skip
-    file = tmp_path / "optimizer_step.json"
+    found = {"commit": "0" * 40, "date": "2026-01-02", "measures": list(target.measures)}
+    file = tmp_path / "route_wire.json"
 
     def why() -> str:
         file.write_text(json.dumps(found))
@@ -218,6 +214,15 @@ def test_a_result_becomes_stale_when_its_code_changes(tmp_path, monkeypatch) -> 
     source.write_text(BEFORE)
     found["measures"] = ["parallel"]
     assert why() == "the catalog names other files now"
+    monkeypatch.setattr(staleness, "TARGETS", [replace(target, arguments=("studies.one",))])
+    assert why() == ""
+    own = staleness.tables(states(tmp_path, tmp_path))
+    assert ["route_wire.json" in own[name] for name in ("studies", "how current")] == [True, False]
+
+
+def test_studies_run_only_by_name() -> None:
+    assert not any(target.is_study for target in chosen([]))
+    assert [target.is_study for target in chosen(["stability"])] == [True]
 
 
 def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
@@ -225,10 +230,10 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
         results, "git", lambda *command: {"rev-parse": b"c0ffee\n"}.get(command[0], b"")
     )
     file = tmp_path / "own.json"
-    returned = results.write_result("optimizer_step", {"a": 1}, passed=2, failed=0, path=file)
+    returned = results.write_result("route_wire", {"a": 1}, passed=2, failed=0, path=file)
     assert returned == (written := json.loads(file.read_text()))
     assert written["commit"].removesuffix("+dirty") == "c0ffee"
-    assert written["digest"] == digest(measured_files(BY_NAME["optimizer_step"].measures))
+    assert written["digest"] == digest(measured_files(BY_NAME["route_wire"].measures))
     assert (written["passed"], written["failed"], written["a"]) == (2, 0, 1)
     monkeypatch.setattr(
         results, "git", lambda *command: b"c0ffee\n" if command[0] == "rev-parse" else b"M"
@@ -255,7 +260,7 @@ def test_a_target_that_fails_stops_no_other(tmp_path, monkeypatch, capsys) -> No
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(evidence, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(evidence, "has_gpu", lambda: False)
-    blank = replace(BY_NAME["optimizer_step"], minutes=0)
+    blank = replace(BY_NAME["route_wire"], minutes=0)
     targets = [replace(blank, name=name, arguments=(name,)) for name in CHILDREN]
     targets[-1] = replace(targets[-1], minutes=-1.99)  # a limit of 3 s
     targets.append(replace(blank, name="gpu", needs_gpu=True))
@@ -282,7 +287,7 @@ def test_a_new_result_becomes_the_committed_one(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(records, "PAGE", page)
     monkeypatch.setattr(records, "ROOT", tmp_path)
     page.write_text(PAGE.read_text())
-    targets = [BY_NAME["layouts"], BY_NAME["optimizer_step"]]
+    targets = [BY_NAME["layouts"], BY_NAME["route_wire"]]
     assert records.record(targets, new, committed) == []
     result = json.loads((RESULTS / "layouts.json").read_text())
     result |= {"passed": 987, "failed": 6, "date": "2031-05-06"}
@@ -301,10 +306,10 @@ def test_a_new_result_becomes_the_committed_one(tmp_path, monkeypatch) -> None:
 
 
 def test_a_target_is_current_where_its_results_passed_with_this_code(tmp_path, monkeypatch) -> None:
-    target = BY_NAME["optimizer_step"]
+    target = BY_NAME["route_wire"]
     monkeypatch.setattr(evidence, "RESULTS", tmp_path / "none")
     monkeypatch.setattr(evidence, "NEW", tmp_path)
-    file = tmp_path / "optimizer_step.json"
+    file = tmp_path / "route_wire.json"
     assert not evidence.is_current(target)
     result = {
         **{"commit": "0" * 40, "date": "2026-01-02", "passed": 1, "failed": 0},
@@ -341,10 +346,5 @@ def test_unknown_names_are_refused(monkeypatch, capsys) -> None:
 def test_a_page_without_a_place_for_the_table_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"docs/results\.md: expected the lines"):
         marked("no markers", [])
-
-
-@pytest.mark.parametrize("form", optimizer_step.FORMS)
-def test_the_optimizer_step_in_short(form) -> None:
-    found = optimizer_step.measure(form, 2, 1000, "cpu")
-    assert found["seconds"] > 0
-    assert found["extra_bytes"] >= 0
+    with pytest.raises(ValueError, match="<!-- studies -->"):
+        marked("<!-- how current --><!-- /how current -->", [])

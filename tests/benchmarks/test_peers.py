@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peer_rewards, peers
+from benchmarks import peers
 from benchmarks.peer_runs import run
 from benchmarks.peer_runs.run import Outcome, PeakMemory, Work, run_module, train_with_mrl
+from studies import peer_rewards
 
 WORK = Work("no-such-model", 2, 2, 2, 4, 4)
 

@@ -2,7 +2,7 @@
 
     make smollm BENCH_ARGS="--only dense"     # makes the model and the prompts
     make .venv/.peers                        # installs TRL
-    python -m benchmarks.peer_rewards --seeds 3
+    python -m studies.peer_rewards --seeds 3
 
 Each run is the part "SmolLM2" of `make peers`: 24 steps of 64 answers. A run that is on file is not
 repeated, so the command continues where it stopped. TRL makes four backward passes a step, which gives
