@@ -11,8 +11,9 @@ A finished run is a line of FOLDER/results.jsonl: a study that was interrupted g
 `--fresh` starts over. `--keep` runs nothing and writes the finished runs into a file of
 benchmarks/results/, from which a clone on another machine continues. A whole study writes its result
 and its curves into runs/results/, and `python -m benchmarks.evidence --record` makes them the committed
-ones and those of the page; a study with other seeds, steps, rates or arms writes files of these names
-in FOLDER. The last line counts what must hold of the study itself, whatever its answer.
+ones and those of the page; `--report` runs nothing and does so with the finished runs, where a verdict
+without all its runs is "incomplete". A study with other seeds, steps, rates or arms writes files of
+these names in FOLDER. The last line counts what must hold of the study itself, whatever its answer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.evidence.catalog import target_of
 from benchmarks.evidence.result import (
@@ -49,7 +50,7 @@ from studies.collapse_study.arms import (
 from studies.collapse_study.arms import cases as cases_of
 from studies.collapse_study.calibrate import calibrated
 from studies.collapse_study.criteria import WINDOW, Result, claim, of, verdicts
-from studies.collapse_study.kept import continue_kept, digest_of, keep
+from studies.collapse_study.kept import continue_kept, digest_of, keep, kept
 from studies.collapse_study.report import line_of, panels, rows_of, table, verdict_table
 from studies.stability_study.arms import ROOT
 from studies.stability_study.jobs import make_missing, open_results, read_lines
@@ -144,6 +145,17 @@ def write(
     return found
 
 
+def report(
+    results: Sequence[Result], model: Model, wanted: Sequence[Case], scales: Mapping[float, float],
+    folder: Path | None,
+) -> NoReturn:  # fmt: skip
+    """Write the result as `write` does, print what must hold of the study, and exit."""
+    found = write(results, model, wanted, model.num_steps, scales, folder)
+    for text, holds in found.items():
+        print(f"{'ok' if holds else 'FAILED'} {text}")
+    finish(sum(found.values()), len(found) - sum(found.values()))
+
+
 def pages(name: str, result: Mapping[str, Any]) -> dict[Path, str]:
     """Return the page with the tables of one of the study's results, and the plot of the toy's runs."""
     model = next(each for each in MODELS.values() if each.result == name)
@@ -167,6 +179,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="runs/collapse[_smollm]")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results of the folder")
     parser.add_argument("--keep", action="store_true", help="write the folder's runs for a commit")
+    parser.add_argument("--report", action="store_true", help="write the result of the runs so far")
     arguments = parser.parse_args()
     whole = MODELS[arguments.model]
     model = replace(
@@ -189,12 +202,16 @@ def main() -> None:
         return
     if arguments.folder is None and not arguments.fresh:
         continue_kept(folder, model.result, settings_of(model, model.num_steps))
+    wanted = cases_of(model, model.num_seeds)
+    if arguments.report:
+        study = kept(folder, settings_of(model, model.num_steps))
+        scales = {float(rate): scale for rate, scale in study["calibration"]["scales"].items()}
+        report(study["results"], model, wanted, scales, None if model == whole else folder)
     open_study(folder, model, model.num_steps, fresh=arguments.fresh)
     results = read_lines(folder / "results.jsonl")
     larger = replace(model, keys=(*model.keys, f"rollout.prompts_per_step={CALIBRATED_ON}"))
     first = Case("R3", 0.0, 0).job(larger, folder, model.num_steps, 0.0)
     scales = calibrated(folder, first, model.rates)
-    wanted = cases_of(model, model.num_seeds)
     missing = [
         case.job(model, folder, model.num_steps, scales[case.rate])
         for case in wanted
@@ -209,11 +226,7 @@ def main() -> None:
     )  # fmt: skip
     if not results:
         sys.exit("no run was made; 0 passed, 1 failed")
-    is_whole = model == whole and not failed
-    found = write(results, model, wanted, model.num_steps, scales, None if is_whole else folder)
-    for text, holds in found.items():
-        print(f"{'ok' if holds else 'FAILED'} {text}")
-    finish(sum(found.values()), len(found) - sum(found.values()))
+    report(results, model, wanted, scales, None if model == whole and not failed else folder)
 
 
 if __name__ == "__main__":

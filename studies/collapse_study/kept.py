@@ -22,8 +22,8 @@ def file_of(name: str) -> Path:
     return RESULTS / f"{name}_runs.json.gz"
 
 
-def keep(folder: Path, name: str, settings: dict[str, Any]) -> Path:
-    """Write the runs of a study's folder to the committed file. Returns the file.
+def kept(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the `settings`, the `calibration` and the finished runs (`results`) of a study's folder.
 
     Exits if the folder has no finished run, or runs of other settings than `settings`.
     """
@@ -39,7 +39,12 @@ def keep(folder: Path, name: str, settings: dict[str, Any]) -> Path:
         sys.exit(f"error: {folder} holds no study with finished runs")
     if content["settings"] != _as_read(settings):
         sys.exit(f"error: {folder} holds a study of other settings, which no whole study continues")
-    file = file_of(name)
+    return content
+
+
+def keep(folder: Path, name: str, settings: dict[str, Any]) -> Path:
+    """Write the runs of a study's folder to the committed file and return it. Exits as `kept` does."""
+    content, file = kept(folder, settings), file_of(name)
     write_whole(file, gzip.compress(json.dumps(content).encode(), mtime=0))
     return file
 

@@ -1,15 +1,18 @@
-"""The committed runs of `make collapse`: what is kept, and what continues from it."""
+"""The committed runs of `make collapse`: what is kept, what continues from it, and its report."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from studies import collapse
 from studies.collapse_study import kept
 from studies.collapse_study.kept import continue_kept, file_of, keep
+from tests.studies.test_collapse import MAIN, TOY, study
 
 SETTINGS: dict[str, Any] = {"keys": ("a", "b"), "num_steps": 60}
 
@@ -55,3 +58,25 @@ def test_a_folder_of_other_settings_is_left_as_it_is(tmp_path: Path) -> None:
     (folder / "settings.json").write_text("{}")
     continue_kept(folder, "study", SETTINGS)
     assert not (folder / "results.jsonl").exists()
+
+
+def test_the_finished_runs_are_reported_without_running_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps(collapse.settings_of(TOY, TOY.num_steps)))
+    scales = {"scales": {str(rate): rate for rate in TOY.rates}}
+    (tmp_path / "calibration.json").write_text(json.dumps(scales))
+    finished = study({})[:24]  # the control and all arms at 10%, three seeds
+    (tmp_path / "results.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in finished))
+    arguments = ["collapse", "--report", "--seeds", "3", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as left:
+        collapse.main()
+    assert left.value.code == 1
+    shown = capsys.readouterr().out
+    assert "FAILED all 66 runs were made" in shown
+    found = json.loads((tmp_path / "collapse.json").read_text())
+    assert found["whole_claim"] == "refuted"
+    assert found["claim"][MAIN.replace("10%", "1%")] == "incomplete"
+    assert {row["rate"] for row in found["rows"]} == {0.0, 0.1}
+    assert (tmp_path / "collapse.svg").is_file()
