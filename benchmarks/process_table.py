@@ -5,8 +5,8 @@ processes are found in the process tree of a job without a fault. Each gets SIGS
 phase in which it is there, under limits of the product that are small enough to be waited for. A row
 passes where the job goes on (with the same bits, where that is promised), replaces the process, or ends
 with a report and leaves nothing behind; it fails where anything waits without a limit. Rows are added
-to FOLDER/rows.jsonl, and a call goes on with what is neither there nor in the committed result. Writes
-runs/results/process_table.json.
+to a file of FOLDER, and a call goes on with what is neither there nor in the committed result. Rows of
+other code do not count (`benchmarks.evidence.digest`). Writes runs/results/process_table.json.
 """
 
 from __future__ import annotations
@@ -34,13 +34,20 @@ RESULT = "process_table"
 
 
 class Records:
-    """What is on file of earlier calls, and committed: rows, and the processes of each placement."""
+    """What is on file of earlier calls, and committed: rows, and the processes of each placement.
+
+    Only what was made with the measured code as it is now counts.
+    """
 
     def __init__(self, folder: Path, committed: Path = RESULTS / f"{RESULT}.json") -> None:
         self.folder = folder
-        self.rows_file, self.seen_file = folder / "rows.jsonl", folder / "seen.jsonl"
-        self._committed = json.loads(committed.read_text()) if committed.exists() else {}
-        self.commit = provenance(target_of(RESULT).measures)["commit"]
+        code = provenance(target_of(RESULT).measures)
+        self.commit, digest = code["commit"], code["digest"]
+        self.rows_file, self.seen_file = (
+            folder / f"{name}_{digest}.jsonl" for name in ("rows", "seen")
+        )
+        result = json.loads(committed.read_text()) if committed.exists() else {}
+        self._committed = result if result.get("digest") == digest else {}
 
     def rows(self) -> dict[Trial, Row]:
         """Return the newest row of each trial; of those of no earlier call, the committed one."""

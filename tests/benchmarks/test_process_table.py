@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from benchmarks import process_table
+from benchmarks.evidence.catalog import target_of
+from benchmarks.evidence.result import provenance
 from benchmarks.process_strikes import page
 from benchmarks.process_strikes.lane import Lane, trials_of
 from benchmarks.process_strikes.placements import SUBJECTS
@@ -191,10 +193,14 @@ def test_a_call_goes_on_from_the_committed_result_and_its_own_rows_win(tmp_path:
     content = {
         "rows": [asdict(old), asdict(new), missing],
         "seen": {"p": {"rank 0": {"sync": 9.0}}},
+        "digest": "of other code",
     }
     committed.write_text(json.dumps(content))
     folder = tmp_path / "table"
     folder.mkdir()
+    assert process_table.Records(folder, committed).rows() == {}
+    content["digest"] = provenance(target_of("process_table").measures)["digest"]
+    committed.write_text(json.dumps(content))
     records = process_table.Records(folder, committed)
     assert records.rows() == {old.trial: old, new.trial: new}
     records.add(
