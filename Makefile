@@ -123,7 +123,7 @@ lora: setup  ## LoRA beside all weights: reward, engine against trainer, weight 
 tenants: setup  ## Three tenants one after another and at once: steps per core-hour, swaps; 9 minutes
 	$(BIN)/python -m benchmarks.tenants $(BENCH_ARGS)
 
-slurm: setup  ## What befalls a job, on a real SLURM on this machine, as root; 6 minutes
+slurm: setup  ## What happens to a job on a real SLURM on this machine, as root; 6 minutes
 	bash requirements/slurm.sh
 	$(BIN)/python -m tests.slurm --long
 

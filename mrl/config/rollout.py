@@ -122,7 +122,7 @@ class RolloutConfig(SharedRolloutConfig):
     """Normalise log-probs over the tokens that `top_p` and `top_k` kept. The engine returns the
     kept tokens for each sampled token, and trainer and engine compute log-probs of the truncated
     distribution (DeepSeek-V3.2's "keep sampling mask", arXiv 2512.02556). This requires `top_k`
-    from 2 to 4096 and SGLang 0.5.20, and costs 4 bytes for each kept token."""
+    from 2 to 4096 and SGLang 0.5.20 or later, and costs 4 bytes for each kept token."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion, or a turn of a conversation; at most 32. The matched string is
     part of the completion: the reward sees it, and its tokens are trained on."""

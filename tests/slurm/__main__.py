@@ -26,7 +26,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         tables = list(pool.map(lambda case: _rows(Path(folder), *case), cases))
     lines = [line for table in tables for line in table]
-    print("| tracker | SlurmdTimeout | what befalls the job | what comes of it | s | |")
+    print("| tracker | SlurmdTimeout | event | outcome | s | |")
     print("|---|--:|---|---|--:|---|")
     print("\n".join(lines))
     num_failed = sum(line.endswith("| failed |") for line in lines)

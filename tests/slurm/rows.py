@@ -1,4 +1,4 @@
-"""The rows of the table in docs/slurm.md: what befalls a job, and how it must end.
+"""The rows of the table in docs/slurm.md: what happens to a job, and how it must end.
 
 Each row submits launch/slurm/train.sbatch to a real SLURM, on two nodes of its own. standin.py stands
 in for torchrun and training, so that a start takes seconds.
@@ -142,7 +142,7 @@ ROWS: dict[str, Row] = {}
 
 
 HOLD: dict[str, object] = {"hold_after": 3}
-"""The plan of a start that makes three steps and waits for what befalls it."""
+"""The plan of a start that makes three steps and waits for what happens to it."""
 
 
 def row(text: str) -> Callable[[Row], Row]:
