@@ -20,7 +20,6 @@ from mrl.config.adapter import Adapter
 from mrl.errors import NotFinite
 from mrl.system.heartbeat import phase
 from mrl.types import MicroBatch, Statistics, Sum, TrainBatch
-from parallel.adam_step import AdamStep
 from parallel.base import Attachments, Base, GatherHooks
 from parallel.forward import LossFunction, PipelineRunner
 from parallel.heads import Head
@@ -30,8 +29,9 @@ from parallel.ledger import Ledger, gradient_tensors, optimizer_tensors, paramet
 from parallel.lora.adapted import Adaptation
 from parallel.lora.weights import AdapterMap, LoraSetup
 from parallel.model import unwrap, wrap_chunks
-from parallel.optimizer import build_optimizer
-from parallel.optimizer_state import free_gradient_copies
+from parallel.optimizer.adam_step import AdamStep
+from parallel.optimizer.setup import build_optimizer
+from parallel.optimizer.state import free_gradient_copies
 from parallel.options.read import MegatronOptions
 from parallel.pass_output import UNOBSERVED, Observe, Observer, PassOutput
 from parallel.reduce import merge

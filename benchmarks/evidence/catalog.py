@@ -11,6 +11,7 @@ from dataclasses import dataclass
 RECIPE = "launch/recipes/toy_moe.yaml"
 PASSES = (
     "parallel/*.py",
+    "parallel/optimizer",
     "parallel/layers",
     "parallel/architectures",
     "moe",

@@ -221,7 +221,7 @@ def data_parallel(
     gathers = 1 + (stage.expert > 0)
     bytes_each = 4 + gathers * work.weight_bytes if work.divides_ranges else 8
     if work.distributed_optimizer and work.state.muon:
-        bytes_each += work.weight_bytes  # the broadcasts of `parallel.layer_wise`
+        bytes_each += work.weight_bytes  # the broadcasts of `parallel.optimizer.layer_wise`
     replicas = dims.world // dims.pp
     return [
         Volume(name, copies, replicas, 0.0, update=ring(copies, num_bytes))

@@ -50,7 +50,7 @@ def muon_rows(stage: Stage, dims: ParallelDims, work: Workload) -> list[Row]:
             "orthogonalisation",
             (4 + 6 * b) * largest,
             f"(4 + 6 x {b}) B x {largest}: update, shards, whole, X twice, A, B of the largest matrix",
-            f"{ASSUMPTION}: an upper bound of parallel.muon; A and B are at most as large as X",
+            f"{ASSUMPTION}: an upper bound of Muon's step; A and B are at most as large as X",
             managed=True,
         )
     ]

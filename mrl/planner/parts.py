@@ -32,7 +32,8 @@ class Part:
     num_active: int
     """Number of elements that are used for one token."""
     is_muons: bool = False
-    """Whether they are weight matrices that Muon would update (`parallel.muon_setup.matrices_of`)."""
+    """Whether they are weight matrices that Muon would update, as `matrices_of` of
+    `parallel.optimizer.muon_setup` finds them."""
     is_frozen: bool = False
     """Whether they are never trained, with or without an adapter."""
 

@@ -162,7 +162,7 @@ def _largest_share(
     items: list[tuple[int, bool]], ways: int, *, has_main: bool
 ) -> list[tuple[int, bool]]:
     """Return the items of the rank with the most state, if `ways` ranks divide them as
-    `parallel.layer_wise` does."""
+    `parallel.optimizer.layer_wise` does."""
     costs = [n * num_states(is_muons=is_muons, has_main=has_main) for n, is_muons in items]
     sums, shares = [0] * ways, [[] for _ in range(ways)]
     for item, cost, rank in zip(items, costs, assign(costs, ways), strict=True):

@@ -82,7 +82,7 @@ def _check_with_megatron(
     Only the dataclasses for which the recipe has options are built. Raises InputError if Megatron
     rejects one of them.
     """
-    from parallel.optimizer import build_optimizer_config
+    from parallel.optimizer.setup import build_optimizer_config
     from parallel.transformer_config import build_config, build_ddp_config
 
     distributed = around.distributed_optimizer

@@ -48,7 +48,7 @@ from parallel.checkpoint.sharded_state import (
 )
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh
-from parallel.optimizer_state import optimizer_shards, set_step, steps_done, write_back
+from parallel.optimizer.state import optimizer_shards, set_step, steps_done, write_back
 
 # Python 3.11.0 to 3.11.3 would write `getattr(_MEM_FORMAT_ENCODING, name)` into `.metadata`. A pickle
 # that names getattr is refused, as it could reach anything, so write what other versions write.

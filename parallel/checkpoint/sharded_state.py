@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.optimizer_state import OptimizerShard
+from parallel.optimizer.state import OptimizerShard
 from parallel.shards import boxes, whole_shape
 from parallel.weights import Entry, WeightMap
 
@@ -42,8 +42,8 @@ def state_shards(
     (from `optimizer_shards`).
 
     The data of the shards are views of the model's tensors. So the model is loaded by loading into
-    the shards and then calling `optimizer_state.write_back`. A tied output layer counts as one
-    more copy of the embedding.
+    the shards and then calling `write_back` of `parallel.optimizer.state`. A tied output layer
+    counts as one more copy of the embedding.
     """
     both = [(e, 0) for e in weights.entries] + [(e, 1) for e in weights.tied_entries]
     return [

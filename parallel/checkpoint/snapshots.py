@@ -50,7 +50,7 @@ from parallel.checkpoint.snapshot_note import (
 )
 from parallel.megatron_model import MegatronModel
 from parallel.mesh import Mesh, gather_objects
-from parallel.optimizer_state import optimizer_shards
+from parallel.optimizer.state import optimizer_shards
 
 
 class Snapshots(Checkpoints):

@@ -26,7 +26,7 @@ from parallel.export import export_buckets
 from parallel.ledger import gradient_tensors
 from parallel.model import unwrap
 from parallel.mtp import mtp_targets, next_tokens
-from parallel.optimizer_state import optimizer_shards
+from parallel.optimizer.state import optimizer_shards
 from parallel.packing import WeightedSample, pack
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics

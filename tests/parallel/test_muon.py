@@ -15,10 +15,10 @@ from moe.routes import Replay
 from mrl.config import OptimizerConfig
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
-from parallel.layer_wise import LayerWiseOptimizer
-from parallel.muon import Matrix, Muon
-from parallel.muon_setup import is_matrix
-from parallel.optimizer_state import optimizer_shards
+from parallel.optimizer.layer_wise import LayerWiseOptimizer
+from parallel.optimizer.muon import Matrix, Muon
+from parallel.optimizer.muon_setup import is_matrix
+from parallel.optimizer.state import optimizer_shards
 from parallel.owners import assign
 from parallel.policy import Policy
 from tests.parallel.few_samples import few_samples

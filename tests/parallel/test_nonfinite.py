@@ -14,7 +14,7 @@ from moe.routes import Replay
 from mrl.errors import NotFinite
 from mrl.types import Sample
 from parallel.model import unwrap
-from parallel.optimizer_state import get_step, optimizer_shards
+from parallel.optimizer.state import get_step, optimizer_shards
 from parallel.policy import Policy
 from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import Layout, build, join_mesh, loss, ready_batch

@@ -12,8 +12,8 @@ import torch
 from moe.routes import Replay
 from mrl.types import Sample
 from parallel.checkpoint.checkpoints import Checkpoints
-from parallel.optimizer import torch_adams, use_fused_kernels
-from parallel.optimizer_state import optimizer_shards
+from parallel.optimizer.setup import torch_adams, use_fused_kernels
+from parallel.optimizer.state import optimizer_shards
 from tests.parallel.few_samples import few_samples
 from tests.parallel.layouts import build, exported, join_mesh, loss, ready_batch, saved_and_resumed
 from tests.ranks import run_ranks

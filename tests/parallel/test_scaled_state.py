@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import scaled_state
+from parallel.optimizer import scaled_state
 
 
 class FusedAdamDouble:

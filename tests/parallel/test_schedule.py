@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from mrl.config import OptimizerConfig
-from parallel.optimizer import build_schedule
+from parallel.optimizer.setup import build_schedule
 
 LR, WARMUP, STEPS = 3e-4, 3, 12
 

@@ -32,7 +32,7 @@ from mrl.types import TrainBatch
 from parallel.dims import ParallelDims
 from parallel.hf_config import HfModel
 from parallel.lora.weights import LoraSetup
-from parallel.optimizer import torch_adams
+from parallel.optimizer.setup import torch_adams
 from parallel.policy import with_old_logprobs
 from tests.parallel.counted import SentBytes
 from tests.parallel.layouts import Layout, adapter_of, build, join_mesh, loss, parallel_config

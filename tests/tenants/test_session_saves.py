@@ -20,7 +20,7 @@ from mrl.types import Sample
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
-from parallel.optimizer_state import get_step
+from parallel.optimizer.state import get_step
 from parallel.policy import Policy
 from tests.parallel.conftest import make_samples, write_model
 from tests.parallel.layouts import exported, join_mesh

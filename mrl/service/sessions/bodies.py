@@ -24,8 +24,8 @@ from mrl.service.sessions.sequence import (
     TokenId,
     factors_of,
 )
-from parallel.adam_step import AdamStep
 from parallel.hf_config import HfModel
+from parallel.optimizer.adam_step import AdamStep
 
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens in one operation: in its sequences, or in its prompts and the longest

@@ -36,8 +36,8 @@ from mrl.service.sessions.samplers import Samplers
 from mrl.service.sessions.samples import Match, Samples
 from mrl.system.heartbeat import phase
 from parallel.checkpoint.manifest import candidates, folder_name, step_of
-from parallel.kept_gradients import KeptGradients
 from parallel.mesh import Mesh
+from parallel.optimizer.kept_gradients import KeptGradients
 from parallel.policy import Policy
 
 

@@ -26,7 +26,7 @@ from parallel.checkpoint.pickle_scan import check_pickles, imported
 from parallel.checkpoint.saved_tensors import SavedTensors
 from parallel.checkpoint.shard_writer import ShardWriter, check_coverage
 from parallel.checkpoint.sharded_state import state_shards
-from parallel.optimizer_state import optimizer_shards
+from parallel.optimizer.state import optimizer_shards
 from tests.parallel.checkpoint.test_checkpoint_failures import before_shares
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
 from tests.parallel.conftest import write_model

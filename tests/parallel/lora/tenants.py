@@ -18,7 +18,7 @@ from parallel.lora.rules import read_adapter
 from parallel.lora.shared_base import SharedBase
 from parallel.lora.weights import LoraSetup
 from parallel.mesh import Mesh
-from parallel.optimizer_state import get_step, optimizer_shards
+from parallel.optimizer.state import get_step, optimizer_shards
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
 from tests.parallel.layouts import exported, loss, ready_batch

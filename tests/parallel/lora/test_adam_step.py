@@ -10,8 +10,8 @@ import pytest
 from mrl.config import OptimizerConfig
 from mrl.errors import NotFinite
 from mrl.types import Sample
-from parallel.adam_step import AdamStep
 from parallel.mesh import Mesh
+from parallel.optimizer.adam_step import AdamStep
 from parallel.policy import Policy
 from tests.parallel.layouts import exported, join_mesh, loss, ready_batch
 from tests.parallel.lora.tenants import TENANTS, differences, make, state

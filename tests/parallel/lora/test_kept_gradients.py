@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mrl.types import Sample
-from parallel.kept_gradients import KeptGradients
 from parallel.lora.shared_base import SharedBase
 from parallel.mesh import Mesh
+from parallel.optimizer.kept_gradients import KeptGradients
 from parallel.policy import Policy
 from tests.parallel.conftest import make_samples
 from tests.parallel.layouts import join_mesh, loss, ready_batch

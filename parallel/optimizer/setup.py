@@ -12,9 +12,9 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config import OptimizerConfig
-from parallel.adam_step import NO_CLIPPING
-from parallel.muon import MuonAndAdam
-from parallel.muon_setup import build_muon
+from parallel.optimizer.adam_step import NO_CLIPPING
+from parallel.optimizer.muon import MuonAndAdam
+from parallel.optimizer.muon_setup import build_muon
 from parallel.options.read import MegatronOptions
 from parallel.weights import WeightMap
 

@@ -4,7 +4,7 @@ Megatron keeps the state in three forms: for the parameter itself (FP32Optimizer
 parameter (Float16OptimizerWithFloat16Params), or only for the range of a flattened shard that this
 data-parallel rank owns (DistributedOptimizer). Torch's or TransformerEngine's Adam updates this
 state. With `optimizer_cpu_offload` there are several Adams in a HybridDeviceOptimizer, which may
-update separate fp32 copies. With Muon there is a Muon beside the Adam (`parallel.muon.MuonAndAdam`).
+update separate fp32 copies. With Muon there is a Muon beside the Adam (`MuonAndAdam`).
 This module presents all of these in one form: a range of the flattened parameter, and fp32 tensors
 over this range.
 """
@@ -22,9 +22,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from parallel import scaled_state
-from parallel.layer_wise import LayerWiseOptimizer
-from parallel.muon import Muon, MuonAndAdam
+from parallel.optimizer import scaled_state
+from parallel.optimizer.layer_wise import LayerWiseOptimizer
+from parallel.optimizer.muon import Muon, MuonAndAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)

@@ -11,9 +11,9 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from mrl.config import OptimizerConfig
-from parallel.layer_wise import LayerWiseOptimizer, divide, frozen
-from parallel.muon import Matrix, Muon, MuonAndAdam
-from parallel.optimizer_state import main_parameters, parts_of
+from parallel.optimizer.layer_wise import LayerWiseOptimizer, divide, frozen
+from parallel.optimizer.muon import Matrix, Muon, MuonAndAdam
+from parallel.optimizer.state import main_parameters, parts_of
 from parallel.owners import num_states
 from parallel.weights import Entry, WeightMap
 
