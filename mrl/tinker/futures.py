@@ -26,7 +26,6 @@ LOST_MODEL = (
     "; load a checkpoint, or make a new training client from one with "
     "create_training_client_from_state_with_optimizer"
 )
-PASSES = ("forward", "forward_backward")
 Answer = dict[str, Any]
 
 
