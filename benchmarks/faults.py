@@ -43,8 +43,6 @@ SAVED = {
     "stop-rank-train": 2, "stop-rank-save": 2,
 }  # fmt: skip
 """Rows of `mrl drill` on saved rollouts, with the number of their fault."""
-ELSEWHERE = {"kill-worker", "stop-worker", "kill-supervisor"}
-"""Faults of ranks that lead engines only: `make async` and tests/drill strike these."""
 TOPICS = ("inputs", "tested", "drill", "engine")
 
 

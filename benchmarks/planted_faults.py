@@ -65,13 +65,6 @@ PLANTED: dict[str, Fault] = {
 EXPERTS = ((1, 0), (2, 3), (4, 6))
 EXPERT_SIZES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3)
 TEMPERATURES = (1.0001, 1.001, 1.01, 1.03, 1.1, 1.5, 0.9)
-MOVES = {
-    "stale expert": "mismatch/logprob_abs_mean",
-    "shifted routes": "routing/disagreement",
-    "other temperature": "mismatch/k3",
-    "stale model": "mismatch/logprob_abs_mean",
-}
-"""A metric of the dashboard that each of them moves."""
 
 
 @dataclass(frozen=True)

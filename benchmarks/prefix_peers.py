@@ -56,8 +56,6 @@ CASES = (
     Case("even", 512, 512, 4),
     Case("short prompts", 128, 512, 8),
 )
-Step = Callable[[], Tensor]
-"""Takes a step, and returns the log-probs before it: f32[tokens of all answers]."""
 
 
 def dense_samples(case: Case) -> list[Sample]:

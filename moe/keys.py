@@ -3,22 +3,19 @@ activation recompute.
 
 An indexer (`parallel.layers.indexer`) chooses the keys that a query sees, as a router chooses experts.
 A choice changes when the weights or the order of sums change, and the log-probs with it. So a training
-pass can replay the choices of the pass that computed the old log-probs, or those of an engine.
+pass can replay the choices of the pass that computed the old log-probs.
 
 A choice is a tensor of positions [n, K] of keys, each counted from the start of the query's sequence.
-A row of NO_KEYS has no choice: either the query sees all keys up to its own, because they are at most
-K, or the indexer chooses.
+A row of NO_KEYS has no choice: the query sees all keys up to its own, because they are at most K.
 
-Dimensions: n rows (tokens) of this rank, N packed tokens, T tokens of a sample, L layers, K keys per
-query (`index_topk`).
+Dimensions: n rows (tokens) of this rank, K keys per query (`index_topk`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,81 +73,3 @@ class KeyReplay:
         if self._in_forward and self._records:
             dtype = torch.int16 if longest <= LARGEST_NARROW else torch.int32
             self.recorded = chosen.to("cpu", dtype)
-
-
-def decode_keys(numbers: np.ndarray, *, num_tokens: int, num_layers: int, topk: int) -> Tensor:
-    """Return the choices i32[T-1, L, K] of a sample from the numbers that an engine sent for it.
-
-    numbers: the flat int32 array that SGLang returns as `indexer_topk` with
-    `--enable-return-indexer-topk`: [T-1, L, K] in C order, -1 where there are fewer keys than K.
-
-    Raises ValueError for a wrong count, a position that is not one of the keys up to the query's own, a
-    repeated position, and a query that has fewer keys than it could.
-    """
-    rows = num_tokens - 1
-    if numbers.size != rows * num_layers * topk:
-        raise ValueError(
-            f"keys of the indexer: got {numbers.size} numbers, expected {rows * num_layers * topk}: "
-            f"{num_tokens} tokens less the last = {rows} rows x {num_layers} layers x top-{topk}"
-        )
-    keys = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int32)).view(
-        rows, num_layers, topk
-    )
-    position = torch.arange(rows).view(-1, 1)
-    ordered = keys.sort(-1).values
-    given = (ordered >= 0).sum(-1)
-    for wrong, what in (
-        (
-            (keys < NO_KEYS).any(-1) | (ordered[..., -1] > position),
-            "keys that come after the query",
-        ),
-        (
-            ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1),
-            "a key twice",
-        ),
-        (given != (position + 1).clamp(max=topk), "another number of keys than it has or can see"),
-    ):
-        if bool(wrong.any()):
-            row, layer = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"keys of the indexer: the query at position {row} has {what} in layer {layer + 1}: "
-                f"{keys[row, layer].tolist()!r:.80}"
-            )
-    return keys
-
-
-def join_keys(
-    parts: Sequence[Tensor | None],
-    lengths: Sequence[int],
-    padded_lengths: Sequence[int] | None = None,
-) -> Tensor | None:
-    """Return the choices i32[N, L, K] of a packed micro-batch; None if no sequence has any.
-
-    parts: for each sequence its choices [T-1, L, K], or None. lengths: T of each sequence.
-    padded_lengths: the number of rows that each occupies in the result; by default its length. The
-    last token of a sequence, padding, and sequences without choices have rows of NO_KEYS. Raises
-    ValueError for a part that does not have T-1 rows.
-    """
-    rooms = lengths if padded_lengths is None else padded_lengths
-    first = next((part for part in parts if part is not None), None)
-    if first is None:
-        return None
-    joined = first.new_full((sum(rooms), *first.shape[1:]), NO_KEYS)
-    start = 0
-    for part, length, room in zip(parts, lengths, rooms, strict=True):
-        if part is not None:
-            if len(part) != length - 1:
-                raise ValueError(
-                    f"keys of the indexer: got {len(part)} rows for {length} tokens, expected "
-                    f"{length - 1}: the last token has none"
-                )
-            joined[start : start + length - 1] = part
-        start += room
-    return joined
-
-
-def local_keys(keys: Tensor, owned_layers: Iterable[int], rows: slice) -> dict[int, Tensor]:
-    """Return the choices that this rank replays, i32[n, K] for each layer in `owned_layers`, by layer
-    number. `keys` [rows, L, K] are those of this context-parallel rank in all layers of the model, and
-    `rows` selects those of this tensor-parallel rank (`moe.align.row_slice`)."""
-    return {number: keys[rows, number - 1].contiguous() for number in owned_layers}

@@ -87,8 +87,8 @@ class Replay:
         return replace(self, scores=tuple(scores))
 
     def with_keys(self, keys: Sequence[Keys]) -> Replay:
-        """Return this replay for a pass whose indexers also replay a choice of keys: that of an earlier
-        pass (`PassOutput.chosen_keys`) or of an engine (`moe.keys.local_keys`)."""
+        """Return this replay for a pass whose indexers also replay the choice of keys of an earlier
+        pass with the same micro-batches (`PassOutput.chosen_keys`)."""
         return replace(self, keys=tuple(keys))
 
 

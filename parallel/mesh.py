@@ -255,11 +255,11 @@ def compare_clocks() -> str:
     return skew_in_words(gather_objects((socket.gethostname(), time.time())))
 
 
-def skew_in_words(times: list[tuple[str, float]], most: float = MAX_SKEW_S) -> str:
-    """Return a warning if the clocks of two hosts differ by more than `most` seconds, or else an
+def skew_in_words(times: list[tuple[str, float]]) -> str:
+    """Return a warning if the clocks of two hosts differ by more than MAX_SKEW_S seconds, or else an
     empty string. `times` are (host, seconds since 1970), read at the same moment."""
     (early, first), (late, last) = (pick(times, key=lambda pair: pair[1]) for pick in (min, max))
-    if last - first <= most or early == late:
+    if last - first <= MAX_SKEW_S or early == late:
         return ""
     return (
         f"the clock of {late} is {last - first:.0f} s ahead of that of {early}: times in logs and "

@@ -66,7 +66,7 @@ class MtpLoss:
         self._chunks = [unwrap(chunk) for chunk in chunks]
         self._mesh, self._num_layers, self._factor = mesh, num_layers, factor
         self._counts: list[float] = []
-        self._table: Tensor | None = None
+        self._embedding_weight: Tensor | None = None
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """Prepare for the micro-batches (on the CPU) of an optimizer step. A collective.
@@ -80,11 +80,11 @@ class MtpLoss:
             dist.all_reduce(counts, group=self._mesh.dp)
         self._counts = [max(1.0, float(count)) for count in counts.tolist()]
         self._gather_parameters()
-        self._table = self._embedding()
+        self._embedding_weight = self._embedding_on_last_stage()
 
     def end_step(self) -> None:
         """Free the copy of the embedding."""
-        self._table = None
+        self._embedding_weight = None
 
     def __call__(self, given: HeadInput) -> tuple[Tensor, Statistics]:
         """Return the loss of a micro-batch on the last stage, with gradient, and `loss/mtp`. Under
@@ -124,17 +124,17 @@ class MtpLoss:
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings [n, h] of the tokens `ids` i64[c]."""
-        table, mesh = self._table, self._mesh
-        assert table is not None
-        local = ids - mesh.tp_rank * len(table)
-        known = (local >= 0) & (local < len(table))
-        rows = F.embedding(torch.where(known, local, 0), table) * known.unsqueeze(1)
+        weight, mesh = self._embedding_weight, self._mesh
+        assert weight is not None
+        local = ids - mesh.tp_rank * len(weight)
+        known = (local >= 0) & (local < len(weight))
+        rows = F.embedding(torch.where(known, local, 0), weight) * known.unsqueeze(1)
         if mesh.dims.tp == 1:
             return rows
         return reduce_scatter_to_sequence_parallel_region(rows, group=mesh.tp)
 
     @torch.no_grad()
-    def _embedding(self) -> Tensor | None:
+    def _embedding_on_last_stage(self) -> Tensor | None:
         """Return the weights [V_loc, h] of the embedding on the last pipeline stage. A collective."""
         mesh, (first, last) = self._mesh, (self._chunks[0], self._chunks[-1])
         if mesh.dims.pp == 1:

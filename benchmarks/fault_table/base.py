@@ -6,7 +6,6 @@ import contextlib
 import io
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +81,3 @@ class Toy:
             "rollout.max_response_len=96", "rollout.min_response_len=96",
             "train.micro_batch_tokens=1024", "rollout.stall_timeout_s=10", *more,
         ]  # fmt: skip
-
-
-Make = Callable[[Toy], Row]

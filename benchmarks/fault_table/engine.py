@@ -158,8 +158,6 @@ class Struck:
     """One a fault, in the order of the steps from step 1 on."""
     failures: list[str] = field(default_factory=list)
     """What does not hold, one sentence each."""
-    calm_rollout_s: float = 0.0
-    """Seconds of the rollout of step 0, which has no fault."""
     last_restarts: float = 0.0
     """Engines that were replaced in the last step, which has no fault of its own."""
 
@@ -169,7 +167,6 @@ def strike_every_step(run: Run, faults: Sequence[str], seed: int) -> Struck:
     struck, chance = Struck(), random.Random(seed)
     try:
         calm = run.wait_for_step(0)
-        struck.calm_rollout_s = calm["time/rollout_s"]
         for step, fault in enumerate(faults, start=1):
             share = 0.9 * chance.random()  # the first step is slower than the others
             time.sleep(calm["time/sync_s"] + share * calm["time/rollout_s"])

@@ -42,7 +42,6 @@ PASSING = ("tmp", ".lock")
 class Packed(NamedTuple):
     """What an archive holds."""
 
-    num_entries: int
     num_bytes: int
     """The size of the archive."""
     left_out: list[str]
@@ -82,7 +81,7 @@ def pack(folder: Path, archive: Path) -> Packed:
                 left_out.append(name)
                 continue
             tar.add(folder / name, arcname=name, filter=_cut)
-    return Packed(len(entries) - len(left_out), archive.stat().st_size, left_out)
+    return Packed(archive.stat().st_size, left_out)
 
 
 def restore(archive: Path, folder: Path) -> str:

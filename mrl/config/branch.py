@@ -42,3 +42,17 @@ def _is_number(branch: type[BaseModel], name: str) -> bool:
 def one_or_several(value: Any) -> Any:
     """Return a string as a 1-tuple, and any other value unchanged."""
     return (value,) if isinstance(value, str) else value
+
+
+def as_words(value: Any) -> Any:
+    """Return the words of a command: a string as a list with one word, a number in a list or tuple as
+    its text, and anything else unchanged."""
+    words = one_or_several(value)
+    if not isinstance(words, (list, tuple)):
+        return words
+    return [str(word) if type(word) in (int, float) else word for word in words]
+
+
+def off_as_word(value: Any) -> Any:
+    """Return "off" for False, because YAML 1.1 reads a bare `off` as false; other values unchanged."""
+    return "off" if value is False else value

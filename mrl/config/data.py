@@ -134,12 +134,6 @@ class DataConfig(Branch):
         )
 
     @property
-    def has_weights(self) -> bool:
-        """Whether the sources have weights. If so, the weights determine the share of prompts from
-        each source."""
-        return any(source.weight is not None for source in self.sources)
-
-    @property
     def rewards(self) -> dict[str, Rewards]:
         """The rewards that are set in the sources, as a dict. The key of a reward is the line of
         text that `describe_rewards` returns for it. `Prompt.reward` contains the same line."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mrl.config.branch import Branch, one_or_several
+from mrl.config.branch import Branch, as_words
 
 
 class McpConfig(Branch):
@@ -38,10 +38,7 @@ class McpConfig(Branch):
     @field_validator("command", "url", mode="before")
     @classmethod
     def _as_words(cls, value: Any) -> Any:
-        words = one_or_several(value)
-        if not isinstance(words, (list, tuple)):
-            return words
-        return [str(word) if type(word) in (int, float) else word for word in words]
+        return as_words(value)
 
     @model_validator(mode="after")
     def _has_server(self) -> McpConfig:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mrl.config.branch import Branch, one_or_several
+from mrl.config.branch import Branch, as_words, one_or_several
 from mrl.config.dtypes import Dtype
 from mrl.config.mcp import McpConfig
 from mrl.config.training import ModelConfig
@@ -254,10 +254,7 @@ class EnvironmentConfig(Branch):
     @field_validator("command", mode="before")
     @classmethod
     def _as_words(cls, value: Any) -> Any:
-        words = one_or_several(value)
-        if not isinstance(words, (list, tuple)):
-            return words
-        return [str(word) if type(word) in (int, float) else word for word in words]
+        return as_words(value)
 
     @model_validator(mode="after")
     def _one_form(self) -> EnvironmentConfig:

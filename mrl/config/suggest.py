@@ -63,17 +63,6 @@ def _find(key: str, known: Sequence[str], *, is_own: bool) -> str:
     return _quoted(*FOREIGN[names[0]]) if names and FOREIGN[names[0]][0] in known else ""
 
 
-def recipe_key_for(key: str) -> str | None:
-    """Return the recipe's key that `key` stands for; None if there is none.
-
-    `key` is the exact key of another framework, or a recipe's key whose section is wrong or missing.
-    """
-    if (foreign := _foreign(key)) is not None:
-        return foreign[0]
-    leaf = key.rpartition(".")[2]
-    return next((own for own in all_keys() if own.rpartition(".")[2] == leaf), None)
-
-
 def _quoted(key: str, note: str = "") -> str:
     return f"{key!r} ({note})" if note else repr(key)
 

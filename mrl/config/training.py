@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from mrl.config.branch import Branch
+from mrl.config.branch import Branch, off_as_word
 from mrl.config.data import RowsConfig
 from mrl.config.dtypes import Dtype
 
@@ -102,7 +102,7 @@ class TrainConfig(Branch):
     @field_validator("share_prefixes", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+        return off_as_word(value)
 
 
 class OptimizerConfig(Branch):
@@ -215,7 +215,7 @@ class MoeConfig(Branch):
     @field_validator("routing_replay", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+        return off_as_word(value)
 
 
 class SftConfig(RowsConfig):

@@ -77,7 +77,7 @@ def read_form(source: str, values: dict[str, Any], prompt_key: str | None, colum
             raise InputError(f"{source}: `{key}` has nothing before the assistant's turn")
         values.setdefault("completion", completion)
     elif isinstance(values.get("completion"), (str, list)):
-        completion = _completion(values["completion"], source)
+        completion = _completion(values["completion"])
     truth = values.get("reward_model")
     if isinstance(truth, dict) and "ground_truth" in truth:
         values.setdefault("answer", truth["ground_truth"])
@@ -183,7 +183,7 @@ def _check_content(content: Any, source: str, key: str) -> None:
         raise InputError(f"{source}: `{key}` must be a list of messages, got a string")
 
 
-def _completion(completion: str | list[Any], source: str) -> str | None:
+def _completion(completion: str | list[Any]) -> str | None:
     """Return the text of the column `completion`: a string, or the content of the only message in a
     list, if that message is the assistant's (TRL). None for any other list."""
     if isinstance(completion, str):

@@ -17,6 +17,7 @@ import psutil
 
 from mrl.run.failure import Failure, newest_step, read_failure
 from mrl.run.folder import RunFolder
+from mrl.system.scratch import SHARED_MEMORY
 from parallel.checkpoint.manifest import partial_folder
 
 POLL_S = 0.02
@@ -24,7 +25,6 @@ GONE_WITHIN_S = 30.0
 """Seconds after the end of the launcher within which all of its processes must have ended."""
 KILLED_WITHIN_S = 30.0
 """Seconds that a process may take to end after SIGKILL."""
-SHARED_MEMORY = Path("/dev/shm")
 ENGINE = "sglang"
 """A word that the command line of every engine process contains."""
 

@@ -60,7 +60,7 @@ class Call(Generic[Owner]):
 
 
 @dataclass(frozen=True)
-class Loss(Generic[Owner]):
+class LostCalls(Generic[Owner]):
     """What was unanswered when a process was lost."""
 
     reason: str
@@ -207,7 +207,7 @@ class Calls(Generic[Owner]):
             call.state, self._cancelled_at = "cancelling", now
             self._process.send({NUMBER: 0, "cancel": number})
 
-    def lose(self, error: Exception) -> Loss[Owner]:
+    def lose(self, error: Exception) -> LostCalls[Owner]:
         """Remove what is left of the process after `receive` has raised `error`. Forget all calls."""
         reason = str(self._process.lost(error))
         calls, self.busy_since = list(self._open.values()), None
@@ -215,8 +215,8 @@ class Calls(Generic[Owner]):
             self._close(number)
         for states in (("busy",), ("awaits", "cancelling"), ("sent",)):
             if suspects := [call for call in calls if call.state in states]:
-                return Loss(reason, calls, suspects)
-        return Loss(reason, calls, [])
+                return LostCalls(reason, calls, suspects)
+        return LostCalls(reason, calls, [])
 
     def end(self) -> None:
         """End the process, and forget all calls."""

@@ -29,7 +29,7 @@ from mrl.errors import RunFailed
 from mrl.rewards.budget import Budget
 from mrl.system.worker_process import BadReply, WorkerNotStarted, WorkerProcess
 
-OTHER_ANSWER = (
+NOT_REPRODUCIBLE = (
     "another episode killed its process, and its answers differed when it was replayed: an environment "
     "must be determined by its seed"
 )
@@ -243,7 +243,7 @@ class EpisodeWorker:
             self._unsent[episode] = None
         elif episode.num_played < len(episode.history):
             if "error" not in reply and reply != episode.history[episode.num_played][1]:
-                reply = {"error": OTHER_ANSWER}
+                reply = {"error": NOT_REPRODUCIBLE}
             if "error" in reply:
                 self._reply(episode, reply)
             else:

@@ -33,23 +33,20 @@ def share_bytes(data: bytes) -> list[bytes]:
     return [buffers[i].numpy().tobytes() if i in buffers else b"" for i in range(len(sizes))]
 
 
-def gather_bytes(data: bytes, reader: int = 0) -> list[bytes] | None:
-    """Return the bytes of every rank, in rank order, on rank `reader`; None on other ranks. A
-    collective."""
+def gather_bytes(data: bytes) -> list[bytes] | None:
+    """Return the bytes of every rank, in rank order, on rank 0; None on other ranks. A collective."""
     sizes = _sizes(len(data))
-    rank = dist.get_rank()
-    if rank != reader:
+    if dist.get_rank():
         if data:
-            dist.send(_buffer(data), reader)
+            dist.send(_buffer(data), 0)
         return None
-    buffers = {i: _empty(n) for i, n in enumerate(sizes) if n and i != reader}
+    buffers = {i: _empty(n) for i, n in enumerate(sizes) if n and i}
     works = [dist.irecv(buffer, i) for i, buffer in buffers.items()]
     for work in works:
         assert work is not None
         work.wait()
     return [
-        data if i == reader else buffers[i].numpy().tobytes() if n else b""
-        for i, n in enumerate(sizes)
+        data if i == 0 else buffers[i].numpy().tobytes() if n else b"" for i, n in enumerate(sizes)
     ]
 
 

@@ -38,6 +38,7 @@ from mrl.run.failure import (
     saved_in,
     write_failure,
 )
+from mrl.system.files import text_or_empty
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.system.oom_killer import OomKills, read_oom_kills
 from mrl.system.process_search import kill_by_variable
@@ -153,7 +154,7 @@ def _exit_without_others(scratch: Scratch) -> None:
         if not scratch.path.exists():
             return  # `_run` has ended
         time.sleep(1)
-    code = int(_text(ended))
+    code = int(text_or_empty(ended))
     time.sleep(RETURN_S)
     if scratch.path.exists():
         text = "mrl: the other nodes do not answer; exiting without them"
@@ -240,7 +241,7 @@ def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) ->
     number, first = _first(error)
     if (folder / OVER_FILE).exists() and first.exitcode == -signal.SIGKILL:
         return ExitCode.DONE  # the run was done, and a rank that did not exit was killed
-    run = _text(folder / RUN_FILE)
+    run = text_or_empty(folder / RUN_FILE)
     if first.exitcode in (
         ExitCode.BAD_INPUT, ExitCode.SAVED, ExitCode.INTERRUPTED,
         ExitCode.TERMINATED, ExitCode.HANGUP,
@@ -253,7 +254,7 @@ def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) ->
         lost = dataclasses.replace(
             hung or _killed(number, signal.Signals(-first.exitcode).name, killed, found),
             **(saved_in(run) if run else {}),
-            command=_text(folder / COMMAND_FILE) or shlex.join(_own_command()),
+            command=text_or_empty(folder / COMMAND_FILE) or shlex.join(_own_command()),
         )
         found = lost
         if run:
@@ -261,7 +262,8 @@ def _report(error: Any, folder: Path, killed: OomKills, hung: Failure | None) ->
                 found = write_failure(run, lost)
     if found is None:  # no run, or one that had not begun: the rank has printed the reason
         return first.exitcode
-    print_failure(dataclasses.replace(found, command=found.command or _text(folder / COMMAND_FILE)))
+    command = found.command or text_or_empty(folder / COMMAND_FILE)
+    print_failure(dataclasses.replace(found, command=command))
     return found.exit_code
 
 
@@ -315,12 +317,6 @@ def _forward(number: int, frame: Any) -> None:
     for pid in children():
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _text(file: Path) -> str:
-    with suppress(OSError):
-        return file.read_text()
-    return ""
 
 
 def _silence() -> None:

@@ -39,7 +39,7 @@ def newton_schulz_flops(
     return total
 
 
-def muon_rows(stage: Stage, dims: ParallelDims, work: Workload) -> list[Row]:
+def muon_rows(stage: Stage, work: Workload) -> list[Row]:
     """Return the row of temporary memory that an orthogonalisation needs."""
     sizes = [numel for part in stage.trained if part.is_muons for _, numel in part.tensors]
     if not work.state.muon or not sizes:

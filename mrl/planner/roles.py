@@ -107,7 +107,7 @@ def _stage_phases(
         "update": (
             *own,
             *step_rows(shard, work.state, work.weight_bytes),
-            *muon_rows(stage, dims, work),
+            *muon_rows(stage, work),
         ),
     }
     role = "trainer" if work.rollout_ranks else "both"

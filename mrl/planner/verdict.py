@@ -134,8 +134,7 @@ def _advice(
 ) -> str:
     """Return in words which change of one setting lowers the peak most, or that no change lowers it."""
     answers = [
-        (worst(shape, d, w, gpu).device_bytes, text)
-        for text, d, w in _changes(shape, dims, work, gpu)
+        (worst(shape, d, w, gpu).device_bytes, text) for text, d, w in _changes(shape, dims, work)
     ]
     if not answers or min(answers)[0] >= peak.device_bytes:
         return "no single setting lowers it: use more GPUs"
@@ -146,7 +145,7 @@ def _advice(
 
 
 def _changes(
-    shape: ModelShape, dims: ParallelDims, work: Workload, gpu: Hardware
+    shape: ModelShape, dims: ParallelDims, work: Workload
 ) -> list[tuple[str, ParallelDims, Workload]]:
     """Return plans that may need less memory. Each differs from the given plan in one setting.
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from mrl.errors import InputError
+from mrl.system.scratch import SHARED_MEMORY
 
 MIN_FILES = 256
 """Lowest accepted limit on open files per process; a rank with an engine opens up to about 100."""
 NUM_PORTS = 8
 """Number of ports that a rank and its engine need."""
 CONNECT_TIMEOUT_S = 5.0
-SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 16 << 20
 """Bytes of /dev/shm that a rank needs for buffers of NCCL and of the engine's processes."""
 

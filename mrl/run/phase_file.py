@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 from mrl.system.files import write_whole
 from mrl.system.heartbeat import Pulse, Samples
 from mrl.system.json_text import check_kinds, parse_row
-from mrl.system.proc import stat_of
+from mrl.system.proc import kernel_and_namespace, stat_of
 
 FILE = "phase.json"
 MIN_GAP_S, SIGN_S = 0.4, 5.0
@@ -141,8 +140,5 @@ def is_gone(phase: dict[str, Any]) -> bool:
 def _host() -> str:
     """Return the name of this machine with a digest of the kernel's boot id and the PID namespace.
     Within the same value, a process id means the same process."""
-    kernel = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        kernel = f" {boot} {os.readlink('/proc/self/ns/pid')}"
+    kernel = f" {kernel_and_namespace('pid')}"
     return f"{socket.gethostname()} {hashlib.sha256(kernel.encode()).hexdigest()[:12]}"

@@ -108,6 +108,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def text_or_empty(file: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
+    with suppress(OSError):
+        return file.read_text()
+    return ""
+
+
 def bytes_in_words(num_bytes: int) -> str:
     """Format a number of bytes like `12.3 MB`, with decimal prefixes."""
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]

@@ -7,11 +7,10 @@ module does not import torch, because `mrl.launch` uses it.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.system.files import bytes_in_words
+from mrl.system.files import bytes_in_words, text_or_empty
 
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -52,7 +51,7 @@ def read_oom_kills(proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgrou
     If the cgroup has no counter, the counter of the nearest parent that has one is read.
     """
     host = _count(proc / "vmstat")
-    for line in _text(proc / "self/cgroup").splitlines():
+    for line in text_or_empty(proc / "self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             root, events, limit = mount, "memory.events", "memory.max"
@@ -70,7 +69,7 @@ def read_oom_kills(proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgrou
 
 
 def _count(file: Path) -> int | None:
-    found = _COUNT.search(_text(file))
+    found = _COUNT.search(text_or_empty(file))
     return None if found is None else int(found[1])
 
 
@@ -79,11 +78,5 @@ def _limit(file: Path) -> str:
 
     Without a limit, the file has `max` in cgroup version 2, and a huge number in version 1.
     """
-    text = _text(file).strip()
+    text = text_or_empty(file).strip()
     return bytes_in_words(int(text)) if text.isdigit() and int(text) < 1 << 60 else ""
-
-
-def _text(file: Path) -> str:
-    with suppress(OSError):
-        return file.read_text()
-    return ""

@@ -113,13 +113,13 @@ def _find_module(kind: Kind, spec: str) -> ModuleType:
         return _import_file(kind, spec, Path(spec))
     if spec in kind.names():
         return _guarded(kind, spec, lambda: importlib.import_module(kind.module(spec)))
-    if "." not in spec or not all(spec.split(".")) or not _exists(kind, spec):
+    if "." not in spec or not all(spec.split(".")) or not _exists(spec):
         yours = f"path/file.py:{kind.example} or package.module:{kind.example}"
         raise InputError(_unknown(kind, spec, f"name your own as {yours}"))
     return _guarded(kind, spec, lambda: importlib.import_module(spec))
 
 
-def _exists(kind: Kind, module: str) -> bool:
+def _exists(module: str) -> bool:
     """Return whether a module exists. Its package is imported to find out."""
     try:
         return importlib.util.find_spec(module) is not None

@@ -1,4 +1,4 @@
-"""Reads /proc/PID/stat, with few imports, for launchers and monitors."""
+"""Reads /proc with few imports, for launchers and monitors."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ def stat_of(pid: int) -> ProcessStat | None:
         cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         return ProcessStat(fields[0], int(fields[1]), cpu_s, fields[19])
     return None
+
+
+def kernel_and_namespace(kind: str) -> str:
+    """Return a text that is equal for processes of one running kernel in the same namespace of `kind`
+    (`net`, `pid`); empty if it cannot be read."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}"
+    return ""
 
 
 def is_stopped(pid: int) -> bool:

@@ -14,9 +14,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
-from pathlib import Path
 
 from mrl.errors import InputError
+from mrl.system.proc import kernel_and_namespace
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -89,10 +89,7 @@ def own_network() -> str:
     It identifies the running kernel and the network namespace. A host name is not sufficient, because
     several hosts and containers may have the same name.
     """
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    return socket.gethostname()
+    return kernel_and_namespace("net") or socket.gethostname()
 
 
 def address_towards(host: str) -> str:

@@ -22,6 +22,7 @@ PREFIX = "mrl-"
 LOCK_FILE = "owner.lock"
 FILES_FILE = "shared_memory"
 SHARED_MEMORY = Path("/dev/shm")
+"""The folder of POSIX shared memory."""
 MAX_SOCKET_BYTES = 107
 """The largest number of bytes in the path of a UNIX socket."""
 RANDOM_CHARS = 8

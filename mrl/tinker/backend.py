@@ -41,7 +41,8 @@ FOLDERS: dict[Kind, saved.Kind] = {
 EXPORTED = "export."
 """Prefix of the names of samplers that are written for an export. Clients cannot use it."""
 NOT_YOURS = "there is no {what} {key!r} that this key owns"
-SETTLING = ("queued", "running")
+UNFINISHED = ("queued", "running")
+"""States of an operation, and of a session of the service, that others follow."""
 WILL_FAIL = (
     "; the next optim_step of this model will fail and drop all gradients since the last one, because "
     "those of this request are missing: then begin the step again"
@@ -240,7 +241,7 @@ class Backend:
         the SDK may have split a batch, of which other passes were accepted. Return the text to add to
         the reason of the refusal; empty if the model takes no requests."""
         tenant = self.tenant(model["tenant"])
-        if tenant is None or tenant.state not in SETTLING:
+        if tenant is None or tenant.state not in UNFINISHED:
             return ""
         self.ledger.add("refused", tenant=tenant.name, what=what)
         return WILL_FAIL
@@ -271,7 +272,7 @@ class Backend:
     def active(self, name: str) -> Tenant:
         """Return a session of the service that takes operations."""
         tenant = self.tenant(name)
-        if tenant is None or tenant.state not in SETTLING:
+        if tenant is None or tenant.state not in UNFINISHED:
             state = "removed" if tenant is None else tenant.state
             why = f" ({tenant.reason})" if tenant is not None and tenant.reason else ""
             raise Refused(
@@ -324,7 +325,7 @@ class Backend:
         is being opened, operations of an earlier life count as "queued", because their outcome is not
         known yet."""
         tenant = self.tenant(request["tenant"])
-        if tenant is not None and tenant.state in SETTLING and not self.is_open(tenant):
+        if tenant is not None and tenant.state in UNFINISHED and not self.is_open(tenant):
             return {"state": "queued"}
         try:
             return self.registry.operations.look(request["tenant"], request["operation"])
@@ -340,7 +341,7 @@ class Backend:
         is no complete checkpoint with this name."""
         if not tenant:
             return None
-        return saved.look(self.run_folder(tenant), FOLDERS[kind], saved_name(kind, name))
+        return saved.describe(self.run_folder(tenant), FOLDERS[kind], saved_name(kind, name))
 
 
 def saved_name(kind: Kind, name: str) -> str:

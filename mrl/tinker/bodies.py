@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from mrl.config.explain import first_problem
+from mrl.service.sessions.sequence import TokenId
 from mrl.tinker.data import DTYPES, MAX_INPUTS, BadDatum, Pass, make_datum
 from mrl.web.limits import Refused
 
@@ -18,7 +19,6 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 Sequence = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 """A number that a client gives to a request, so that a repeated request is recognized."""
-TokenId = Annotated[int, Strict(), Field(ge=0, lt=1 << 31)]
 Name = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 """The name of a checkpoint."""
 Metadata = Annotated[dict[Short, Any], Field(max_length=64)] | None
@@ -271,15 +271,6 @@ class Cancel(Body):
 
 class WeightsInfo(Body):
     tinker_path: Text
-
-
-class CopyWeights(Body):
-    session_id: Short | None = None
-    model_seq_id: Sequence | None = None
-    destination_project_id: Short | None = None
-    source_path: Text
-    ttl_seconds: Seconds | None = None
-    weights_access_token: Text | None = None
 
 
 class Ttl(Body):

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mrl.service.registry import Registry
+from mrl.service.sessions.bodies import MAX_TOKENS
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import Backend
 from mrl.tinker.checkpoints import Checkpoints, as_time, page
@@ -23,8 +24,6 @@ from mrl.tinker.training import Training
 from mrl.web.app import Incoming
 from mrl.web.limits import Refused
 
-MAX_TOKENS = 1 << 17
-"""Maximum number of tokens of an operation."""
 CHUNK_LEN = 1024
 """Maximum number of sequences that the SDK sends in one request."""
 BYTES_OF_TOKEN = 16

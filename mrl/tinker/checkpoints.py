@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from mrl.service.sessions.saved import remove_saved
 from mrl.tinker import bodies, paths
-from mrl.tinker.backend import FOLDERS, NOT_YOURS, SETTLING, Backend, Row, saved_name
+from mrl.tinker.backend import FOLDERS, NOT_YOURS, UNFINISHED, Backend, Row, saved_name
 from mrl.web.limits import Refused
 from parallel.checkpoint.hf_export import export_checkpoint
 
@@ -168,7 +168,7 @@ class Checkpoints:
         if row["folder"]:
             return row if Path(row["folder"]).is_dir() else None
         request = self._ledger.get("requests", row["request"])
-        if request is not None and self._backend.look(request)["state"] in SETTLING:
+        if request is not None and self._backend.look(request)["state"] in UNFINISHED:
             return row
         if (found := self._backend.saved(row["tenant"], row["kind"], row["name"])) is None:
             self._ledger.remove("checkpoints", row["path"])

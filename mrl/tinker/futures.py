@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.tinker.backend import SETTLING, Backend, Row
+from mrl.tinker.backend import UNFINISHED, Backend, Row
 from mrl.tinker.messages import write_pass, write_samples
 from mrl.web.limits import Refused
 
@@ -26,7 +26,6 @@ LOST_MODEL = (
     "; load a checkpoint, or make a new training client from one with "
     "create_training_client_from_state_with_optimizer"
 )
-PASSES = ("forward", "forward_backward")
 Answer = dict[str, Any]
 
 
@@ -59,7 +58,7 @@ class Futures:
         if row["kind"] == "create_model":
             return self._created(row)
         found = self._backend.look(row)
-        if found["state"] in SETTLING:
+        if found["state"] in UNFINISHED:
             return None
         if found["state"] == "done":
             return _done(row, found["result"])
@@ -83,7 +82,7 @@ class Futures:
     def _created(self, row: Row) -> Result | None:
         """Return the result of create_model: the model, once its session is open."""
         tenant = self._backend.tenant(row["tenant"])
-        if tenant is None or tenant.state not in SETTLING:
+        if tenant is None or tenant.state not in UNFINISHED:
             return failure(f"the model was not created{self._why(row)}", "user")
         if not self._backend.is_open(tenant):
             return None
@@ -159,7 +158,7 @@ def _sampled(about: Mapping[str, Any], result: Mapping[str, Any]) -> Result:
         (prompt,) = result["prompt_logprobs"]
     if about["top"]:
         (top,) = result["top_prompt_logprobs"]
-    prompt, top = _last(prompt, about["last_n"]), _last(top, about["last_n"])
+    prompt, top = _keep_last(prompt, about["last_n"]), _keep_last(top, about["last_n"])
     sequences = [
         {
             "stop_reason": "length" if each["stop_reason"] == "length" else "stop",
@@ -177,8 +176,8 @@ def _sampled(about: Mapping[str, Any], result: Mapping[str, Any]) -> Result:
     return Result(shown, write_samples(sequences, prompt, top, about["top"]))
 
 
-def _last(rows: Sequence[Any] | None, number: int | None) -> Sequence[Any] | None:
-    """Return the rows with None for all but the last `number`."""
+def _keep_last(rows: Sequence[Any] | None, number: int | None) -> Sequence[Any] | None:
+    """Return `rows` with None in the place of all but the last `number`; all if that is None."""
     if rows is None or number is None:
         return rows
     return [None] * (len(rows) - number) + list(rows[-number:])

@@ -11,10 +11,10 @@ from typing import Any
 
 from mrl.errors import DiskFailed, InputError
 from mrl.service.sessions.bodies import BASE, MAX_TOP
-from mrl.service.sessions.saved import place
+from mrl.service.sessions.saved import folder_of
 from mrl.system.disk import refusal
 from mrl.tinker import bodies, paths
-from mrl.tinker.backend import SETTLING, Backend, Row
+from mrl.tinker.backend import UNFINISHED, Backend, Row
 from mrl.tinker.checkpoints import Checkpoints, copy_name
 from mrl.tinker.data import BadDatum
 from mrl.web.limits import NotYet, Refused
@@ -88,7 +88,7 @@ class Samplers:
         parsed, saved = paths.parse(path), self._checkpoints.require(owner, path)
         model = self._backend.owned("models", owner, parsed.run)
         tenant = self._backend.tenant(model["tenant"])
-        is_open = tenant is not None and tenant.state in SETTLING
+        is_open = tenant is not None and tenant.state in UNFINISHED
         if is_open and parsed.kind == "sampler":
             return model["tenant"], parsed.name, model
         lora = bodies.Lora(
@@ -107,7 +107,7 @@ class Samplers:
             raise NotYet("the sampler is being opened; try again", OPEN_S)
         if self._backend.saved(tenant, "sampler", name) is not None:
             return
-        target = place(self._backend.run_folder(tenant), "samplers", name)
+        target = folder_of(self._backend.run_folder(tenant), "samplers", name)
         with self._backend.making:
             if target in self._copying:
                 raise NotYet("the sampler is being copied; try again", COPY_S)
@@ -130,7 +130,7 @@ class Samplers:
         """Return a sampler whose session of the service takes operations: if that was closed, paused or
         removed, another one samples in its place from now on, from the checkpoint."""
         tenant = self._backend.tenant(row["tenant"])
-        if tenant is not None and tenant.state in SETTLING:
+        if tenant is not None and tenant.state in UNFINISHED:
             return row
         if row["path"] is None:
             moved = {"tenant": self._host(owner, self._smallest()), "name": BASE}
@@ -158,7 +158,7 @@ class Samplers:
         with self._backend.making:
             number = 0
             while (tenant := self._backend.tenant(f"{name}-{number}")) is not None:
-                if tenant.state in SETTLING:
+                if tenant.state in UNFINISHED:
                     return tenant.name
                 number += 1
             try:

@@ -13,7 +13,6 @@ from mrl.tinker.app import LIMITS, App
 from mrl.tinker.calls import Calls
 from mrl.tinker.keys import FOLDER, Keys
 from mrl.tinker.ledger import Ledger
-from mrl.web.limits import Limits
 from mrl.web.server import HttpServer
 
 ADDRESS = "address"
@@ -24,7 +23,7 @@ class TinkerServer(Closing):
     """The server of the API. It listens from its construction until `close()`. Raises InputError
     if it cannot listen."""
 
-    def __init__(self, registry: Registry, limits: Limits | None = None) -> None:
+    def __init__(self, registry: Registry) -> None:
         port = registry.service.control.tinker
         assert port is not None
         folder = registry.root / FOLDER
@@ -33,10 +32,8 @@ class TinkerServer(Closing):
             self.calls = Calls(registry, ledger, Keys(registry.root))
             listener = undo.enter_context(open_tcp(port))
             self.address = self.calls.address = _address(listener)
-            app = App(self.calls, limits or LIMITS).asgi
-            server = HttpServer(
-                app, listener, limits or LIMITS, name="the Tinker API", as_error=_as_error
-            )
+            app = App(self.calls, LIMITS).asgi
+            server = HttpServer(app, listener, LIMITS, name="the Tinker API", as_error=_as_error)
             undo.enter_context(server)
             write_whole(folder / ADDRESS, self.address + "\n")
             self._undo = undo.pop_all()

@@ -66,7 +66,7 @@ def collect_comparison(folders: Sequence[Path]) -> dict[str, Any]:
         "folder": ", ".join(names),
         "state": f"{len(folders)} runs compared",
         "names": names,
-        "outcomes": outcome_table(names, outcomes),
+        "outcomes": outcome_table(outcomes),
         "differences": differences_of(recipes),
         "metrics": drawn | {"step": "step", "units": units_of_charts(keys)},
         "charts": charts_of(keys, names),
@@ -135,7 +135,7 @@ def series_of(key: str, number: int) -> str:
     return f"{key}#{number}"
 
 
-def outcome_table(names: Sequence[str], outcomes: Sequence[Any]) -> list[tuple[str, list[str]]]:
+def outcome_table(outcomes: Sequence[Any]) -> list[tuple[str, list[str]]]:
     """Return a pair (name, values) for each figure, a number at the top of a run's page. `values` has
     one string for each run: the figure's value in this run and, in parentheses, its detail. A dash
     replaces a missing figure."""

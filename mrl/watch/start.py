@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mrl.config.watch import WatchConfig
 from mrl.errors import RankLost
 from mrl.system import heartbeat
 from mrl.system.launcher import signal_arrived, signal_watchdog_running
+from mrl.system.proc import kernel_and_namespace
 from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
 from mrl.watch.restarted import RestartedMonitor
@@ -176,11 +177,8 @@ def _node() -> _Node:
     It consists of the host name, the launcher's rank (a host may run several launchers), and the
     kernel's boot id with the PID namespace (several hosts may have the same name).
     """
-    kernel = ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        kernel = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname(), os.environ.get("GROUP_RANK", "0"), kernel
+    rank = os.environ.get("GROUP_RANK", "0")
+    return socket.gethostname(), rank, kernel_and_namespace("pid")
 
 
 def _share_contact(

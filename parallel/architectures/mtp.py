@@ -18,9 +18,6 @@ MTP = "mtp."
 MTP_LAYER = f"{MTP}layers.{{layer}}"
 INNER_LAYER = f"{MTP_LAYER}.transformer_layer"
 """The decoder layer in an MTP layer."""
-OWN = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-"""The modules of an MTP layer beside its decoder layer, as Megatron names them: the norms of embedding
-and hidden state, the projection of the two (the embedding first), and the norm before the output."""
 
 
 def mtp_rules(
@@ -32,8 +29,10 @@ def mtp_rules(
     """Return the rules of the MTP layers with the 0-based indices `layers`.
 
     `decoder` are the rules of a model; those of a decoder layer with experts become those of the MTP
-    layers' decoder layer. `own` maps the modules in OWN to their HF names. `hf_layer` is the prefix of
-    the MTP layers' decoder layers in HF names.
+    layers' decoder layer. `own` maps the other modules of an MTP layer to their HF names. Megatron
+    names them `enorm` and `hnorm` (the norms of embedding and hidden state), `eh_proj` (the projection
+    of the two, the embedding first) and `final_layernorm` (before the output). `hf_layer` is the prefix
+    of the MTP layers' decoder layers in HF names.
     """
     table = [Rule(f"{MTP_LAYER}.{name}.weight", (hf,), layers=layers) for name, hf in own.items()]
     dense = f"{LAYER}.mlp.linear_"

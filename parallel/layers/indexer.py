@@ -94,27 +94,23 @@ class Indexer(torch.nn.Module):
                 f"keys of the indexer: this rank has {wanted} [rows, keys per query], the replayed "
                 f"choice is {tuple(target.shape)}"
             )
-        own = self._choose(hidden, latent_q, packed, rotation, target)
+        if target is None:
+            own = self._choose(hidden, latent_q, packed, rotation)
+        else:
+            own = target.to(hidden.device, torch.int32)
         if self.replay is not None:
             self.replay.record(own, longest)
         return self._gather(own)
 
     def _choose(
-        self,
-        hidden: Tensor,
-        latent_q: Tensor,
-        packed: PackedSequences,
-        rotation: Rotation,
-        target: Tensor | None,
+        self, hidden: Tensor, latent_q: Tensor, packed: PackedSequences, rotation: Rotation
     ) -> Tensor:
-        """Return the choice i32[m, K] for this rank's own rows: that of `target` where it has one."""
+        """Return the choice i32[m, K] for this rank's own rows."""
         context, (num_rows, topk) = packed.context, (len(hidden), self.topk)
         assert context is not None
         start = self.tp_group.rank() * num_rows if self.config.sequence_parallel else 0
         keys = self._keys(hidden, packed, rotation)
         chosen = torch.full((num_rows, topk), NO_KEYS, dtype=torch.int32, device=hidden.device)
-        if target is not None:
-            target = target.to(hidden.device, torch.int32)
         for block in context.blocks:
             # The first row of this rank that has more than K keys, and the end of its rows.
             first = max(block.local_start + max(topk - block.offset, 0), start)
@@ -122,12 +118,6 @@ class Indexer(torch.nn.Module):
             if first >= end:
                 continue
             own = slice(first - start, end - start)
-            lacking = None
-            if target is not None:
-                chosen[own] = target[own]
-                lacking = target[own, :1] < 0
-                if not bool(lacking.any()):
-                    continue
             position = block.offset + first - block.local_start
             index = (
                 torch.arange(position + end - first, device=hidden.device) + block.sequence_start
@@ -135,8 +125,7 @@ class Indexer(torch.nn.Module):
             if context.places is not None:
                 index = context.places[index]
             rotated = Rotation(rotation.cos[first:end], rotation.sin[first:end])
-            found = self._best(hidden[own], latent_q[own], keys[index], position, rotated)
-            chosen[own] = found if lacking is None else torch.where(lacking, found, chosen[own])
+            chosen[own] = self._best(hidden[own], latent_q[own], keys[index], position, rotated)
         return chosen
 
     def _keys(self, hidden: Tensor, packed: PackedSequences, rotation: Rotation) -> Tensor:

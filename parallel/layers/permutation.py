@@ -70,14 +70,9 @@ class Permutation:
         return moe_permute(rows, self.order)[0]
 
     def spread_with(self, rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy `rows` [n, H] as `spread` does, and pick from `table` [n, E] as `pick` does, in one
-        kernel. Return [m, H] and [m]."""
+        """Copy `rows` [n, H] as `spread` does, and pick the (token, expert) entry of each copy from
+        `table` [n, E], in one kernel. Return [m, H] and [m]. No entry is picked twice."""
         return moe_permute(rows, self.order, table)
-
-    def pick(self, table: Tensor) -> Tensor:
-        """Pick from a table the (token, expert) entry of each copy. [n, E] becomes [m]. No entry is
-        picked twice."""
-        return moe_permute(table[:, :0], self.order, table)[1]
 
     def add_up(self, rows: Tensor) -> Tensor:
         """Sum the rows of each token's copies; a token without copies gets 0. [m, H] becomes

@@ -9,9 +9,12 @@ from benchmarks import faults
 from benchmarks.evidence.result import between_markers
 from benchmarks.fault_table import before, files, inputs, tested
 from benchmarks.fault_table.base import KINDS, ROOT, Said, refused_row
-from benchmarks.faults import ELSEWHERE, SAVED, WITH_ENGINE, markdown, without_paths
+from benchmarks.faults import SAVED, WITH_ENGINE, markdown, without_paths
 from mrl.drill import FAULTS, Row
 from tests.slurm.rows import ROWS
+
+ELSEWHERE = {"kill-worker", "stop-worker", "kill-supervisor"}
+"""Faults of ranks that lead engines only: `make async` and tests/drill strike these."""
 
 
 def test_every_fault_of_the_drill_is_in_the_table() -> None:

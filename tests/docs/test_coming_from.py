@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mrl import client
-from mrl.config.suggest import all_keys, recipe_key_for
+from mrl.config.suggest import all_keys, suggest
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs/coming_from.md").read_text()
@@ -32,7 +32,8 @@ def test_a_row_names_keys_and_the_messages_agree(row: list[str]) -> None:
     assert set(ours) <= set(all_keys())
     for name in theirs:
         plain = name.removeprefix("--").replace("-", "_")
-        found = plain if plain in all_keys() else recipe_key_for(plain)
+        said = re.match(r"; did you mean '([^']+)'", suggest(plain))
+        found = plain if plain in all_keys() else said and said[1]
         assert found in ours, f"{name} leads to {found}"
 
 

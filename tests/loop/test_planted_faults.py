@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks import planted_faults
-from benchmarks.planted_faults import EXPERT, HEALTHY_FIRST, LAYER, MOVES, PLANTED, Step
+from benchmarks.planted_faults import EXPERT, HEALTHY_FIRST, LAYER, PLANTED, Step
 from mrl.cli import main
 from mrl.run.folder import RunFolder
 from tests.ranks import run_ranks
 
 FEWER = ("rollout.prompts_per_step=4",)
 """Half as many samples a step as in `benchmarks.planted_faults` are enough to name each fault."""
+MOVES = {
+    "stale expert": "mismatch/logprob_abs_mean",
+    "shifted routes": "routing/disagreement",
+    "other temperature": "mismatch/k3",
+    "stale model": "mismatch/logprob_abs_mean",
+}
+"""A metric of the dashboard that each of them moves."""
 
 
 def planted(scratch: str) -> int:

@@ -34,7 +34,7 @@ def moved() -> dict[str, Any]:
     return {
         "shared": share_bytes(GIVEN[rank]) == GIVEN,
         "none": share_bytes(b"") == [b"", b"", b""],
-        "gathered": gather_bytes(GIVEN[rank], 1) == (GIVEN if rank == 1 else None),
+        "gathered": gather_bytes(GIVEN[rank]) == (GIVEN if rank == 0 else None),
         "lines": [line.decode() for line in gather_lines(lines, 4) or []],
         "twice": twice,
         "sum": [sum_over_ranks(rank == 1), sum_over_ranks(True)],

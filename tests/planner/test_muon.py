@@ -34,9 +34,9 @@ def test_a_matrix_has_eight_bytes_of_state_and_all_else_twelve() -> None:
     matrices = stage.num_trained - others
     assert optimizer_bytes(stage, dims, work(muon=False)) == 12 * stage.num_trained
     assert optimizer_bytes(stage, dims, work(muon=True)) == 8 * matrices + 12 * others
-    (row,) = muon_rows(stage, dims, work(muon=True))
+    (row,) = muon_rows(stage, work(muon=True))
     assert row.num_bytes == 16 * (32 + 2 * 4) * 128 * hidden  # queries, keys and values
-    assert muon_rows(stage, dims, work(muon=False)) == []
+    assert muon_rows(stage, work(muon=False)) == []
 
 
 def test_ranks_that_divide_the_state_have_about_equal_shares() -> None:

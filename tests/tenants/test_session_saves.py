@@ -307,6 +307,6 @@ def test_a_damaged_sampler_is_not_listed(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
     assert saved.saved(tmp_path, "samplers") == []
-    assert saved.look(tmp_path, "samplers", "y") is None
+    assert saved.describe(tmp_path, "samplers", "y") is None
     with pytest.raises(InputError, match="is no name of a sampler"):
         saved.remove_saved(tmp_path, "samplers", "../x")

@@ -50,8 +50,8 @@ class Answer:
     completion: Completion
     """What the engine returned, without routes and sampling masks, which `conversation` has."""
     conversation: Conversation
-    """The P + C tokens up to the end of the answer. If there is an heir, without the data of routes and
-    sampling mask; `whole` has them."""
+    """The P + C tokens up to the end of the answer. If there is a `continuation`, without the data of
+    routes and sampling mask; `whole` has them."""
     text: str
     """The answer without special tokens, up to a stop text."""
     stop: str
@@ -62,7 +62,7 @@ class Answer:
     parsed: Parsed
     messages: tuple[Message, ...]
     """The request's messages and the answer; empty for a prompt of text or tokens."""
-    heir: Answer | None = None
+    continuation: Answer | None = None
     """The answer that continues this one and holds its routes and sampling mask; None if there is
     none."""
 
@@ -70,11 +70,11 @@ class Answer:
     def whole(self) -> Conversation:
         """The conversation with its routes and sampling mask. Reading it needs the lock of the
         episode."""
-        if self.heir is None:
+        if self.continuation is None:
             return self.conversation
-        last = self.heir
-        while last.heir is not None:
-            last = last.heir
+        last = self.continuation
+        while last.continuation is not None:
+            last = last.continuation
         return self.conversation.restored(last.conversation)
 
     @property
@@ -109,12 +109,12 @@ def share_memory(answer: Answer) -> None:
         if parent is None:
             return
         parent.conversation = parent.conversation.sharing(whole)
-        parent.heir = parent.heir or each
+        parent.continuation = parent.continuation or each
         each = parent
 
 
 def forget(answer: Answer) -> None:
     """Undo `share_memory` for an answer that nothing continues."""
     parent = answer.context.parent
-    if parent is not None and parent.heir is answer:
-        parent.conversation, parent.heir = parent.whole, None
+    if parent is not None and parent.continuation is answer:
+        parent.conversation, parent.continuation = parent.whole, None

@@ -23,8 +23,8 @@ MIN_TOKENS = 30
 """Detectors that judge the distribution of a value over tokens return no finding if there are fewer
 tokens than this."""
 MAX_LISTED = 10
-"""The largest number of tokens or samples that a finding lists, and that `worst_tokens` and
-`worst_samples` return by default."""
+"""The largest number of tokens or samples that a finding, `worst_tokens` or `worst_samples`
+lists."""
 
 
 @dataclass(frozen=True)

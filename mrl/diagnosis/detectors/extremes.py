@@ -68,14 +68,14 @@ def detect_samples(tokens: LossTokens) -> Finding | None:
     )
 
 
-def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return one JSON-able entry for each of the `limit` loss tokens with the largest mismatch.
+def worst_tokens(tokens: LossTokens) -> list[dict[str, Any]]:
+    """Return one JSON-able entry for each of the MAX_LISTED loss tokens with the largest mismatch.
 
     The mismatch of a token is `|d|`, the absolute difference between the log-probs of trainer and
     engine. The token with the largest mismatch comes first.
     """
     record, rows = tokens.record, []
-    for i in tokens.d.abs().topk(min(limit, len(tokens.d))).indices.tolist():
+    for i in tokens.d.abs().topk(min(MAX_LISTED, len(tokens.d))).indices.tolist():
         place, sample = int(tokens.index[i]), int(tokens.sample[i])
         token = int(record.token_ids[place])
         start = int(record.cu_seqlens[sample])
@@ -96,8 +96,8 @@ def worst_tokens(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, 
     return rows
 
 
-def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str, Any]]:
-    """Return one JSON-able entry for each of the `limit` samples with the largest squared mismatch.
+def worst_samples(tokens: LossTokens) -> list[dict[str, Any]]:
+    """Return one JSON-able entry for each of the MAX_LISTED samples with the largest squared mismatch.
 
     The squared mismatch of a sample is the sum of the squared log-prob differences of its loss
     tokens. The sample with the largest sum comes first. Samples without loss tokens are left out.
@@ -110,7 +110,7 @@ def worst_samples(tokens: LossTokens, limit: int = MAX_LISTED) -> list[dict[str,
     sums = torch.bincount(tokens.sample, tokens.d, minlength=num)
     absolute = torch.bincount(tokens.sample, tokens.d.abs(), minlength=num)
     rows = []
-    for i in squares.argsort(descending=True)[:limit].tolist():
+    for i in squares.argsort(descending=True)[:MAX_LISTED].tolist():
         if not counts[i]:
             continue
         count = int(counts[i])

@@ -59,7 +59,7 @@ class EngineSet:
         would not stop before they have."""
         if not self._is_shared:
             for number in self._membership.give_up_starting():
-                self._part_with(number, at_once=True)
+                self._drop(number, at_once=True)
 
     def detach(self) -> None:
         """End the use of all engines, after their workers were shut down. Takes no lock."""
@@ -93,7 +93,7 @@ class EngineSet:
             self._leaving.add(number)
             worker = self._workers.get(number)
             if now or worker is None or worker.sent < 0:
-                self._part_with(number, at_once=now)
+                self._drop(number, at_once=now)
                 return
             worker.needs = max((work.version for work in self._items.of_engine(number)), default=-1)
             self.release_if_idle(number)
@@ -112,7 +112,7 @@ class EngineSet:
             )
 
     def stop(self, number: int) -> None:
-        """See `mrl.engine_pool.elastic.membership.Owner`; `_part_with` has stopped it already."""
+        """See `mrl.engine_pool.elastic.membership.Owner`; `_drop` has stopped it already."""
 
     def worker_state(self, number: int) -> WorkerState:
         """See `mrl.engine_pool.elastic.membership.Owner`."""
@@ -139,12 +139,12 @@ class EngineSet:
                 )
 
     def release_if_idle(self, number: int) -> None:
-        """Part with a leaving engine that has nothing left to do."""
+        """Drop a leaving engine that has nothing left to do."""
         has_work = self._items.of_engine(number) or self._schedule.num_leased(number)
         if number in self._leaving and number not in self._sending and not has_work:
-            self._part_with(number)
+            self._drop(number)
 
-    def _part_with(self, number: int, *, at_once: bool = False) -> None:
+    def _drop(self, number: int, *, at_once: bool = False) -> None:
         """Shut down the worker of an engine that does not serve any more, and give what it has not
         finished to others. With `at_once`, close its connection."""
         self._leaving.discard(number)
@@ -154,7 +154,7 @@ class EngineSet:
         self._schedule.lost(number)
         self._send_messages()
         self._times.remove(number)
-        self._membership.let_go(number, self)
+        self._membership.release(number, self)
 
     def _hand_over(self, work: Work) -> None:
         """Give a work item to an engine that serves: if possible, to one that has not been sent newer
@@ -197,10 +197,10 @@ class EngineSet:
         is not started again. One that was starting does not come."""
         if self._is_shared and number not in self._leaving:  # its worker may join again
             self._schedule.lost(number)
-            self._membership.let_go(number, self)
+            self._membership.release(number, self)
             return
         self._membership.fail(number, f"its worker was lost: {why}")
-        self._part_with(number)
+        self._drop(number)
 
     def failed(self, number: int, error: Exception) -> bool:
         """Handle an error that the worker of an engine has reported. Return False if it ends the
@@ -208,5 +208,5 @@ class EngineSet:
         if number in self.serving or (self._is_shared and number not in self._leaving):
             return False
         self._membership.fail(number, str(error))
-        self._part_with(number)
+        self._drop(number)
         return True

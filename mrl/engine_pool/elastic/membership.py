@@ -51,7 +51,7 @@ class User(Protocol):
 
     def retire(self, number: int, *, now: bool) -> None:
         """Give no further work to an engine. It finishes what it has, or, with `now`, others do. When
-        nothing is left, the coordinator calls `Membership.let_go`."""
+        nothing is left, the coordinator calls `Membership.release`."""
         ...
 
     def use_of(self, number: int) -> Use:
@@ -107,7 +107,7 @@ class Membership:
         """Add a coordinator. Return the engines that serve, to which it may give work."""
         with self._lock:
             self._users.append(user)
-            serving = self._in("serving")
+            serving = self._in_state("serving")
             for each in serving:
                 each.users.add(id(user))
             return [each.number for each in serving]
@@ -118,7 +118,7 @@ class Membership:
             self._users = [each for each in self._users if each is not user]
             numbers = list(self._engines)
         for number in numbers:
-            self.let_go(number, user)
+            self.release(number, user)
 
     def hold(self, number: int, user: User) -> None:
         """Record that a coordinator may give work to an engine, because its worker has joined."""
@@ -126,7 +126,7 @@ class Membership:
             if number in self._engines:
                 self._engines[number].users.add(id(user))
 
-    def let_go(self, number: int, user: User) -> None:
+    def release(self, number: int, user: User) -> None:
         """Record that a coordinator has no work for an engine any more. A leaving engine that nobody
         needs is stopped."""
         with self._lock:
@@ -141,7 +141,7 @@ class Membership:
     def serving(self) -> list[int]:
         """Return the numbers of the engines that serve."""
         with self._lock:
-            return [each.number for each in self._in("serving")]
+            return [each.number for each in self._in_state("serving")]
 
     def admits(self, number: int) -> bool:
         """Return whether a worker of this engine may join."""
@@ -154,7 +154,7 @@ class Membership:
         with self._lock:
             engine = self._engines.get(number)
             if engine is not None and engine.state == "starting":
-                self._move(engine, "serving")
+                self._set_state(engine, "serving")
             return engine is not None and engine.state == "serving"
 
     def fail(self, number: int, why: str) -> bool:
@@ -189,7 +189,9 @@ class Membership:
             with self._lock:
                 self._ranks.pop(own.rank, None)
                 lost = [
-                    e.number for e in self._in("starting") if e.place and e.place.rank == own.rank
+                    e.number
+                    for e in self._in_state("starting")
+                    if e.place and e.place.rank == own.rank
                 ]
             for number in lost:
                 self.fail(number, f"the rollout rank on {own.host} that starts it is gone")
@@ -207,7 +209,7 @@ class Membership:
         """End the processes of engines that are still starting, because the job is about to end.
         Return their numbers."""
         with self._lock:
-            numbers = [each.number for each in self._in("starting")]
+            numbers = [each.number for each in self._in_state("starting")]
         return [number for number in numbers if self.fail(number, "the job is over")]
 
     def close(self) -> None:
@@ -250,7 +252,7 @@ class Membership:
             if engine is None:
                 known = ", ".join(map(str, self._engines))
                 raise NoEngine(f"there is no engine {number}; the job has {known}")
-            if engine.state == "serving" and len(self._in("serving")) == 1:
+            if engine.state == "serving" and len(self._in_state("serving")) == 1:
                 raise InputError(
                     f"engine {number} is the last one that serves; add another one first, and wait "
                     "until it serves"
@@ -261,7 +263,7 @@ class Membership:
                 )
             now = now or engine.state == "starting"
             if engine.state != "leaving":
-                self._move(engine, "leaving")
+                self._set_state(engine, "leaving")
             users = list(self._users)
         self._tell(engine, "leave")
         for user in users:
@@ -293,14 +295,14 @@ class Membership:
             rows.append({**_row(engine), "state": state, "version": version, "groups": num_groups})
         return {"engines": rows, "ended": sorted(ended, key=lambda row: row["number"])}
 
-    def _in(self, state: State) -> list[_Engine]:
+    def _in_state(self, state: State) -> list[_Engine]:
         return [each for each in self._engines.values() if each.state == state]
 
-    def _move(self, engine: _Engine, state: State) -> None:
+    def _set_state(self, engine: _Engine, state: State) -> None:
         engine.state, engine.since = state, time.time()
 
     def _end(self, engine: _Engine, state: State, why: str) -> None:
-        self._move(engine, state)
+        self._set_state(engine, state)
         engine.why = why
         del self._engines[engine.number]
         self._ended = [*self._ended, engine][-MAX_ENDED:]

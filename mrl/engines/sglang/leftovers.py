@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
+from mrl.system.scratch import SHARED_MEMORY
+
 OWN_PREFIXES = ("sglang_loads_", "sgl_shm_")
-"""The prefixes of SGLang's own files in SHARED_MEMORY (/dev/shm). SGLang's processes may also have
+"""The prefixes of SGLang's own files in SHARED_MEMORY. SGLang's processes may also have
 mapped files there that belong to the trainer."""
 TRACKER_GRACE_S = 5.0
 KILLED_S = 60.0

@@ -70,7 +70,7 @@ class HostedWorker:
         self._pending: dict[int, Pending] = {}
         self._num_asked = 0
         self._why_lost = ""
-        self._heard_at = self._asked_at = time.monotonic()
+        self._heard_at = time.monotonic()
         self._last_said: deque[bytes] = deque()
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._started = threading.Event()

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Range = tuple[float, float]
-
 
 class OracleLoss(NamedTuple):
     """The result of the reference `policy_loss`, with the fields of `mrl.kernels.PolicyLoss`.

@@ -203,7 +203,7 @@ class SessionRun:
         while self._turn:
             name, body = self._turn.pop(0)
             beat()
-            result, failure = self._carried_out(name, body)
+            result, failure = self._carried_out(body)
             if failure:
                 self._trainer.note_failure(name, body)
             if isinstance(body, (OptimStepBody, LoadBody)) and not failure:
@@ -213,7 +213,7 @@ class SessionRun:
                 self._record(partial(self._records.train, self.step, body, result))
         self.cost.update_s = time.perf_counter() - start
 
-    def _carried_out(self, name: str, body: Body) -> tuple[Any, str]:
+    def _carried_out(self, body: Body) -> tuple[Any, str]:
         """Carry out an operation. Return its result, and the error of the first rank on which it
         failed. The error is empty if the operation succeeded on all ranks."""
         result, failure = None, ""

@@ -62,7 +62,7 @@ class Samplers:
             raise InputError(
                 f"there is a sampler {name!r} already; take another name, or set overwrite"
             )
-        folder = saved.place(root, "samplers", name)
+        folder = saved.folder_of(root, "samplers", name)
         store = make_named_checkpoints(folder, self._mesh, self._seed)
         about = {"session": version, "weights_only": True}
         found = store.save(version, self._policy, about, with_optimizer=False)
@@ -110,7 +110,7 @@ class Samplers:
                         entry.parameter.zero_()
             else:
                 assert source.name is not None
-                place = saved.place(self._folder.root, "samplers", source.name)
+                place = saved.folder_of(self._folder.root, "samplers", source.name)
                 store = make_named_checkpoints(place, self._mesh, self._seed)
                 folder = place / folder_name(source.version)
                 store.load_folder(folder, policy, with_optimizer=False, advice="save it again")

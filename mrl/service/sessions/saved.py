@@ -45,7 +45,7 @@ class Saved:
     """The checkpoint's folder."""
 
 
-def place(run_folder: Path, kind: Kind, name: str) -> Path:
+def folder_of(run_folder: Path, kind: Kind, name: str) -> Path:
     """Return the folder of what is saved under `name`. Raises InputError for another kind of name."""
     if not NAME.fullmatch(name):
         raise InputError(
@@ -57,7 +57,7 @@ def place(run_folder: Path, kind: Kind, name: str) -> Path:
 
 def find(run_folder: Path, kind: Kind, name: str) -> Path | None:
     """Return the checkpoint's folder of what is saved under `name`; None if there is none."""
-    found = candidates(place(run_folder, kind, name))
+    found = candidates(folder_of(run_folder, kind, name))
     return found[0] if found and (found[0] / MANIFEST).is_file() else None
 
 
@@ -70,7 +70,7 @@ def require(run_folder: Path, kind: Kind, name: str) -> Path:
     return found
 
 
-def checked(folder: Path, *, with_optimizer: bool) -> Path:
+def require_checkpoint(folder: Path, *, with_optimizer: bool) -> Path:
     """Return `folder`. Raises InputError if it is no checkpoint's folder, or has no optimizer state
     although that is wanted."""
     if not (folder / MANIFEST).is_file():
@@ -89,12 +89,12 @@ def saved(run_folder: Path, kind: Kind) -> list[Saved]:
     """Return everything of a kind that is saved, the oldest first. What is damaged is left out."""
     names = [each.name for each in (run_folder / kind).glob("*") if NAME.fullmatch(each.name)]
     return sorted(
-        (one for name in names if (one := look(run_folder, kind, name)) is not None),
+        (one for name in names if (one := describe(run_folder, kind, name)) is not None),
         key=lambda one: (one.time_s, one.name),
     )
 
 
-def look(run_folder: Path, kind: Kind, name: str) -> Saved | None:
+def describe(run_folder: Path, kind: Kind, name: str) -> Saved | None:
     """Return what is saved under `name`; None if there is none, or it is damaged."""
     if (folder := find(run_folder, kind, name)) is None:
         return None
@@ -109,7 +109,7 @@ def look(run_folder: Path, kind: Kind, name: str) -> Saved | None:
 
 def remove_saved(run_folder: Path, kind: Kind, name: str) -> bool:
     """Remove what is saved under `name`; return False if there is none."""
-    folder = place(run_folder, kind, name)
+    folder = folder_of(run_folder, kind, name)
     if find(run_folder, kind, name) is None:
         return False
     gone = folder.with_name(f".{name}.removed")  # a half-removed folder must not have its name

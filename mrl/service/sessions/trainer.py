@@ -165,7 +165,7 @@ class SessionTrainer:
             raise InputError(
                 f"there is a state {name!r} already; take another name, or set overwrite"
             )
-        place = saved.place(root, "states", name)
+        place = saved.folder_of(root, "states", name)
         store = make_named_checkpoints(place, self._mesh, self._recipe.seed)
         folder = store.save(self.version, self._policy, {"session": self.version})
         store.finish()
@@ -196,7 +196,7 @@ class SessionTrainer:
         if body.name is not None:
             return saved.require(self._folder.root, "states", body.name)
         if body.folder is not None:
-            return saved.checked(Path(body.folder), with_optimizer=body.optimizer)
+            return saved.require_checkpoint(Path(body.folder), with_optimizer=body.optimizer)
         if body.version not in (there := self._saved()):
             raise InputError(
                 f"there is no checkpoint of version {body.version}; there are: "

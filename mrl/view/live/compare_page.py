@@ -99,7 +99,7 @@ class ComparePage(LivePage):
                 {"name": name, "word": word, "done": run.files.metrics.last_step + 1}
                 for name, run, word in zip(self.names, self._runs, words, strict=True)
             ],
-            "outcomes": [list(each) for each in outcome_table(self.names, self._outcomes)],
+            "outcomes": [list(each) for each in outcome_table(self._outcomes)],
             "differences": [list(each) for each in differences_of(self._recipes)],
             "charts": charts_of(self._keys, self.names),
         }

@@ -3,7 +3,6 @@ replayed."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe.align import row_slice
-from moe.keys import NO_KEYS, join_keys, local_keys
+from moe.keys import NO_KEYS
 from moe.routes import Replay
 from mrl.algorithms import gspo
 from mrl.learn.batching import make_train_batch
 from mrl.types import MicroBatch, Sample, TrainBatch
-from parallel.context import context_slice
 from parallel.dims import round_up
 from parallel.model import unwrap
 from parallel.policy import Policy, with_old_logprobs
@@ -161,61 +158,6 @@ def test_an_update_sees_the_keys_of_the_pass_before_it(
     num_rows = sum(max(0, each) for each in rows) * COMMON["num_hidden_layers"]
     found = sum(rank["keys"] for rank in ours)
     assert found > num_rows if "pipeline" in sizes else found == num_rows
-
-
-def given_keys(path: Path, sizes: dict[str, int], samples: list[Sample]) -> Any:
-    """Log-probs with the keys of an engine, of which one differs in the first sample."""
-    mesh = join_mesh(path, sizes)
-    policy = build(path, mesh)
-    batch = packed(samples)
-    layers = policy.weights.model.sizes.num_layers
-    generator = torch.Generator().manual_seed(5)
-    parts = [sent(len(s.token_ids), layers, generator) for s in samples]
-    other = [part.clone() for part in parts]
-    first, newest = torch.arange(TOPK).int(), torch.arange(15, 15 + TOPK).int()
-    other[1][20, 2] = newest if torch.equal(parts[1][20, 2].sort().values, first) else first
-    found = []
-    for each in (parts, other, None):
-        replay = Replay.off
-        if each is not None:
-            joined = join_keys(each, [len(s.token_ids) for s in samples])
-            assert joined is not None
-            context = context_slice(batch.cu_seqlens, mesh.cp, mesh.device)
-            rows = row_slice(context.num_rows, mesh.tp_rank, mesh.dims.tp)
-            replay = Replay.off.with_keys(
-                [local_keys(context.take(joined), range(1, layers + 1), rows)]
-            )
-        found.append(policy.forward_only([batch], replay).logprobs[0])
-    return found
-
-
-def sent(num_tokens: int, num_layers: int, generator: torch.Generator) -> Tensor:
-    """i32[T-1, L, K]: random keys, as an engine sends them."""
-    keys = torch.full((num_tokens - 1, num_layers, TOPK), NO_KEYS, dtype=torch.int32)
-    for row in range(num_tokens - 1):
-        for layer in range(num_layers):
-            drawn = torch.randperm(row + 1, generator=generator)[:TOPK]
-            keys[row, layer, : len(drawn)] = drawn.int()
-    return keys
-
-
-@pytest.mark.parametrize(("world", "sizes"), [(1, {}), release(2, {"tensor": 2})])
-def test_the_keys_of_an_engine_are_replayed(
-    world: int, sizes: dict[str, int], model: Path, tmp_path: Path
-) -> None:
-    samples = [
-        dataclasses.replace(s, loss_mask=torch.arange(len(s.token_ids)) > 0)
-        for s in tiny_samples(model, [8, 32, 12, 40])
-    ]
-    given, other, native = run_ranks(world, given_keys, model, sizes, samples, folder=tmp_path)[0]
-    differs = (other - given).abs()
-    start = 8 + 21  # the changed query predicts the next token
-    assert (differs[:start] == 0).all()
-    assert differs[start] > 0
-    assert (differs[8 + 32 :] == 0).all()  # other samples
-    assert (given - native).abs().max() > 0.1
-    alone = run_ranks(1, given_keys, model, {}, samples, folder=tmp_path)[0][0]
-    assert (alone - given).abs().max() < 1e-5
 
 
 def test_the_indexer_is_not_trained(model: Path, tmp_path: Path) -> None:

@@ -48,7 +48,10 @@ def test_rows_and_weights_are_those_of_megatron(ids: Tensor) -> None:
     theirs, weights, *_ = moe_utils.permute(rows, as_map(ids), probs, num_out_tokens=TOKENS * TOPK)
     for permutation in permutations(ids):
         assert torch.equal(permutation.spread(rows), theirs)
-        assert torch.equal(permutation.pick(probs), weights)
+        for ours, expected in zip(
+            permutation.spread_with(rows, probs), (theirs, weights), strict=True
+        ):
+            assert torch.equal(ours, expected)
 
 
 def test_sums_by_number_are_megatrons_to_the_bit(ids: Tensor) -> None:
@@ -92,7 +95,7 @@ def test_gradients(ids: Tensor) -> None:
         table = torch.rand(TOKENS, EXPERTS, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(permutation.spread, (rows,))
         assert torch.autograd.gradcheck(permutation.add_up, (copies,))
-        assert torch.autograd.gradcheck(permutation.pick, (table,))
+        assert torch.autograd.gradcheck(permutation.spread_with, (rows, table))
         order = inverse(back).int(), back.int()
         assert torch.autograd.gradcheck(lambda x, order=order: reorder(x, *order), (rows,))
 
