@@ -143,7 +143,7 @@ TARGETS = (
             "studies/stability.py", "studies/stability_study", "benchmarks/start_model.py"), 30,
            short="tests/loop/test_stability.py"),
     Target("collapse", "does router mismatch make MoE RL collapse: 7 arms x 3 rates x 5 seeds",
-           ("studies.collapse",), (),
+           ("studies.collapse",), ("collapse",),
            (*STEP, "mrl/algorithms", "launch/recipes/collapse.yaml", *STEPPED, "studies/collapse.py",
             "studies/collapse_study", "studies/stability_study", "benchmarks/start_model.py"), 420,
            short="tests/studies/test_collapse.py"),
