@@ -47,6 +47,8 @@ def write_model(name: str, folder: Path) -> Toy:
     return Toy(folder)
 
 
+# In `make test` a dense model: the toy of every other run is an MoE, and tests/parallel/architectures
+# compares the layers of all.
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
@@ -57,7 +59,7 @@ def write_model(name: str, folder: Path) -> Toy:
         release("mixtral", False),
         release("olmoe", False),
         release("glm4_moe", False),
-        ("qwen2_moe", False),
+        release("qwen2_moe", False),
         release("gpt_oss", False),
         release("qwen3_moe", False),
         release("mixtral", True),

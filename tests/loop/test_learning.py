@@ -31,9 +31,9 @@ LATER = 0.3
 
 IN_FULL = ("gspo",)
 """Whose whole curve `make test` runs, and `make test-all` that of every other."""
-FIRST_STEPS = ("dapo", "vapo", "a3po")
+FIRST_STEPS = ("dapo", "a3po")
 """The others of which `make test` runs the first steps: each has a part in the loop. The rest differ
-from them in formulas, which tests/algorithms checks."""
+from them in formulas, which tests/algorithms checks, or have a critic, as the run of `resumed`."""
 OTHERS = [name for name in algorithms() if name not in IN_FULL]
 
 
@@ -131,7 +131,7 @@ def assert_critic_learns(rows: Curve) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_warm_up_of_a_critic_leaves_the_policy_alone(found: dict[str, Any]) -> None:
-    curve = found["curves"]["vapo"]
+    curve = found["resumed"]["rows"]
     assert curve[0]["grad_norm"] == 0.0
     assert curve[0]["loss/policy"] != curve[0]["loss/policy"]  # NaN: it had none
     assert all(row["grad_norm"] > 0 for row in curve[1:])
@@ -141,6 +141,7 @@ def test_the_warm_up_of_a_critic_leaves_the_policy_alone(found: dict[str, Any]) 
 @pytest.mark.timeout(600)
 def test_no_pass_before_the_update_where_nobody_reads_it(found: dict[str, Any]) -> None:
     skipped, ran = (found["curves"][name][0] for name in ("a3po", "gspo"))
+    assert all("time/logprob_s" in row for row in found["curves"]["gspo"])  # two updates a rollout
     assert "time/logprob_s" not in skipped
     assert "time/logprob_s" in ran
     for row in (skipped, ran):  # measured in the first update's own pass
@@ -191,5 +192,5 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal(found: dict[str, Any]) 
 
 def test_the_metrics_of_the_algorithms_are_documented(found: dict[str, Any]) -> None:
     """docs/metrics.md has them; tests/docs/test_metrics_page.py compares it with the source."""
-    rows = [row for curve in found["curves"].values() for row in curve]
+    rows = [row for curve in found["curves"].values() for row in curve] + found["resumed"]["rows"]
     assert undocumented({key for row in rows for key in row}) == []

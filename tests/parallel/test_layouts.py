@@ -51,8 +51,9 @@ LAYOUTS = [
     release(Layout(4, {"tensor": 2, "context": 2})),
     release(Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"})),
 ]
+# test_muon.py has the update of shards, and a state that moves between layouts, in `make test`.
 MUON = [
-    Layout(2, {"tensor": 2, "expert_tensor": 2}, optimizer="muon"),
+    release(Layout(2, {"tensor": 2, "expert_tensor": 2}, optimizer="muon")),
     release(Layout(2, distributed_optimizer=True, optimizer="muon")),
     release(
         Layout(
