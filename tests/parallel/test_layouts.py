@@ -282,7 +282,7 @@ def passes_over_two_mini_batches(
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"expert": 2, "dispatcher": "allgather"},
+        release({"expert": 2, "dispatcher": "allgather"}),
         {"pipeline": 2},  # messages of one length: none to tell it, and no wait for the device
     ],
     ids=["allgather", "pipeline"],
