@@ -14,8 +14,6 @@ from mrl.cli import main
 from mrl.run.folder import RunFolder
 from tests.ranks import run_ranks
 
-# tests/diagnosis has each detector, and `mrl why` on a folder that was made by hand.
-pytestmark = pytest.mark.release
 FEWER = ("rollout.prompts_per_step=4",)
 """Half as many samples a step as in `benchmarks.planted_faults` are enough to name each fault."""
 
