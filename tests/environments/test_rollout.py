@@ -66,12 +66,6 @@ class Engine(Speaking):
                 self.open -= ids
 
 
-@pytest.fixture
-def ends_at_once(monkeypatch):
-    """An episode that still waits in its step holds the end of the run for a moment only."""
-    monkeypatch.setattr("mrl.environments.runner.CLOSE_LIMIT_S", 0.3)
-
-
 @contextlib.contextmanager
 def environments(
     name="Waits", *, num_workers=2, time_limit_s=60.0, **arguments

@@ -31,12 +31,6 @@ def mixed(folder, num=3, name="Mixed", **settings):
         yield episodes, closed
 
 
-@pytest.fixture
-def ends_at_once(monkeypatch):
-    """An episode that still waits in its step holds the end of the run for a moment only."""
-    monkeypatch.setattr("mrl.environments.runner.CLOSE_LIMIT_S", 0.3)
-
-
 def test_async_steps_of_one_process_run_together():
     with playing(f"{ZOO}:Together", arguments={"num": 20}) as episodes:
         episodes.begin({n: start() for n in range(20)})
