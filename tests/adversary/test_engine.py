@@ -86,6 +86,7 @@ def check_lengths(engine: RolloutEngine, limit: int, reach: int) -> None:
     assert engine.process_id == before
 
 
+@pytest.mark.release  # rollout/test_context_end.py has the last tokens
 def test_prompts_and_answers_of_every_length_around_the_context(engine: RolloutEngine) -> None:
     check_lengths(engine, CONTEXT_LEN, reach=2)
 

@@ -162,7 +162,7 @@ def runs_in_a_row(overrides: list[str], folder: str) -> list[Any]:
     assert state() == after
     # 64 files and 48 threads a run where Megatron's wrapper keeps the process groups; one may be left.
     assert files_and_threads() - before <= 3 * 10
-    assert [step for step, _, _ in watch.seen + rest.seen] == [0, 1, 2, 3]
+    assert [step for step, _, _ in watch.seen + rest.seen] == [0, 1, 2]
     assert numbers(first) == numbers(second)
     assert numbers(first) != numbers(other)
     with pytest.raises(mrl.InputError, match="b holds a run of another recipe"):
@@ -173,12 +173,12 @@ def runs_in_a_row(overrides: list[str], folder: str) -> list[Any]:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.release)])
 def test_runs_in_one_process_know_nothing_of_each_other(world, toy: Toy, recorded: Path, tmp_path):  # noqa: F811
     overrides = [
-        *toy.overrides(tmp_path / "x", "train.num_steps=4", "checkpoint.save_every=0"),
+        *toy.overrides(tmp_path / "x", "train.num_steps=3", "checkpoint.save_every=0"),
         f"debug.load_rollouts={recorded / 'rollouts'}",
     ]
     results = run_ranks(world, runs_in_a_row, overrides, str(tmp_path), folder=tmp_path / "out")
     assert all(math.isfinite(loss) for loss, _ in results)
-    assert sum(held for _, held in results) == 16
+    assert sum(held for _, held in results) == 12
 
 
 class Nothing(mrl.Callback):

@@ -143,6 +143,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.release  # `make gpu-check` is started by hand
 def test_parts_that_hang_or_fail_hide_no_other_and_a_second_call_goes_on(tmp_path) -> None:
     lane = Lane(tmp_path)
     done = lane.call()

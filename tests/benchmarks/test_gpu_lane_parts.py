@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.gpu_lane import catalog, engine_parts, facts, parts, run, suites
 from mrl.engines.sglang.arguments import check_server_args
-from tests.release import release
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +62,8 @@ def test_arguments_of_fp8_engines_are_added() -> None:
     assert found == parts.gpu_args() | {"fp8_gemm_runner_backend": "triton"}
 
 
-@pytest.mark.parametrize("name", ["byte_kernels", release("deltas"), release("prefixes")])
+@pytest.mark.release  # they take a new Python each
+@pytest.mark.parametrize("name", ["byte_kernels", "deltas", "prefixes"])
 def test_parts_without_an_engine_run_on_a_cpu(name: str, tmp_path: Path) -> None:
     """In a process of its own, as the driver starts it."""
     (tmp_path / "state.json").write_text(json.dumps({name: {"limit_s": 100.0}}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import httpx
-import openai
 import pytest
 
 from mrl.collect.endpoint.server import EndpointServer
@@ -42,6 +41,8 @@ def record(engine, server):
 
 @pytest.fixture
 def client(record, server):
+    import openai  # not at the top: it takes half a second of every worker, which collects all files
+
     with openai.OpenAI(base_url=server.address, api_key="the key", max_retries=0) as client:
         yield client
 
@@ -137,6 +138,8 @@ def test_the_forms_of_train_clients(client, engine, record, server):
 
 
 def test_what_is_refused(client, engine, record, server):
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="temperature is"):
         client.chat.completions.create(model="x", messages=QUESTION, temperature=0.3)
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
@@ -173,6 +176,8 @@ def test_a_caller_that_goes_away_is_not_recorded(client, engine, record):
 
     engine.say = say
     hasty = client.with_options(timeout=1.0)
+    import openai
+
     with pytest.raises(openai.APITimeoutError):
         hasty.chat.completions.create(model="x", messages=QUESTION)
     assert going.is_set()

@@ -264,6 +264,7 @@ def test_a_sample_without_tokens_has_a_version_though_the_weights_were_loading()
         assert group.samples[0].weight_versions[0].version == 3
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_too_many_failures_end_the_rollout_and_all_that_it_runs(tmp_path):
     """While a turn and a step of others are pending."""
     engine, ended = Engine(), threading.Event()
@@ -287,6 +288,7 @@ def test_too_many_failures_end_the_rollout_and_all_that_it_runs(tmp_path):
         assert not runner._places  # all of them were ended
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_a_rollout_that_is_left_early_ends_what_it_runs(tmp_path):
     engine = Engine()
     with environments() as runner:

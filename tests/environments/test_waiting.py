@@ -15,7 +15,9 @@ from mrl.errors import RunFailed
 from mrl.rewards.budget import Budget
 from tests.environments.playing import Playing
 from tests.environments.test_runner import closing, config_of, playing, start
-from tests.waiting import wait_until
+from tests.waiting import only_bad_hurries, wait_until
+
+__all__ = ["only_bad_hurries"]
 
 ZOO = Path(__file__).with_name("waiting_zoo.py")
 
@@ -36,6 +38,7 @@ def test_async_steps_of_one_process_run_together():
         assert results == dict.fromkeys(range(20), StepResult("1:a", 1.0))
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_who_waits_holds_nobody_of_its_process(tmp_path):
     with mixed(tmp_path) as (episodes, closed):
         episodes.ask(0, "waits")
@@ -61,12 +64,13 @@ def test_who_takes_too_long_is_cancelled_and_nobody_is_replayed(tmp_path):
         assert closed() == {0, 1}
 
 
+@pytest.mark.usefixtures("only_bad_hurries")
 @pytest.mark.parametrize(
-    ("deed", "reason"), [("bad", "no answer within 2 s, killed"), ("dies", "code 7")]
+    ("deed", "reason"), [("bad", "no answer within 0.5 s, killed"), ("dies", "code 7")]
 )
 def test_only_the_culprit_fails_among_many_in_a_step(deed, reason, tmp_path):
     """It is not known at first who it is: the requests are repeated one by one."""
-    with mixed(tmp_path, 5, time_limit_s=2) as (episodes, closed):
+    with mixed(tmp_path, 5, time_limit_s=0.5) as (episodes, closed):
         episodes.step(dict.fromkeys(range(5), "a"))
         actions = {0: "naps", 1: "naps", 2: deed, 3: "naps", 4: "naps"}
         results = episodes.step(actions)
@@ -83,9 +87,9 @@ def test_a_step_waits_for_others_of_its_process_without_losing_time():
     with playing(f"{ZOO}:Naps", time_limit_s=1.5) as episodes:
         episodes.begin({n: start() for n in range(6)})
         began = time.monotonic()
-        results = episodes.step(dict.fromkeys(range(6), "0.5"))
-        assert time.monotonic() - began >= 3.0
-        assert results == dict.fromkeys(range(6), StepResult("0.5", 1.0))
+        results = episodes.step(dict.fromkeys(range(6), "0.3"))
+        assert time.monotonic() - began >= 6 * 0.3  # more than the limit of each
+        assert results == dict.fromkeys(range(6), StepResult("0.3", 1.0))
 
 
 def test_a_step_may_run_a_loop_of_its_own():
@@ -125,6 +129,7 @@ def test_a_close_that_hangs_costs_its_process_and_no_episode(tmp_path, capfd):
     assert "close() of an episode: no answer within 2 s, killed" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_a_new_episode_goes_where_least_is_to_be_done(tmp_path):
     with playing(f"{ZOO}:Naps", num_workers=2) as episodes:
         episodes.begin({0: start(), 1: start()})
@@ -140,6 +145,7 @@ def test_a_new_episode_goes_where_least_is_to_be_done(tmp_path):
         assert sorted(map(places.count, set(places))) == [2, 2, 2]
 
 
+@pytest.mark.usefixtures("ends_at_once")
 def test_no_request_is_left_without_an_answer_when_the_run_ends(tmp_path):
     with mixed(tmp_path) as (episodes, _):
         episodes.ask(0, "waits")

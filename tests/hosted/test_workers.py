@@ -163,7 +163,7 @@ def test_an_episode_ends_with_the_rollout(workers):
 
 def test_time_that_stands_still_does_not_count(plain):
     with EpisodeWorkers(make_config(episode_limit_s=0.5)) as workers:
-        outcome = workers.run({"kind": "waits", "s": 2}, KEYS, lambda: 0.0)
+        outcome = workers.run({"kind": "waits", "s": 1}, KEYS, lambda: 0.0)
     assert outcome.reward == 1
 
 

@@ -41,9 +41,11 @@ def usual_case(o: Options, **changes) -> Case:
     raise AssertionError("every case has a ratio at a bound")
 
 
-# Of advantages for each token, `make test` takes 43 combinations, with all pairs of two options.
+# `make test` takes 43 combinations, with all pairs of two options.
 @pytest.mark.parametrize(
-    ("token_advantages", "step"), [(False, 1), (True, 7), release(True, 1)], ids=str
+    ("token_advantages", "step"),
+    [(False, 7), (True, 7), release(False, 1), release(True, 1)],
+    ids=str,
 )
 def test_every_combination_matches_the_oracle(token_advantages, step) -> None:
     apart = []

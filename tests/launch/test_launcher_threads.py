@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mrl.launch import main
+from tests.loop.forked import Command
 from tests.release import release
+from tests.waiting import LIMIT_S
 
 SCRIPT = """
 import os
@@ -31,5 +32,6 @@ def test_ranks_tell_the_launchers_one_thread_from_the_users(
     environ = {key: value for key, value in os.environ.items() if key not in names}
     environ |= {"OUT": str(tmp_path)} | ({"OMP_NUM_THREADS": given} if given else {})
     words = ["--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run([sys.executable, "-m", "mrl.launch", *words], env=environ, check=True)
+    done = Command(words, environ, tmp_path / "printed", entry=main).finish(LIMIT_S)
+    assert done.returncode == 0, done.stderr
     assert [(tmp_path / rank).read_text() for rank in "01"] == [expected] * 2

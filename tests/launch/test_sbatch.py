@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import torchrun_saw
+from tests.release import release
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
     [
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64"}, "8"),
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "NPROC_PER_NODE": "4"}, "24"),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, "1"),
+        release({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, "1"),
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64", "OMP_NUM_THREADS": "3"}, "3"),
         ({"SLURM_CPUS_PER_TASK": "64"}, None),  # no GPUs: torchrun gives one
     ],
@@ -165,7 +166,7 @@ def test_bad_input_ends_the_first_start_before_any_rank(cluster, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("NPROC_PER_NODE", "0"), ("NPROC_PER_NODE", "x"), ("NPROC_PER_NODE", "8:4"),
+    [release("NPROC_PER_NODE", "0"), ("NPROC_PER_NODE", "x"), release("NPROC_PER_NODE", "8:4"),
      ("MAX_RESTARTS_WITHOUT_STEP", "-1")],
 )  # fmt: skip
 def test_a_bad_variable_is_named(name, value, cluster, tmp_path):
@@ -193,14 +194,14 @@ def test_a_run_that_a_callback_stopped_is_not_requeued(cluster, tmp_path):
     assert "requeue" not in (seen / "scontrol").read_text()
 
 
-@pytest.mark.parametrize("code", [1, 71, 72, 73, 137])
+@pytest.mark.parametrize("code", [release(1), 71, release(72), release(73), 137])
 def test_a_start_that_may_help_is_requeued(code, cluster, tmp_path):
     environ, seen = cluster
     assert submit(tmp_path / "out", environ, RANK_CODE=str(code))[0] == code
     assert (seen / "scontrol").read_text().splitlines()[-1] == "requeue 42"
 
 
-@pytest.mark.parametrize("code", [2, 70, 74, 76, 77, 130])
+@pytest.mark.parametrize("code", [2, *map(release, (70, 74, 76, 77)), 130])
 def test_a_start_that_would_end_in_the_same_way_is_not_requeued(code, cluster, tmp_path):
     environ, seen = cluster
     found, log = submit(tmp_path / "out", environ, RANK_CODE=str(code))

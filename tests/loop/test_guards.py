@@ -166,7 +166,7 @@ def steps_with_empty_mini_batches(overrides: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", [release("grpo"), "a3po", "ppo"])
+@pytest.mark.parametrize("name", [release("grpo"), release("a3po"), "ppo"])
 def test_a_mini_batch_without_a_loss_token_moves_nothing(
     toy: Toy, recorded: Path, tmp_path: Path, name: str
 ) -> None:

@@ -46,6 +46,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert row["routing/captured_coverage"] == row["routing/replay_coverage"] == 1.0
 
 
+@pytest.mark.release  # test_architectures.py trains one, and tenants/test_service_runs.py
 @pytest.mark.timeout(300)
 def test_an_engine_is_sent_the_adapter_alone_and_samples_from_it(toy: Toy, tmp_path: Path) -> None:
     overrides = toy.overrides(tmp_path / "run", *LORA, "train.num_steps=2")

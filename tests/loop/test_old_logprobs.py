@@ -108,7 +108,7 @@ def test_so_they_do_on_two_ranks(
 @pytest.mark.parametrize(
     "more",
     [
-        "train.num_steps_per_rollout=2",
+        release("train.num_steps_per_rollout=2"),  # test_learning.py looks at its GSPO curve
         release("train.num_epochs_per_rollout=2"),
         "guards.min_ess=0.01",
     ],

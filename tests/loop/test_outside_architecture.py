@@ -36,6 +36,7 @@ def test_it_trains_resumes_and_exports_as_the_known_one(
         file.write_text(file.read_text().replace('"vocab_size"', '"num_words"'))
     done = mine.run(tmp_path / "run", *more, "train.num_steps=1")
     assert done.returncode == 0, done.stderr
+    require_the_same_text(mine, tmp_path, more)
     arguments = ["train", str(tmp_path / "run"), "train.num_steps=2"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -62,13 +63,13 @@ def test_it_trains_resumes_and_exports_as_the_known_one(
     main(["export", str(tmp_path / "run"), "again", "--architecture", str(tmp_path / "moved.py")])
 
 
-def test_a_run_is_not_continued_with_another_text(mine: Toy, recorded: Path, tmp_path: Path):
-    saved = f"debug.load_rollouts={recorded / 'rollouts'}"
-    more = (f"model.architecture={FILE}", saved)
-    assert mine.run(tmp_path / "run", *more, "train.num_steps=1").returncode == 0
-    with (tmp_path / FILE).open("a") as file:
-        file.write("# another\n")
-    done = mine.run(tmp_path / "run", *more, "train.num_steps=2")
+def require_the_same_text(mine: Toy, folder: Path, more: tuple[str, ...]) -> None:
+    """A run is not continued with another text of the file."""
+    file = folder / FILE
+    text = file.read_text()
+    file.write_text(f"{text}# another\n")
+    done = mine.run(folder / "run", *more, "train.num_steps=2")
+    file.write_text(text)
     assert done.returncode == 2
     assert "model.architecture is" in done.stderr
     assert "whose contents have changed (changes only with --allow)" in done.stderr

@@ -13,6 +13,7 @@ from tests.loop.conftest import Toy
 KEYS = ("rollout.quantization=fp8_block", "diagnosis.decompose_every=1", "train.num_steps=1")
 
 
+@pytest.mark.release  # rollout/test_quantized_engine.py and run/test_gap_parts.py have the parts
 def test_replay_and_the_engines_weights_explain_the_gap(toy: Toy, tmp_path: Path) -> None:
     """Without a limit that is derived from the format, the canaries would end the run."""
     done = toy.run(tmp_path / "run", *KEYS)

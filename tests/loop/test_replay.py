@@ -16,6 +16,7 @@ from mrl.run.rollouts import load_groups, save_groups
 from tests.loop.conftest import Toy, trained
 from tests.loop.test_refusals import refused
 from tests.ranks import run_ranks
+from tests.release import release
 
 
 def replayed(run: str, step: int, output: str) -> int:
@@ -46,7 +47,10 @@ def changed(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("step", "start"), [(1, "the initial weights"), (3, "iter_0000002")])
+# test_what_a_step_keeps_for_the_next_is_replayed_too begins with a checkpoint in `make test`.
+@pytest.mark.parametrize(
+    ("step", "start"), [(1, "the initial weights"), release(3, "iter_0000002")]
+)
 def test_a_step_again_is_the_same_bits(
     step: int, start: str, recorded: Path, tmp_path: Path
 ) -> None:

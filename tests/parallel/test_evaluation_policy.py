@@ -71,7 +71,7 @@ def train_then_evaluate(
 @pytest.mark.parametrize(
     ("world", "sizes", "dtype"),
     [
-        (1, {}, "float32"),
+        release(1, {}, "float32"),
         (2, {"pipeline": 2, "virtual_pipeline": 2}, "bfloat16"),
         release(1, {}, "bfloat16"),
         release(4, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, "float32"),

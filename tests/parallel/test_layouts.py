@@ -51,8 +51,9 @@ LAYOUTS = [
     release(Layout(4, {"tensor": 2, "context": 2})),
     release(Layout(4, {"pipeline": 2, "context": 2, "expert": 2, "dispatcher": "allgather"})),
 ]
+# test_muon.py has the update of shards, and a state that moves between layouts, in `make test`.
 MUON = [
-    Layout(2, {"tensor": 2, "expert_tensor": 2}, optimizer="muon"),
+    release(Layout(2, {"tensor": 2, "expert_tensor": 2}, optimizer="muon")),
     release(Layout(2, distributed_optimizer=True, optimizer="muon")),
     release(
         Layout(
@@ -281,7 +282,7 @@ def passes_over_two_mini_batches(
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"expert": 2, "dispatcher": "allgather"},
+        release({"expert": 2, "dispatcher": "allgather"}),
         {"pipeline": 2},  # messages of one length: none to tell it, and no wait for the device
     ],
     ids=["allgather", "pipeline"],

@@ -233,7 +233,8 @@ def test_router_losses_and_biases_count_a_row_for_every_sample(
     assert bool(found[KINDS[0]][0]["biases"]) == (model_type == "deepseek_v3")
 
 
-@pytest.mark.parametrize("sizes", [{}, release({"context": 2})])
+@pytest.mark.release  # tests/parallel/layers has sinks and windows
+@pytest.mark.parametrize("sizes", [{}, {"context": 2}])
 def test_sinks_and_windows_are_those_of_each_sample(sizes: dict[str, int], tmp_path: Path) -> None:
     """Of gpt-oss, whose windows are shorter than the prompts: three steps, with and without."""
     path = write_tiny("gpt_oss", tmp_path / "model")

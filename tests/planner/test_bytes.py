@@ -210,7 +210,6 @@ def predict(path: Path, layout: Layout) -> list[dict[str, float]]:
 
 
 IN_SHORT = (
-    "qwen3_moe DP1 no recompute",
     "qwen3_moe PP2xVPP2 no recompute",
     "qwen3_moe TP2 LoRA, experts shared_outer bf16",
 )

@@ -84,6 +84,7 @@ sys.exit(str(set(sys.modules) - before) if set(sys.modules) - before else 0)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.release  # test_runner.py has functions that hang
 def test_an_expression_without_end_costs_its_own_sample_only():
     """Not by math-verify's signals, which would score it 0, but by the worker's time limit."""
     texts = [["\\boxed{1/2}", "$9^{9^{9^{9}}}$", "3"]] + [["0.5"] * 3] * 9

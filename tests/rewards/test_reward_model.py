@@ -96,6 +96,7 @@ def test_an_encoder_does_not_look_at_the_padding(tmp_path):
     assert loaded(f"reward_model:{tmp_path}")(["p"] * 2, texts) == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.release  # test_runner.py has the worker
 def test_in_the_worker(folder):
     long = "x" * 100
     with RewardRunner(f"reward_model:{folder}", 60) as runner:

@@ -92,7 +92,7 @@ def test_a_forked_child_that_comes_back_answers_nothing(capfd):
         ("forks_and_leaves", "worker process (exit code 0)"),
         ("writes_into_the_pipe", "is not an answer to the request: something else wrote into"),
         ("raises", "ZeroDivisionError: division by zero"),
-        ("hangs", "no answer within 0.5 s, killed"),
+        release("hangs", "no answer within 0.5 s, killed"),
         ("hangs_with_child", "no answer within 0.5 s, killed"),
         ("dies", "worker process (exit code 7)"),
         release("exits", "SystemExit: 7"),
@@ -229,7 +229,7 @@ def scores_for_ever(name, pids):
     time.sleep(1000)
 
 
-@pytest.mark.parametrize("name", ["lengths", "hangs"])
+@pytest.mark.parametrize("name", [release("lengths"), "hangs"])
 def test_worker_dies_with_a_trainer_that_is_killed(name):
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)

@@ -10,6 +10,7 @@ from mrl.cli import main
 from mrl.errors import InputError
 from mrl.rewards.trial_cases import make_cases
 from mrl.toy_model import build_tokenizer
+from tests.release import release
 from tests.rewards.test_remote import scripted
 from tests.waiting import only_bad_hurries
 
@@ -55,16 +56,16 @@ def test_nothing_wrong(reward_test):
     [
         ("wrong_way_round", QUESTIONS, "gold", "data.jsonl:1: gold '22' scores 0, 0, 0; wrong ''"),
         ("always_half", QUESTIONS, "gold, constant", "all 24 values are 0.5"),
-        ("always_half", TEXTS, "constant", "all 5 values are 0.5"),
+        release("always_half", TEXTS, "constant", "all 5 values are 0.5"),
         ("of_the_prompt", QUESTIONS, "gold, constant", "in each of 4 rows all completions have"),
-        ("silent", QUESTIONS, "gold, constant", "it returned None for all completions"),
+        release("silent", QUESTIONS, "gold, constant", "it returned None for all completions"),
         ("counts_calls", TEXTS, "changes", "data.jsonl:1: 1.01, then 1.02; completion 'a'"),
         ("normalises", TEXTS, "depends on the group", ":3: 0.5, then 0.666667; completion 'ef'"),
         ("forks", TEXTS * 8, "forks", "a child of os.fork() must end with os._exit()"),
         ("raises", TEXTS, "exception", ":3: ZeroDivisionError: division by zero; completion 'bad'"),
         ("dies", TEXTS, "exception", ":3: worker process (exit code 7); completion 'bad'"),
         ("hangs", TEXTS, "hang", ":3: no answer within 0.5 s, killed; completion 'bad'"),
-        ("nan", TEXTS, "NaN or infinite", ":3: NotFinite: reward 0 is nan"),
+        release("nan", TEXTS, "NaN or infinite", ":3: NotFinite: reward 0 is nan"),
         ("text", TEXTS, "not a number", ":3: NotANumber: reward 0 is '1.0'"),
         ("too_few", TEXTS, "wrong type or length", ":3: BrokenReward: returned 1 rewards for 2"),
     ],

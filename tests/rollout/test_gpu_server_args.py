@@ -16,6 +16,8 @@ from mrl.engines.base import EngineConfig
 from mrl.engines.sglang.launch import read_launch
 from mrl.engines.sglang.settings import CPU_STUBS, server_environment
 
+# test_server_args.py compares names, choices and defaults with the installed SGLang in `make test`.
+pytestmark = pytest.mark.release
 PROGRAM = Path(__file__).parent / "resolve_server_args.py"
 ENGINES: dict[str, dict[str, Any]] = {
     "one GPU": {},

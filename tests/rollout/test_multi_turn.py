@@ -160,6 +160,7 @@ def test_tokens_are_never_tokenized_again(play, engine, tokenizer):
     assert final == {tuple(s.token_ids.tolist()) for s in samples_of(groups)}
 
 
+@pytest.mark.release  # environments/test_rollout.py has it without a model
 def test_the_same_tokens_each_time_and_after_a_lost_engine(play, engine, tokenizer, echo):
     first = play()
     assert same(first, play())

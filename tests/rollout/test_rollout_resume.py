@@ -117,6 +117,7 @@ def assert_each_segment_is_its_weights(sample, old_end: int, oracle, model) -> N
     assert list(sample.routing.row_versions) == [s for s in versions if s.end > s.start]
 
 
+@pytest.mark.release  # tests/collect/test_backlog.py has the seeds of deferred prompts
 @pytest.mark.timeout(200)
 def test_a_prompt_that_waits_for_its_turn_twice_is_started_with_its_own_seed(
     engine: Engine, toy_weights

@@ -32,6 +32,7 @@ from mrl.engines.sglang.leftovers import shared_memory_files
 from mrl.errors import RunFailed
 from mrl.run.rollouts import decode_groups, encode_groups
 from tests.engine_starts import REAL
+from tests.release import release
 from tests.waiting import wait_until
 
 NUM_PROMPTS, NUM_SAMPLES = 4, 2
@@ -94,18 +95,19 @@ def test_rollout_is_a_function_of_weights_prompts_and_seed(engine, fresh, toy_we
     assert len(set(first)) == 8
 
 
-def test_every_endpoint_wants_the_key(fresh):
-    """Also those that SGLang leaves open: its probes, and OPTIONS."""
+@pytest.mark.parametrize("num_methods", [1, release(3)])
+def test_every_endpoint_wants_the_key(fresh, num_methods):
+    """Also those that SGLang leaves open. `make test` tries one method a path, another by key."""
     client, port = fresh.connection.client, fresh.connection.process.port
     status, text = client.get("/openapi.json", timeout_s=10)
     assert status == 200
     paths = json.loads(text)["paths"]
     assert {"/health", "/health_generate", "/generate", "/update_weights_from_tensor"} <= set(paths)
     assert len(paths) > 50
-    for key in ("", "wrong"):
+    for turn, key in enumerate(("", "wrong")):
         stranger = HttpClient(port, key)
-        for path in [*paths, "/ready", "/metrics", "/docs", "/no_such_path"]:
-            for method in ("GET", "POST", "OPTIONS"):
+        for n, path in enumerate([*paths, "/ready", "/metrics", "/docs", "/no_such_path"], turn):
+            for method in [("GET", "POST", "OPTIONS")[(n + k) % 3] for k in range(num_methods)]:
                 status, _ = stranger._request(method, path, b"{}", 60)
                 assert status in (401, 403), (method, path)
     assert client.get("/model_info", timeout_s=10)[0] == 200
@@ -117,9 +119,8 @@ def test_key_is_nowhere_to_be_read(fresh, tmp_path):
     assert len(key) >= 32
     tree = server.process.tree()
     assert len(tree) >= 3
-    # The oracle of this test: the search below finds what is there.
-    # (A process that gives itself a title may write it over the beginning of its environment, and what
-    # a fork of the template is given is not in its /proc/PID/environ.)
+    # The search below finds what is there. (A process that gives itself a title may write it over the
+    # start of its environment, and what a fork of the template is given is not in /proc/PID/environ.)
     if os.environ.get(REAL) == "1":
         assert b"TMPDIR=" in Path(f"/proc/{tree[0].pid}/environ").read_bytes()
     given = server.process._child_environment(tmp_path)
@@ -177,9 +178,7 @@ class RelayHandler(socketserver.BaseRequestHandler):
             upstream.sendall(head)
             if b"POST /generate" in head and self.server.hang_up:
                 self.server.hang_up -= 1
-                self.request.sendall(
-                    upstream.recv(2000)
-                )  # the head and a piece of the first answer
+                self.request.sendall(upstream.recv(2000))  # the head, and a piece of an answer
                 return
             while answer := upstream.recv(65536):
                 self.request.sendall(answer)
@@ -234,6 +233,7 @@ def test_maimed_server(toy_folder, tmp_path):
         list(completions)
 
 
+@pytest.mark.release  # test_timeouts.py names a part that is stopped after the limit
 def test_hung_server(toy_folder, tmp_path):
     """SGLang never sees that its detokenizer is stopped: the scheduler answers as before."""
     engine = make_engine(toy_folder, tmp_path / "engine.log", stall_timeout_s=4.0)
@@ -264,7 +264,7 @@ def test_updates_leak_no_shared_memory(engine, toy_weights):
     """torch names its files torch_<pid>_...; other processes of this machine have some too."""
     pids = [os.getpid(), *(process.pid for process in engine.connection.process.tree())]
     ours = tuple(f"torch_{pid}_" for pid in pids)
-    for version in range(8):
+    for version in range(3):
         engine.endpoint.update_weights(make_buckets(toy_weights, version), version)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(ours)]
 
@@ -285,7 +285,7 @@ def test_rollouts_survive_encoding(engine):
             assert sample.weight_versions == twin.weight_versions
 
 
-@pytest.mark.release  # test_weight_sync.py has two ranks, and test_hung_server what is left
+@pytest.mark.release  # test_weight_sync.py has two ranks, and tests above what is left
 def test_two_ranks_then_stop_leaves_nothing(toy_folder, toy_weights, tmp_path):
     engine = make_engine(toy_folder, tmp_path / "engine.log", tensor_parallel_size=2)
     engine.stop()

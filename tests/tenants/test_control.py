@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +25,7 @@ from mrl.service.registry import Registry
 from mrl.service.sockets import open_tcp, read_token
 from mrl.web.limits import Limits
 from mrl.web.unix_socket import connect_unix, open_unix
+from tests.release import release
 from tests.tenants.answering import JsonServer
 from tests.tenants.malformed import Case, cases
 from tests.tenants.parts import service, session, tenant
@@ -285,10 +287,21 @@ def test_a_request_has_one_time_limit_however_slowly_it_comes(tmp_path: Path) ->
             assert answer_of(connection)[0] == 408
 
 
-def test_a_thousand_malformed_requests(tmp_path: Path, model: Path) -> None:
+def one_in(share: int, made: list[Case]) -> Iterator[Case]:
+    """One in `share` of the cases of each kind."""
+    counts: Counter[str] = Counter()
+    for case in made:
+        counts[case.kind] += 1
+        if counts[case.kind] % share == 1 % share:
+            yield case
+
+
+@pytest.mark.parametrize("share", [4, release(1)])
+def test_a_thousand_malformed_requests(share: int, tmp_path: Path, model: Path) -> None:
     limits = Limits(head_s=REQUEST_S, request_s=REQUEST_S, connections=64)
     made = cases(random.Random(20))
     assert len(made) >= 1000
+    made = list(one_in(share, made))
     with Registry(service(tmp_path, model)) as registry, Control(registry, limits):
         root, descriptors = registry.root, len(os.listdir("/proc/self/fd"))
         registry.add("s", session(tmp_path / "s"), loop="client")

@@ -125,40 +125,40 @@ def test_targets_that_are_not_the_next_tokens(api: Api) -> None:
     assert np.allclose([body["clip_low"], body["clip_high"]], 0.2)
 
 
-@pytest.mark.parametrize(
-    ("loss", "inputs", "says"),
-    [
-        ("ppo", {}, "ppo needs logprobs"),
-        ("cross_entropy", {"advantages": tensor([1] * 3, "<f4", 1)}, "does not read advantages"),
-        ("magic", {}, "expected one of cross_entropy"),
-        ("custom", {}, "create_custom_loss is not uploaded"),
-    ],
-)
-def test_losses_that_do_not_fit_are_refused(
-    api: Api, loss: str, inputs: dict[str, bytes], says: str
-) -> None:
+LOSSES: list[tuple[str, dict[str, bytes], str]] = [
+    ("ppo", {}, "ppo needs logprobs"),
+    ("cross_entropy", {"advantages": tensor([1] * 3, "<f4", 1)}, "does not read advantages"),
+    ("magic", {}, "expected one of cross_entropy"),
+    ("custom", {}, "create_custom_loss is not uploaded"),
+]
+
+
+def test_losses_that_do_not_fit_are_refused(api: Api) -> None:
     model = api.model()
-    found = api.call("forward_backward", request(model, 1, loss, **inputs), **PROTO)
-    assert found.status_code == 400
-    assert says in found.json()["detail"]
-    assert not api.taken(model)
+    for number, (loss, inputs, says) in enumerate(LOSSES, start=1):
+        found = api.call("forward_backward", request(model, number, loss, **inputs), **PROTO)
+        assert found.status_code == 400
+        assert says in found.json()["detail"]
+        assert not api.taken(model)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("clip_low_threshold", 1.0), ("clip_low_threshold", -0.1), ("clip_high_threshold", 1.0)],
-)
-def test_thresholds_are_refused_by_their_names(api: Api, option: str, value: float) -> None:
+def test_thresholds_are_refused_by_their_names(api: Api) -> None:
     body = json_pass(api.model(), [6, 7, 8])
     asked = body["forward_backward_input"]
-    asked |= {"loss_fn": "ppo", "loss_fn_config": {option: value}}
     numbers = {"data": [0, -1, -1], "dtype": "float32"}
     inputs = asked["data"][0]["loss_fn_inputs"]
     asked["data"][0]["loss_fn_inputs"] = {
         "target_tokens": inputs["target_tokens"], "logprobs": numbers, "advantages": numbers,
     }  # fmt: skip
-    found = api.call("forward_backward", body)
-    assert (found.status_code, f"{option} is {value:g}, expected" in found.text) == (400, True)
+    wrong = (
+        ("clip_low_threshold", 1.0),
+        ("clip_low_threshold", -0.1),
+        ("clip_high_threshold", 1.0),
+    )
+    for number, (option, value) in enumerate(wrong, start=1):
+        asked |= {"loss_fn": "ppo", "loss_fn_config": {option: value}}
+        found = api.call("forward_backward", {**body, "seq_id": number})
+        assert (found.status_code, f"{option} is {value:g}, expected" in found.text) == (400, True)
 
 
 def test_numbers_of_requests_are_positive(api: Api) -> None:
@@ -266,49 +266,50 @@ def test_samples_of_a_sampler(api: Api) -> None:
     assert [each["tokens"] for each in found["sequences"]] == [[7], [7]]
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"topk_sample_logprobs": 2}, "topk_sample_logprobs: this service does not compute"),
-        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
-        ({"topk_prompt_logprobs": 21}, "at most 20"),
-        ({"prompt_logprobs_last_n": 2, "prompt_logprobs": True}, "expected 1 to 1"),
-        ({"params": {"max_tokens": 1 << 20}}, "more than the context"),
-        ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "takes tokens only"),
-    ],
-)
-def test_samples_that_are_refused(api: Api, more: dict[str, Any], says: str) -> None:
+SAMPLES: list[tuple[dict[str, Any], str]] = [
+    ({"topk_sample_logprobs": 2}, "topk_sample_logprobs: this service does not compute"),
+    ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
+    ({"topk_prompt_logprobs": 21}, "at most 20"),
+    ({"prompt_logprobs_last_n": 2, "prompt_logprobs": True}, "expected 1 to 1"),
+    ({"params": {"max_tokens": 1 << 20}}, "more than the context"),
+    ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, "takes tokens only"),
+]
+
+
+def test_samples_that_are_refused(api: Api) -> None:
     session = api.session()
     base = api.server.calls.backend.model_name
     asked = {"session_id": session, "sampling_session_seq_id": 3, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
-    status, why = api.refused("asample", sample(sampler, 0, **more))
-    assert (status, says in why) == (400, True), why
+    for number, (more, says) in enumerate(SAMPLES):
+        status, why = api.refused("asample", sample(sampler, number, **more))
+        assert (status, says in why) == (400, True), why
 
 
-@pytest.mark.parametrize(
-    ("stop", "given"),
-    [
-        ("x", {"stop": ["x"]}),
-        (["x", "y"], {"stop": ["x", "y"]}),
-        ([7, 8], {"stop_token_ids": [7, 8]}),
-        ([], {"min_tokens": 4}),
-        (None, {"stop": [], "stop_token_ids": []}),
-    ],
-)
-def test_stops(api: Api, stop: Any, given: dict[str, Any]) -> None:
+STOPS: list[tuple[Any, dict[str, Any]]] = [
+    ("x", {"stop": ["x"]}),
+    (["x", "y"], {"stop": ["x", "y"]}),
+    ([7, 8], {"stop_token_ids": [7, 8]}),
+    ([], {"min_tokens": 4}),
+    (None, {"stop": [], "stop_token_ids": []}),
+]
+
+
+def test_stops(api: Api) -> None:
     session = api.session()
     base = api.server.calls.backend.model_name
     asked = {"session_id": session, "sampling_session_seq_id": 3, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
-    api.ask("asample", sample(sampler, 0, params={"stop": stop}))
-    row = api.server.calls.ledger.get("samplers", sampler)
-    assert row is not None
-    tenant = api.registry.get(row["tenant"])
-    (operation,) = api.registry.operations.take(tenant.incarnation)
-    body = operation.body.model_dump()
-    assert {name: body[name] for name in given} == given
-    assert body["sampler"] == "@base"
+    for number, (stop, given) in enumerate(STOPS):
+        api.ask("asample", sample(sampler, number, params={"stop": stop}))
+        row = api.server.calls.ledger.get("samplers", sampler)
+        assert row is not None
+        tenant = api.registry.get(row["tenant"])
+        *before, operation = api.registry.operations.take(tenant.incarnation)
+        assert len(before) == number  # those without an answer
+        body = operation.body.model_dump()
+        assert {name: body[name] for name in given} == given
+        assert body["sampler"] == "@base"
 
 
 def test_unknown_fields_are_named(api: Api) -> None:

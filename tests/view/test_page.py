@@ -9,6 +9,7 @@ import pytest
 from mrl.cli import main
 from mrl.diagnosis.tokens import save_tokens
 from mrl.view.render import json_block
+from tests.release import release
 from tests.view.browser import open_browser
 from tests.view.invented import HOSTILE, record, write_run
 
@@ -170,8 +171,10 @@ def test_keys_move_through_the_tokens(opened):
     assert "No route was captured" in opened.text(".token-panel")
 
 
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (390, 844)])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(
+    ("width", "height", "dark"),
+    [(1440, 900, False), (390, 844, True), release(1440, 900, True), release(390, 844, False)],
+)
 def test_nothing_is_wider_than_the_window(page, invented, width, height, dark):
     page.view(width, height, dark)
     page.open(invented)

@@ -139,7 +139,7 @@ def same_plan(layout: str) -> bool:
     ("layout", "packs", "names"),
     [
         ("TP2", PACKS[1:], ("aux_loss", "seq_aux_loss")),
-        ("CP2", PACKS[1:], ("z", "seq_aux_loss")),
+        release("CP2", PACKS[1:], ("z", "seq_aux_loss")),
         ("PP2", PACKS[1:], ("z", "global_aux_loss")),
         ("EP2", PACKS[1:], ("seq_aux_loss", "global_aux_loss")),
         *(

@@ -137,7 +137,7 @@ def compare(
 
 @pytest.mark.parametrize(
     ("world", "released"),
-    [(1, False), (2, False), release(1, True), release(2, True), release(4, True)],
+    [release(1, False), (2, False), release(1, True), release(2, True), release(4, True)],
 )
 def test_values_and_gradients_are_those_of_the_whole_head(
     world: int,

@@ -262,7 +262,7 @@ def test_requests_that_wait_through_an_update_read_no_older_prefix(
     assert waited
 
 
-@pytest.mark.parametrize("planted", ["marked", "refused"])
+@pytest.mark.parametrize("planted", [release("marked"), "refused"])
 def test_a_stale_prefix_does_not_pass_for_new_weights(
     engine, start, new_weights, monkeypatch, planted
 ):

@@ -198,6 +198,7 @@ def test_runs_are_compared(page: Page, tmp_path: Path) -> None:
         assert page.errors == []
 
 
+@pytest.mark.release  # view/test_page.py measures the same page
 @pytest.mark.parametrize(("width", "dark"), [(1440, False), (390, True)])
 def test_the_page_fits_the_window(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
     run = write_run(tmp_path / "run", num_steps=3)
