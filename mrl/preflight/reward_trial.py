@@ -47,6 +47,7 @@ def try_rewards(
     conversation.
     """
     rows: dict[str, dict[str | None, Prompt]] = {}
+    built_in = reward_names()
     sets = [(recipe, "", prompts), *((e.recipe, e.config.name, e.prompts) for e in eval_sets)]
     for each, name, set_prompts in sets:
         is_scored = each.environment is not None and each.environment.gives_rewards
@@ -55,8 +56,9 @@ def try_rewards(
         for prompt in set_prompts:
             rewards = each.reward if prompt.reward is None else each.data.rewards[prompt.reward]
             for term in () if rewards is None else terms_of(rewards):
-                if _is_called(term.path):
-                    rows.setdefault(term.path, {}).setdefault(name or prompt.source_name, prompt)
+                if _is_elsewhere(term.path) or term.path in built_in:
+                    continue
+                rows.setdefault(term.path, {}).setdefault(name or prompt.source_name, prompt)
     for spec, first in rows.items():
         with closing(reward_worker(spec, recipe.reward_timeout_s)) as worker:
             worker.start()
@@ -64,10 +66,9 @@ def try_rewards(
                 _try_row(worker, spec, prompt, tokenizer, recipe.reward_timeout_s, warn)
 
 
-def _is_called(spec: str) -> bool:
-    """Return whether `spec` names a user's function, not a built-in reward, a server or a model."""
-    is_elsewhere = spec.lower().startswith(("http://", "https://")) or spec.startswith(REWARD_MODEL)
-    return not is_elsewhere and spec not in reward_names()
+def _is_elsewhere(spec: str) -> bool:
+    """Return whether `spec` names a reward server or a reward model, not a function."""
+    return spec.lower().startswith(("http://", "https://")) or spec.startswith(REWARD_MODEL)
 
 
 def _try_row(

@@ -214,7 +214,6 @@ def test_a_signal_saves_the_step_and_leaves(number: int, toy: Toy, tmp_path: Pat
     assert processes_of(output) == []
 
 
-@pytest.mark.release  # test_failing_together.py and tests/run/test_failure.py have parts of it
 @pytest.mark.timeout(400)
 def test_failures_leave_nothing_running(toy: Toy, tmp_path: Path) -> None:
     """A reward that fails on everything stops the run with its error, and the engine with it."""
