@@ -67,7 +67,7 @@ def write_result(
     file.write_text(text + "\n")
     if path is None:
         print(
-            f"written: {file.relative_to(ROOT)}; `python -m benchmarks.evidence --record "
+            f"written: {file.relative_to(ROOT)}; `python -m benchmarks.evidence --record --only "
             f"{target_of(name).name}` makes it the committed result"
         )
     return json.loads(text)
