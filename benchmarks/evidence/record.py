@@ -1,4 +1,4 @@
-"""This module makes new results the committed ones: `python -m benchmarks.evidence --record --only NAME`.
+"""This module makes new results the committed ones: `python -m benchmarks.evidence --record`.
 
 A benchmark writes what it found to runs/results/, which Git ignores, so that whoever repeats a
 measurement changes no file of the repository. Recording copies it to benchmarks/results/ and writes the
