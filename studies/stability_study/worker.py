@@ -50,7 +50,9 @@ def serve(study: str, preparation: Callable[[Path, str], Prepare] = nothing) -> 
         before(job)
         run = make_run(job, mesh)
         run.begin(engine)
-        connection.send(result_of(run, job))
+        result = result_of(run, job)
+        run.close()  # else each run would leave its weights and optimizer state in memory
+        connection.send(result)
 
 
 if __name__ == "__main__":
