@@ -50,9 +50,9 @@ def keep(folder: Path, name: str, settings: dict[str, Any]) -> Path:
 
 
 def continue_kept(folder: Path, name: str, settings: dict[str, Any]) -> None:
-    """Put the committed runs and calibration into the folder of a study with these settings, if it
-    has no runs. Exits if the committed runs were made with other settings, and then leaves no trace
-    in the folder: a later study could not continue from the committed runs in it."""
+    """Put the committed runs, calibration and settings into the folder of a study with these settings,
+    if it has no runs. Exits if the committed runs were made with other settings, and then leaves no
+    trace in the folder: a later study could not continue from the committed runs in it."""
     lines, opened = folder / "results.jsonl", folder / "settings.json"
     if lines.exists() or not file_of(name).exists():
         return
@@ -66,6 +66,7 @@ def continue_kept(folder: Path, name: str, settings: dict[str, Any]) -> None:
             "or --fresh"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    opened.write_text(json.dumps(settings, indent=1))  # as `open_results` does
     (folder / "calibration.json").write_text(json.dumps(content["calibration"], indent=1))
     text = "".join(json.dumps(result) + "\n" for result in content["results"])
     write_whole(lines, text.encode())

@@ -12,6 +12,7 @@ import pytest
 from studies import collapse
 from studies.collapse_study import kept
 from studies.collapse_study.kept import continue_kept, file_of, keep
+from studies.stability_study.jobs import open_results
 from tests.studies.test_collapse import MAIN, TOY, study
 
 SETTINGS: dict[str, Any] = {"keys": ("a", "b"), "num_steps": 60}
@@ -45,6 +46,8 @@ def test_only_finished_runs_of_the_whole_study_are_kept(tmp_path: Path) -> None:
     assert not other.exists()  # so that the whole study can still continue there
     continue_kept(other, "study", SETTINGS)
     assert (other / "results.jsonl").read_text() == '{"seed": 0}\n'
+    assert kept.kept(other, SETTINGS)["results"] == [{"seed": 0}]  # a clone can report them at once
+    assert open_results(other, SETTINGS, fresh=False) == [{"seed": 0}]
 
 
 def test_a_folder_of_other_settings_is_left_as_it_is(tmp_path: Path) -> None:
