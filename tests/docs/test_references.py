@@ -13,6 +13,7 @@ from tests.docs.recipe_keys import SECTIONS, is_key
 ROOMS = "mrl|moe|parallel|csrc|launch|tests|benchmarks|studies|requirements|docs"
 PATH = re.compile(rf"(?<![\w/.-])((?:{ROOMS})/[\w./*-]*)")
 TEST = re.compile(r"`([\w/]+\.py)?::(\w+)(?:\[([^`]*)\])?`")
+BARE_TEST = re.compile(r"(?<![`\w/.])([\w/]+\.py)?::(test_\w+)(?:\[([^`\s]*)\])?")
 DOTTED = re.compile(r"(?:mrl|moe|parallel|benchmarks|studies)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 METRIC = re.compile(r"[a-z_]+(?:/[\w@<>*]+)+")
@@ -32,7 +33,8 @@ def missing_paths(page: Page) -> Iterator[str]:
 
 def missing_tests(page: Page) -> Iterator[str]:
     file = ""
-    for match in TEST.finditer(page.text):
+    both = [*TEST.finditer(page.text), *BARE_TEST.finditer(page.text)]
+    for match in sorted(both, key=lambda match: match.start()):
         file, name, case = match[1] or file, match[2], match[3] or ""
         at = next(iter([ROOT / file] if "/" in file else (ROOT / "tests").rglob(file)), None)
         source = at.read_text() if at is not None and at.is_file() else ""
@@ -143,11 +145,11 @@ def test_a_name_that_is_not_there_is_found() -> None:
     page = Page(ROOT / "docs/metrics.md")
     page.__dict__["text"] = (
         "`mrl/nothing.py` `tests/docs/pages.py::test_nothing` `mrl.nothing.name` `train.nothing`\n"
-        "`mismatch/nothing` `mismatch/*` `mask/NAME`\n"
+        "`mismatch/nothing` `mismatch/*` `mask/NAME` tests/docs/pages.py::test_none and ::test_more\n"
         "[a](nothing.md) [b](metrics.md#nothing)\n"
     )
     assert len(list(missing_paths(page))) == 1
-    assert len(list(missing_tests(page))) == 1
+    assert len(list(missing_tests(page))) == 3
     assert len(list(missing_modules(page))) == 1
     assert len(list(missing_keys(page))) == 1
     assert len(list(missing_metrics(page))) == 1
