@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.errors import ExitCode
 from tests.launch.conftest import torchrun_saw
 from tests.release import release
 from tests.waiting import LIMIT_S, wait_until
@@ -192,6 +193,20 @@ def test_a_run_that_a_callback_stopped_is_not_requeued(cluster, tmp_path):
     assert code == 75
     assert "mrl: a callback stopped the run: not requeued" in log
     assert "requeue" not in (seen / "scontrol").read_text()
+
+
+def test_every_code_that_ends_a_job_is_one_of_those_of_mrl() -> None:
+    """`make test-all` tries each in a job."""
+    run = {
+        ExitCode.BAD_INPUT, ExitCode.FAILED, ExitCode.DISK, ExitCode.NOT_FINITE,
+        ExitCode.OUT_OF_MEMORY, ExitCode.INTERRUPTED,
+    }  # fmt: skip
+    text = SBATCH.read_text()
+    final = [set(map(int, codes.split())) for codes in re.findall(r'final="([\d ]+)"', text)]
+    assert final == [run, run - {ExitCode.OUT_OF_MEMORY}]
+    (meant,) = re.findall(r"for meant in (.*); do", text)
+    others = {ExitCode.SAVED, ExitCode.HUNG_RANK, ExitCode.LOST_ENGINE, ExitCode.LOST_RANK}
+    assert set(map(int, re.sub(r'"[^"]*"', "", meant).split())) == run | others
 
 
 @pytest.mark.parametrize("code", [release(1), 71, release(72), release(73), 137])

@@ -95,6 +95,25 @@ def test_the_first_steps_are_those_on_file(name: str, found: dict[str, Any]) -> 
     assert misfits(found["curves"][name], read_golden(name)) == []
 
 
+@pytest.mark.parametrize("key", ["loss/policy", "grad_norm", "reward/mean"])
+def test_a_curve_that_leaves_the_one_on_file_is_seen(key: str) -> None:
+    """`make test-all` trains one whose loss has the wrong sign."""
+    golden = read_golden("gspo")
+    assert misfits(golden, golden) == []
+    for step, near in enumerate(CLOSE):
+        curve = [dict(row) for row in golden]
+        curve[step][key] += 1.1 * near * max(abs(curve[step][key]), 1e-2)
+        assert [line.split(":")[0] for line in misfits(curve, golden)] == [f"step {step} {key}"]
+        assert misfits(curve[: len(CLOSE)], golden) == misfits(curve, golden)
+    assert learned(golden)
+    fallen, risen = (
+        [*golden[:-NUM_LAST], *[row | {"reward/mean": end} for row in golden[-NUM_LAST:]]]
+        for end in (0.0, last_reward(golden) + 1.01 * LATER)
+    )
+    assert not learned(fallen)
+    assert misfits(risen, golden)[-1].startswith("reward at the end: ")
+
+
 def whole_curves(scratch: Path) -> dict[str, Curve]:
     engine = SharedEngine(scratch)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,12 @@ from mrl.engine_pool.metrics import EngineMetrics
 from mrl.engines.base import SyncReport
 from mrl.errors import RunFailed
 from mrl.types import WeightBucket
-from mrl.weight_sync.load import Canaries, WeightLoader
+from mrl.weight_sync.load import (
+    QUANTIZATION_FACTOR,
+    TOLERANCE_FLOAT32,
+    Canaries,
+    WeightLoader,
+)
 
 CANARIES = Canaries([torch.arange(3)], [torch.tensor([0.0, -1.0, -2.0])])
 
@@ -66,3 +72,18 @@ def test_an_endpoint_with_another_model_is_refused(
     for nothing in (None, Canaries([], [])):
         load.check_canaries(endpoint, nothing)
     assert metrics == EngineMetrics()
+
+
+def test_quantised_weights_loosen_the_tolerance_by_what_they_change(
+    loader: tuple[WeightLoader, EngineMetrics],
+) -> None:
+    load, metrics = loader
+    endpoint: Any = Endpoint()
+    quantised = dataclasses.replace(CANARIES, quantization_abs_mean=0.02)
+    limit = TOLERANCE_FLOAT32 + QUANTIZATION_FACTOR * 0.02
+    endpoint.error = 0.99 * limit
+    load.check_canaries(endpoint, quantised)
+    assert metrics.canary_abs_mean > 10 * TOLERANCE_FLOAT32
+    endpoint.error = 1.01 * limit
+    with pytest.raises(RunFailed, match="engine and trainer disagree"):
+        load.check_canaries(endpoint, quantised)
