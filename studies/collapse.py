@@ -10,10 +10,11 @@ criteria and what refutes the claim; it was written before any run.
 A finished run is a line of FOLDER/results.jsonl: a study that was interrupted goes on where it was,
 `--fresh` starts over. `--keep` runs nothing and writes the finished runs into a file of
 benchmarks/results/, from which a clone on another machine continues. A whole study writes its result
-and its curves into runs/results/, and `python -m benchmarks.evidence --record` makes them the committed
-ones and those of the page; `--report` runs nothing and does so with the finished runs, where a verdict
-without all its runs is "incomplete". A study with other seeds, steps, rates or arms writes files of
-these names in FOLDER. The last line counts what must hold of the study itself, whatever its answer.
+and its curves into runs/results/, and `python -m benchmarks.evidence --record --only collapse` makes
+them the committed ones and those of the page; `--report` runs nothing and writes them from the finished
+runs, where a verdict without all its runs is "incomplete". A study with other seeds, steps, rates or
+arms writes files of these names in FOLDER. The last line counts what must hold of the study itself,
+whatever its answer.
 """
 
 from __future__ import annotations

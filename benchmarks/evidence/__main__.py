@@ -12,7 +12,8 @@ and on several machines what one of them has committed is not repeated by the ot
 
 --list    print the targets, and which of them `make test` runs in short
 --stale   print which results are of older code than this, and what has changed since
---record  make the new results (of --only) the committed ones, and write the pages that quote them
+--record  make the new results (of --only) the committed ones, and write the pages that quote them;
+          a study's result only where --only names it
 --mark    write into docs/results.md which results are of older code
 """
 

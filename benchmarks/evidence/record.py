@@ -1,4 +1,5 @@
-"""This module makes new results the committed ones: `python -m benchmarks.evidence --record`.
+"""This module makes new results the committed ones: `python -m benchmarks.evidence --record`, with
+`--only NAME` for those of a study.
 
 A benchmark writes what it found to runs/results/, which Git ignores, so that whoever repeats a
 measurement changes no file of the repository. Recording copies it to benchmarks/results/ and writes the
