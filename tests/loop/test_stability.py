@@ -52,6 +52,7 @@ def two_runs(folder: Path) -> list[dict[str, Any]]:
             run = make_run(mine, mesh)
             run.begin(engine)
             results.append(result_of(run, mine))
+            run.close()  # as the study's worker does: the engine serves another run then
     finally:
         engine.stop()
     return results
