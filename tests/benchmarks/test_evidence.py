@@ -193,8 +193,8 @@ def test_patterns(path, pattern, is_named) -> None:
 
 
 def test_a_result_becomes_stale_when_its_code_changes(tmp_path, monkeypatch) -> None:
-    target = replace(BY_NAME["route_wire"], measures=("parallel/optimizer/setup.py",))
-    source = tmp_path / "parallel" / "optimizer.py"
+    target = replace(BY_NAME["route_wire"], measures=("parallel/mesh.py",))
+    source = tmp_path / "parallel" / "mesh.py"
     source.parent.mkdir()
     source.write_text(BEFORE)
     monkeypatch.setattr(staleness, "TARGETS", [target])
