@@ -75,7 +75,7 @@ lint: setup  ## Check style, formatting and types
 	$(BIN)/pyright
 	$(if $(FORMATTED),$(BIN)/clang-format --dry-run -Werror $(FORMATTED),@echo "no kernel sources to format")
 
-evidence: $(VENV)/.bench  ## Every measurement below whose result is of older code, one after the other, and one table
+evidence: $(VENV)/.bench $(VENV)/.peers $(VENV)/.smollm $(VENV)/.tinker $(VENV)/.mcp $(VENV)/.verifiers  ## Every benchmark below whose result is of older code, one after the other, and one table
 	$(BIN)/python -m benchmarks.evidence $(EVIDENCE_ARGS)
 
 bench: $(VENV)/.bench  ## Kernels beside eager, torch.compile, Liger, TRL and a copy; 6 to 15 minutes
@@ -159,7 +159,7 @@ $(VENV)/.schemathesis: $(VENV)/.installed requirements/schemathesis.txt
 	@touch $@
 
 smollm: setup $(VENV)/.smollm  ## Train a pretrained 135M model: dense, as a MoE with R3, with LoRA; about an hour, continues where it stopped
-	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.smollm.measure $(BENCH_ARGS)
 
 agents: setup $(VENV)/.mcp $(VENV)/.verifiers  ## Environments of verifiers and tools of MCP servers: the tests with the real packages; 25 minutes
 	$(BIN)/python -m pytest -q -n 0 tests/hosted $(PYTEST_ARGS)

