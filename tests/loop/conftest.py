@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from mrl.config import load_recipe
 from mrl.jobs.train import train
 from mrl.toy_model import write_toy_model
+from parallel.hf_config import HfModel
+from parallel.lora.rules import adapter_shapes, read_adapter
 from parallel.mesh import world_size
 from tests.loop.forked import Command
 from tests.ranks import run_ranks
@@ -101,3 +104,11 @@ def recorded(toy: Toy, made_once: Callable[..., Path]) -> Path:
         run_ranks(1, trained, overrides, folder=folder / "out")
 
     return made_once("recorded", record) / "run"
+
+
+def adapter_bytes(toy: Toy, output: Path) -> int:
+    """Return the bytes, in fp32, of the adapter that the run of a folder trains."""
+    model, recipe = HfModel.read(toy.model), load_recipe(output / "config.yaml")
+    assert recipe.lora is not None
+    shapes = adapter_shapes(model, read_adapter(recipe.lora, model))
+    return 4 * sum(math.prod(shape) for shape in shapes.values())

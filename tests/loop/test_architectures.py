@@ -10,7 +10,7 @@ import pytest
 
 from mrl.errors import InputError
 from mrl.toy_model import build_tokenizer
-from tests.loop.conftest import Toy, trained
+from tests.loop.conftest import Toy, adapter_bytes, trained
 from tests.parallel.models import LLAMA3, write_tiny
 from tests.ranks import run_ranks
 from tests.release import release
@@ -47,8 +47,8 @@ def write_model(name: str, folder: Path) -> Toy:
     return Toy(folder)
 
 
-# In `make test` a dense model with an adapter: the toy of other runs is an MoE that is trained whole,
-# and tests/parallel/architectures compares the layers of all.
+# In `make test` a dense model with an adapter, and an MoE beside the toy of other runs;
+# tests/parallel/architectures compares the layers of all.
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
@@ -59,7 +59,7 @@ def write_model(name: str, folder: Path) -> Toy:
         release("mixtral", False),
         release("olmoe", False),
         release("glm4_moe", False),
-        release("qwen2_moe", False),
+        ("qwen2_moe", False),
         release("gpt_oss", False),
         release("qwen3_moe", False),
         release("mixtral", True),
@@ -87,6 +87,9 @@ def test_engine_and_trainer_agree(name: str, lora: bool, tmp_path: Path) -> None
         else:
             assert row["routing/replay_coverage"] == 1.0
     assert any(row["grad_norm"] > 0 for row in rows)
+    if lora:  # the engine is sent the adapter alone
+        sent = adapter_bytes(model, tmp_path / "run")
+        assert [row["rollout/sync_bytes"] for row in rows] == [sent, sent]
 
 
 def test_replay_of_a_dense_model_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,23 +13,11 @@ from mrl.config import load_recipe
 from mrl.drill.job import kill
 from mrl.run.folder import RunFolder
 from parallel.checkpoint.saved_tensors import SavedTensors
-from parallel.hf_config import HfModel
-from parallel.lora.rules import adapter_shapes, read_adapter
 from tests.disaggregated import test_runs as runs
-from tests.loop.conftest import Toy, environment, trained
+from tests.loop.conftest import Toy, adapter_bytes, environment, trained
 from tests.ranks import run_ranks
 
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.experts=per_expert", "checkpoint.save_every=1")
-BYTES = 4
-"""A number in fp32 has so many."""
-
-
-def sync_bytes(toy: Toy, output: Path) -> int:
-    """Return the bytes of the adapter that a run trains."""
-    model, recipe = HfModel.read(toy.model), load_recipe(output / "config.yaml")
-    assert recipe.lora is not None
-    shapes = adapter_shapes(model, read_adapter(recipe.lora, model))
-    return BYTES * sum(math.prod(shape) for shape in shapes.values())
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
@@ -54,7 +41,7 @@ def test_an_engine_is_sent_the_adapter_alone_and_samples_from_it(toy: Toy, tmp_p
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 2
     check_rows(rows)
-    expected = sync_bytes(toy, tmp_path / "run")
+    expected = adapter_bytes(toy, tmp_path / "run")
     assert [row["rollout/sync_bytes"] for row in rows] == [expected] * 2
     first, last = (SavedTensors(tmp_path / f"run/checkpoints/iter_000000{step}") for step in (1, 2))
     name = "model.decoder.layers.0.self_attention.linear_qkv.lora.q_proj.B"
@@ -132,7 +119,9 @@ def test_an_engine_of_two_ranks_serves_the_adapter(
     overrides = toy.overrides(tmp_path / "run", *layout, "train.num_steps=3")
     run_ranks(2, trained, overrides, folder=tmp_path / "out")
     check_rows(rows_of(tmp_path / "run"))
-    assert rows_of(tmp_path / "run")[0]["rollout/sync_bytes"] == sync_bytes(toy, tmp_path / "run")
+    assert rows_of(tmp_path / "run")[0]["rollout/sync_bytes"] == adapter_bytes(
+        toy, tmp_path / "run"
+    )
 
 
 @pytest.mark.release
@@ -144,4 +133,4 @@ def test_a_rollout_rank_serves_the_adapter(toy: Toy, tmp_path: Path) -> None:
     assert runs.bits(tmp_path / "apart", 3) == runs.bits(tmp_path / "colocated", 3)
     rows = rows_of(tmp_path / "apart")
     check_rows(rows)
-    assert {row["rollout/sync_bytes"] for row in rows} == {sync_bytes(toy, tmp_path / "apart")}
+    assert {row["rollout/sync_bytes"] for row in rows} == {adapter_bytes(toy, tmp_path / "apart")}
