@@ -171,7 +171,7 @@ def test_lengths_stop_tokens_and_top_p(engine):
         return {len(s.response_ids) for g in groups for s in g.samples}
 
     assert lengths(SamplingParams(16, 16)) == {16}
-    assert min(lengths(SamplingParams(16))) < 8
+    assert min(lengths(SamplingParams(16))) < 16
     assert 4 <= min(lengths(SamplingParams(16, min_new_tokens=4))) < 16
     stop = tuple(range(40))
     completions = list(
