@@ -114,7 +114,7 @@ def check(
     dims = trainer_dims(recipe, roles)
     folder = RunFolder(recipe.output_dir)
     model = _read_model(recipe, dims, elsewhere=elsewhere, deep=deep)
-    adapter, recipe = read_lora(recipe, model, roles)
+    adapter, recipe = read_lora(recipe, model, roles, elsewhere=elsewhere)
     policy = with_mtp(recipe, model, deep=deep)  # reference and critic have no MTP layers
     reference = read_reference(recipe.algorithm, model, deep=deep)
     check_importance(recipe.algorithm)

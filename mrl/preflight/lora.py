@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from mrl.config import Recipe
 from mrl.config.adapter import Adapter
 from mrl.engines.sglang.adapter.limits import refuse_layout, refuse_modules
@@ -17,10 +19,12 @@ from parallel.lora.peft_folder import PeftFolder
 from parallel.lora.rules import check_rank, module_name, read_adapter
 
 
-def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | None:
+def check_lora(
+    recipe: Recipe, model: HfModel, num_nodes: int = 1, *, on_gpu: bool = True
+) -> Adapter | None:
     """Return the adapter that the recipe trains; None if the recipe trains all weights.
 
-    `num_nodes` is the number of nodes that one engine spans.
+    `num_nodes` is the number of nodes that one engine spans; `on_gpu`: whether it runs on GPUs.
     """
     if recipe.lora is None:
         return None
@@ -65,13 +69,15 @@ def check_lora(recipe: Recipe, model: HfModel, num_nodes: int = 1) -> Adapter | 
             raise InputError(f"{key} does not go with lora: {why}")
     adapter = read_adapter(recipe.lora, model)
     check_rank(adapter, model)
-    _check_served(recipe, adapter, model, num_nodes)
+    _check_served(recipe, adapter, model, num_nodes, on_gpu=on_gpu)
     if recipe.lora.path is not None:
         PeftFolder(Path(recipe.lora.path), adapter, model).check_numbers()
     return adapter
 
 
-def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: int) -> None:
+def _check_served(
+    recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: int, *, on_gpu: bool
+) -> None:
     """Check that SGLang can serve the adapter.
 
     Nothing is checked with another engine, with `lora.rollout: merged`, or if rollouts are loaded
@@ -94,18 +100,22 @@ def _check_served(recipe: Recipe, adapter: Adapter, model: HfModel, num_nodes: i
                 "lora.rollout=merged"
             )
         refuse_modules(adapter, {module_name(hf) for _, hf, *_ in rule_shapes(model)})
-        refuse_layout(recipe.rollout, adapter, num_nodes)
+        refuse_layout(recipe.rollout, adapter, num_nodes, on_gpu=on_gpu)
 
 
-def read_lora(recipe: Recipe, model: HfModel, roles: Roles) -> tuple[Adapter | None, Recipe]:
+def read_lora(
+    recipe: Recipe, model: HfModel, roles: Roles, *, elsewhere: bool
+) -> tuple[Adapter | None, Recipe]:
     """Return the adapter that the recipe trains, and the recipe with `model.transformer_impl: local`.
+    `elsewhere`: the recipe is for GPUs that this machine does not have.
 
     Only mrl's native (`local`) layers support adapters. Without an adapter, return None and the
     recipe, which is changed only if the model needs these layers.
     """
     has_engine = recipe.lora is not None and recipe.debug.load_rollouts is None
     num_nodes = roles.engine_layout(recipe.rollout).num_nodes if has_engine else 1
-    adapter = check_lora(recipe, model, num_nodes)
+    on_gpu = elsewhere or torch.cuda.is_available()
+    adapter = check_lora(recipe, model, num_nodes, on_gpu=on_gpu)
     if adapter is None:
         return None, with_native_layers(recipe, model)
     return adapter, with_layers(recipe, "local")

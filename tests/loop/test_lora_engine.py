@@ -108,7 +108,6 @@ def test_a_killed_run_resumes_to_the_same_bits_and_its_commands_work(
         ("lora.experts=shared_outer",),
         ("rollout.expert_parallel_size=2",),
         ("rollout.expert_parallel_size=2", "lora.experts=shared_outer"),
-        ("rollout.data_parallel_attention_size=2", "lora.experts=none"),
     ],
     ids=" ".join,
 )

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from mrl.config import load_recipe
+from mrl.config.adapter import AdapterLimits
 from mrl.config.service import ServiceConfig
+from mrl.engines.sglang.settings import adapter_settings
 from mrl.errors import InputError
 from mrl.preflight import check
 from mrl.preflight.lora import check_lora
 from mrl.service.engines import engine_limits
 from mrl.toy_model import write_toy_model
 from parallel.hf_config import HfModel
+from parallel.lora.rules import read_adapter
 from tests.loop.conftest import REPOSITORY
 from tests.loop.test_refusals import refused
 from tests.parallel.models import write_tiny
@@ -113,7 +116,13 @@ def test_replicas_of_the_attention_serve_no_adapter_of_experts(command: list[str
     recipe = load_recipe(RECIPE, keys)
     with pytest.raises(InputError, match=r"attention_size=2 experts compute .*lora\.experts=none"):
         check(recipe, 2)
-    assert check(load_recipe(RECIPE, [*keys, "lora.experts=none"]), 2).adapter is not None
+    recipe = load_recipe(RECIPE, [*keys, "lora.experts=none"])
+    with pytest.raises(InputError, match=r"attention_size=2 SGLang serves adapters on GPUs only"):
+        check(recipe, 2)
+    assert check(recipe, 2, elsewhere=True).adapter is not None
+    limits = AdapterLimits.around([read_adapter(recipe.lora, HfModel.read(recipe.model.path))])
+    settings = adapter_settings(limits, on_gpu=True, num_replicas=2)
+    assert settings["lora_backend"] == "triton"  # of 0.5.23's backends, this one alone
 
 
 def test_the_query_of_latent_attention_has_no_adapter_that_is_served(tmp_path: Path) -> None:

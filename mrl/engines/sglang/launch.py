@@ -81,7 +81,7 @@ def read_launch(
     if config.adapter is not None:
         adapters = AdapterLimits.around([config.adapter])
     if adapters is not None:
-        refuse_layout(rollout, adapters, num_nodes)
+        refuse_layout(rollout, adapters, num_nodes, on_gpu=on_gpu)
     check_quantization(hf_config, rollout, rollout.weight_sync, on_gpu=on_gpu)
     weights = rollout.return_routing_weights
     if weights:

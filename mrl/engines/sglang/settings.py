@@ -82,7 +82,9 @@ def server_settings(
             "sleep_on_idle": True,
         }
         settings.setdefault("max_total_tokens", CPU_MAX_TOTAL_TOKENS)
-    settings |= adapter_settings(adapters, on_gpu=on_gpu) | config.server_args
+    replicas = config.data_parallel_attention_size
+    settings |= adapter_settings(adapters, on_gpu=on_gpu, num_replicas=replicas)
+    settings |= config.server_args
     if on_gpu:
         settings |= quantization_settings(config.quantization, config.server_args)
     return settings
@@ -103,8 +105,11 @@ def model_settings(
     return {name: value for name, value in needed.items() if name not in server_args}
 
 
-def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the fields of ServerArgs that concern adapters; empty if the engine serves none."""
+def adapter_settings(
+    adapters: AdapterLimits | None, *, on_gpu: bool, num_replicas: int = 1
+) -> dict[str, Any]:
+    """Return the fields of ServerArgs that concern adapters; empty if the engine serves none.
+    `num_replicas`: of the attention (`rollout.data_parallel_attention_size`)."""
     if adapters is None:
         return {}
     settings: dict[str, Any] = {
@@ -121,6 +126,8 @@ def adapter_settings(adapters: AdapterLimits | None, *, on_gpu: bool) -> dict[st
     settings["lora_target_modules"] = list(dict.fromkeys(modules))
     if not on_gpu:  # the default (csgmv) and the other backends are Triton kernels
         settings["lora_backend"] = "torch_native"
+    elif num_replicas > 1:  # the only backend that supports it
+        settings["lora_backend"] = "triton"
     return settings
 
 

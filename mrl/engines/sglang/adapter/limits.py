@@ -34,7 +34,9 @@ def refuse_modules(adapter: Adapter, modules: Collection[str]) -> None:
         )
 
 
-def refuse_layout(config: RolloutConfig, adapter: Adapter | AdapterLimits, num_nodes: int) -> None:
+def refuse_layout(
+    config: RolloutConfig, adapter: Adapter | AdapterLimits, num_nodes: int, *, on_gpu: bool
+) -> None:
     """Raise InputError if an engine with this configuration, on `num_nodes` nodes, cannot serve
     `adapter`. `adapter` may also be the common limits of several adapters."""
     if num_nodes > 1:
@@ -47,6 +49,12 @@ def refuse_layout(config: RolloutConfig, adapter: Adapter | AdapterLimits, num_n
             f"lora.rollout=adapter: with rollout.data_parallel_attention_size="
             f"{config.data_parallel_attention_size} experts compute the tokens of all replicas, but "
             "SGLang knows only the adapters of a replica's own tokens; set lora.experts=none, "
+            "lora.rollout=merged, or leave the size out"
+        )
+    if config.data_parallel_attention_size > 1 and not on_gpu:
+        raise InputError(
+            f"lora.rollout=adapter: with rollout.data_parallel_attention_size="
+            f"{config.data_parallel_attention_size} SGLang serves adapters on GPUs only; set "
             "lora.rollout=merged, or leave the size out"
         )
     if config.true_on_policy:
