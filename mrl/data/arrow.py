@@ -103,6 +103,7 @@ def read_hub(hub_id: str, subset: str | None, split: str) -> Rows:
             "download it elsewhere and give a folder written by save_to_disk, or a file"
         ) from None
     first = 1
+    piece: Any  # pyarrow.Table, in this format; the annotations of datasets say a dict
     for piece in table.iter(batch_size=NUM_ROWS):
         yield from _rows(piece.to_batches(), hub_id, first)
         first += piece.num_rows
