@@ -87,7 +87,7 @@ training-pass: setup  ## The demo's log-prob and training pass beside transforme
 layouts: setup  ## Every parallel layout against one process; 10 minutes
 	$(BIN)/python -m benchmarks.layouts
 
-conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, engines, nodes; 10 minutes
+conformance: setup  ## What an engine owes, against a real SGLang: 1 and 2 ranks, engines, nodes, architectures; 17 minutes
 	$(BIN)/python -m benchmarks.conformance $(BENCH_ARGS)
 
 faults: setup  ## Every fault of docs/faults.md: what happened, seconds, verdict; 15 minutes
