@@ -68,7 +68,7 @@ TARGETS = (
     Target("conformance", "the contract of an engine, against a real SGLang",
            ("benchmarks.conformance",), ("conformance", "conformance_gpu"),
            (*ENGINE, "mrl/system", "mrl/kernels/digest.py", "tests/rollout/conformance",
-            "tests/rollout/rollout_helpers.py", "benchmarks/conformance.py"), 12,
+            "tests/rollout/rollout_helpers.py", "benchmarks/conformance.py"), 17,
            short="tests/rollout/conformance"),
     Target("faults", "every fault of the table, each recovered or refused",
            ("benchmarks.faults",), ("faults",),
