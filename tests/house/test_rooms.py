@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
     "mrl.__main__": {"mrl.cli"},
 }
 """The modules of this project that a room may import in addition to itself and BASE. A room may import
-only rooms above it in this table, so there is no circle of rooms. The package `mrl` itself is in no
+only rooms above it in this table, so there is no cycle of rooms. The package `mrl` itself is in no
 room: its __init__.py re-exports names of `mrl.api`, and no room imports it."""
 
 
@@ -245,15 +245,15 @@ def reachable(graph, start):
     return found
 
 
-def test_no_circle_of_modules():
+def test_no_cycle_of_modules():
     graph = module_graph()
     below = {module: reachable(graph, module) for module in graph}
-    in_circle = sorted(module for module in graph if module in below[module])
-    circles = {
-        tuple(each for each in in_circle if each in below[module] and module in below[each])
-        for module in in_circle
+    in_cycle = sorted(module for module in graph if module in below[module])
+    cycles = {
+        tuple(each for each in in_cycle if each in below[module] and module in below[each])
+        for module in in_cycle
     }
-    assert not circles
+    assert not cycles
 
 
 def test_the_planner_needs_no_megatron():
