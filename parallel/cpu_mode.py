@@ -2,9 +2,11 @@
 
 No other file of parallel/ assigns to names inside torch or megatron-core.
 
-Megatron names the CUDA device in many places. On a machine without CUDA, `enable()` redirects
-`device="cuda"` and `.cuda()` to the CPU (with a `TorchFunctionMode`). It also puts CPU versions in
-place of those functions of `torch.cuda` that Megatron calls.
+Megatron names the CUDA device in many places. On a machine without CUDA, `enable()` replaces the
+functions of torch that make tensors by versions that make them on the CPU where CUDA or pinned memory
+is asked for, `Tensor.cuda` by one that returns the tensor itself, and those functions of `torch.cuda`
+that Megatron calls by CPU versions. A `TorchFunctionMode` would do the same, but it is called for every
+operation: it took a fifth of the CPU time of a step of the toy model.
 
 With CUDA, `enable()` only repairs how megatron-core looks for TransformerEngine: it defines names
 that are undefined or wrong without TransformerEngine, and hides a TransformerEngine that is
@@ -16,6 +18,7 @@ Call `enable()` before the first import of megatron. A second call does nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -27,33 +30,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import TorchFunctionMode
 
 from mrl.system.torch_names import TORCH
 from parallel.implementation import find_transformer_engine
 from parallel.megatron_names import MEGATRON
 
-_active: list[TorchFunctionMode] = []
-
-
-class CpuInPlaceOfCuda(TorchFunctionMode):
-    """A torch mode that creates tensors in plain CPU memory if CUDA or pinned memory is asked for."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if kwargs:
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type == "cuda":
-                kwargs = {**kwargs, "device": "cpu"}
-            if kwargs.get("pin_memory"):  # torch refuses to pin memory without a GPU
-                kwargs = {**kwargs, "pin_memory": False}
-        elif func is torch.Tensor.type and len(args) == 1:
-            # Megatron groups gradients by type string and knows only the torch.cuda.* types.
-            return func(*args).replace("torch.", "torch.cuda.")
-        return func(*args, **(kwargs or {}))
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones",
+    "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros",
+    "zeros_like",
+)  # fmt: skip
+"""The functions of torch that take a `device` and make a tensor."""
 
 
 class _Stream:
@@ -82,25 +69,56 @@ def enable() -> bool:
     if torch.cuda.is_available():
         complete_megatron()
         return False
-    if _active:
+    if torch.cuda.current_device is _current_device:
         return True
     # torch.compile does not speed up these shapes, and its first call costs a minute of CPU time.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _replace_torch()
     _replace_torch_cuda()
     complete_megatron()
     _replace_megatron()
-    mode = CpuInPlaceOfCuda()
-    mode.__enter__()
-    _active.append(mode)
     return True
+
+
+def _replace_torch() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    type_name = Tensor.type
+
+    def cuda_type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron groups gradients by type string and knows only the torch.cuda.* types.
+        found = type_name(tensor, *args, **kwargs)
+        return found if args or kwargs else found.replace("torch.", "torch.cuda.")
+
+    Tensor.type = cuda_type_name
+    Tensor.cuda = lambda tensor, *args, **kwargs: tensor
+
+
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that makes the same tensors as `factory`, in plain CPU memory."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):  # torch refuses to pin memory without a GPU
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _current_device() -> torch.device:
+    return torch.device("cpu")
 
 
 def _replace_torch_cuda() -> None:
     stream = _Stream()
     stand_ins: dict[str, Any] = {
         "synchronize": lambda *a, **k: None,
-        "current_device": lambda: torch.device("cpu"),
+        "current_device": _current_device,
         "Stream": _Stream,
         "current_stream": lambda *a, **k: stream,
         "default_stream": lambda *a, **k: stream,

@@ -53,8 +53,6 @@ NAMES: dict[str, Name] = {
     },
     # parallel/ledger.py
     "UntypedStorage": always("torch.UntypedStorage", attributes=("_cdata",)),
-    # parallel/layers/experts.py
-    "DisableTorchFunction": always("torch._C.DisableTorchFunction"),
     # parallel/checkpoint; pickle_scan.py allows checkpoints to name three of these.
     "PyTorchFileReader": always(
         "torch._C.PyTorchFileReader", attributes=("get_all_records", "get_record")

@@ -33,9 +33,7 @@ from torch import Tensor
 
 from mrl.errors import InputError
 from mrl.kernels import zero_empty_groups_
-from mrl.system.torch_names import TORCH
 
-DisableTorchFunction = TORCH.take("DisableTorchFunction")
 ALIGNMENT = 16
 """The stride of the rows in a grouped product must be a multiple of this many bytes
 (`torch._meta_registrations._meta_grouped_mm_common`)."""
@@ -189,15 +187,14 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
     The result is a view if the weights lie at equal distances in one storage, and otherwise a copy.
     """
     first = weights[0]
-    with DisableTorchFunction():
-        addresses = [weight.data_ptr() for weight in weights]
-        step = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
-        even = addresses == list(range(addresses[0], addresses[0] + step * len(weights), step or 1))
-        one = first.untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
-        if even and one and step > 0 and step % first.element_size() == 0:
-            size = (len(weights), *first.shape)
-            return first.detach().as_strided(size, (step // first.element_size(), *first.stride()))
-        return torch.stack([weight.detach() for weight in weights])
+    addresses = [weight.data_ptr() for weight in weights]
+    step = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
+    even = addresses == list(range(addresses[0], addresses[0] + step * len(weights), step or 1))
+    one = first.untyped_storage().data_ptr() == weights[-1].untyped_storage().data_ptr()
+    if even and one and step > 0 and step % first.element_size() == 0:
+        size = (len(weights), *first.shape)
+        return first.detach().as_strided(size, (step // first.element_size(), *first.stride()))
+    return torch.stack([weight.detach() for weight in weights])
 
 
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:

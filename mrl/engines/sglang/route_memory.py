@@ -118,10 +118,12 @@ class RouteReader:
         """
         routes = np.empty(reference.num_bytes, dtype=np.uint8)
         try:
-            with open(f"/proc/{reference.pid}/fd/{reference.fd}", "r+b") as file:
-                file.seek(reference.offset)
-                num_bytes = file.readinto(routes.data)
-                _free(file.fileno(), reference.offset, _whole_pages(reference.num_bytes))
+            file = os.open(f"/proc/{reference.pid}/fd/{reference.fd}", os.O_RDWR)
+            try:
+                num_bytes = os.preadv(file, [routes.data], reference.offset)
+                _free(file, reference.offset, _whole_pages(reference.num_bytes))
+            finally:
+                os.close(file)
         except OSError as error:
             raise RuntimeError(
                 f"routes in the memory of process {reference.pid}: {error}"
@@ -159,9 +161,7 @@ class RouteWriter:
         if self.num_bytes + values.nbytes > self._max_bytes:
             return None
         offset, self._end = self._end, self._end + _whole_pages(values.nbytes)
-        with open(self._file, "r+b", closefd=False) as file:
-            file.seek(offset)
-            file.write(np.ascontiguousarray(values).data)
+        _write(self._file, offset, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
         return Reference(os.getpid(), self._file, offset, values.nbytes, values.dtype.name)
 
     @property
@@ -210,10 +210,19 @@ def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
+def _write(file: int, offset: int, data: memoryview) -> None:
+    """Write all of `data`, of which one call writes at most 2 GiB."""
+    while data:
+        num_bytes = os.pwrite(file, data, offset)
+        data, offset = data[num_bytes:], offset + num_bytes
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
 def _free(file: int, offset: int, num_bytes: int) -> None:
     """Free whole pages of a file; reads of them return zeros afterwards."""
-    libc = ctypes.CDLL(None, use_errno=True)
     where = (ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
-    if num_bytes and libc.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, *where):
+    if num_bytes and _LIBC.fallocate(file, _PUNCH_HOLE | _KEEP_SIZE, *where):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
