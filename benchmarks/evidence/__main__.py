@@ -13,7 +13,8 @@ and on several machines what one of them has committed is not repeated by the ot
 --list    print the targets, and which of them `make test` runs in short
 --stale   print which results are of older code than this, and what has changed since
 --record  make the new results (of --only) the committed ones, and write the pages that quote them;
-          a study's result only where --only names it
+          a study's result only where --only names it. A result that is older than the committed
+          one, or whose pages cannot be made, is passed over with a line
 --mark    write into docs/results.md which results are of older code
 """
 
@@ -24,6 +25,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,9 +205,23 @@ def main() -> None:
         if mark():
             print(f"updated the marks in {PAGE.relative_to(ROOT)}")
     elif arguments.record:
-        print("\n".join(record(targets)) or f"no new result in {NEW.relative_to(ROOT)}")
+        record_new(targets)
     else:
         run_all(targets if arguments.only else [t for t in targets if not is_current(t)])
+
+
+def record_new(targets: Sequence[Target]) -> None:
+    """Record the new results, print what became of them, and exit with 1 where one was not recorded
+    because of an error."""
+    recorded = record(targets)
+    if not recorded.lines and not recorded.errors:
+        print(f"no new result in {NEW.relative_to(ROOT)}")
+    for line in recorded.lines:
+        print(line)
+    for name, error in recorded.errors.items():
+        traceback.print_exception(error)
+        print(f"{name}: not recorded, and none of its pages is changed: {error!r}", flush=True)
+    sys.exit(bool(recorded.errors))
 
 
 def run_all(targets: Sequence[Target]) -> None:

@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +28,56 @@ BESIDE = "_machine"
 """Ends the name of a result whose rows are in a file of their own, with the name without it."""
 
 
-def record(targets: Sequence[Target], new: Path = NEW, committed: Path = RESULTS) -> list[str]:
+@dataclass(frozen=True)
+class Recorded:
+    """What became of the new results."""
+
+    lines: list[str] = field(default_factory=list)
+    """A line for each result that was recorded, or passed over because the committed one is newer."""
+    errors: dict[str, Exception] = field(default_factory=dict)
+    """Why the other results could not be recorded, by their names. Nothing of them was written."""
+
+
+def record(targets: Sequence[Target], new: Path = NEW, committed: Path = RESULTS) -> Recorded:
     """Make the new results of `targets` the committed ones, write their pages, and mark the results.
 
-    Return a line for each result. A target without a new result is passed over.
+    A target without a new result is passed over. If a result is damaged or its pages cannot be made,
+    the others are still recorded.
     """
-    lines = []
+    recorded = Recorded()
     for target in targets:
         for name in target.results:
-            file = new / f"{name}.json"
-            if not file.is_file():
-                continue
-            result = json.loads(file.read_text())
-            pages = pages_of(target, name, result)
-            line = _line(
-                name, result, pages
-            )  # whatever is missing fails before anything is written
-            committed.mkdir(parents=True, exist_ok=True)
-            for each in {name, name.removesuffix(BESIDE)}:
-                if (new / f"{each}.json").is_file():
-                    shutil.copyfile(new / f"{each}.json", committed / f"{each}.json")
-            for page, text in pages.items():
-                page.write_text(text)
-            lines.append(line)
+            if (new / f"{name}.json").is_file():
+                try:
+                    recorded.lines.append(record_one(target, name, new, committed))
+                except Exception as error:  # of any kind: `pages` is the code of a benchmark
+                    recorded.errors[name] = error
     mark(committed)
-    return lines
+    return recorded
+
+
+def record_one(target: Target, name: str, new: Path, committed: Path) -> str:
+    """Record the new result `name`, and return a line that says so.
+
+    Whatever is missing in the result, or is wrong in its pages, raises an exception before anything is
+    written.
+    """
+    result = json.loads((new / f"{name}.json").read_text())
+    old_date, date = _date(committed / f"{name}.json"), result["date"]
+    if date < old_date:
+        return (
+            f"{name}: not recorded, because the new result is of {date} and the committed one of "
+            f"{old_date}; remove {name}.json from {NEW.relative_to(ROOT)}, or repeat the measurement"
+        )
+    pages = pages_of(target, name, result)
+    line = _line(name, result, pages)
+    committed.mkdir(parents=True, exist_ok=True)
+    for each in {name, name.removesuffix(BESIDE)}:
+        if (new / f"{each}.json").is_file():
+            shutil.copyfile(new / f"{each}.json", committed / f"{each}.json")
+    for page, text in pages.items():
+        page.write_text(text)
+    return line
 
 
 def pages_of(target: Target, name: str, result: Mapping[str, Any]) -> dict[Path, str]:
@@ -81,6 +107,12 @@ def mark(results: Path = RESULTS) -> bool:
     if new != page:
         PAGE.write_text(new)
     return new != page
+
+
+def _date(file: Path) -> str:
+    """Return the date of a committed result; empty where there is none."""
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    return found.get("date", "") if isinstance(found, dict) else ""
 
 
 def _line(name: str, result: Mapping[str, Any], pages: Mapping[Path, str]) -> str:

@@ -2,6 +2,8 @@
 
 If the samples of each prompt have equal rewards, algorithms that compare them have only advantages
 of 0, and the run goes on without learning, for example with a reward that never matches an answer.
+Algorithms that compare the samples of the complete step, such as REINFORCE++, have only advantages of 0
+if all samples of the step have equal rewards.
 """
 
 from __future__ import annotations
@@ -55,10 +57,13 @@ class EqualRewards:
 
     def _have_advantage(self, rewards: Sequence[torch.Tensor]) -> bool:
         """Return whether an advantage may differ from 0; `rewards` is f32[G] for each group."""
+        of_algorithm = traits(self._algorithm)
         has_penalty = self._config.kl_in == "reward" and self._config.kl_coef > 0
-        if has_penalty or self._config.turn_rewards or traits(self._algorithm).needs_critic:
+        if has_penalty or self._config.turn_rewards or of_algorithm.needs_critic:
             return True
         if any(map(has_signal, rewards)):
             return True
-        advantages = self._algorithm.advantages(list(rewards), self._config)
-        return any(bool(each.nan_to_num().any()) for each in advantages)
+        found = torch.cat(self._algorithm.advantages(list(rewards), self._config))
+        # Samples without a reward are not in the loss. Whitening subtracts the mean of the others.
+        known = found[~torch.cat(list(rewards)).isnan()]
+        return has_signal(known) if of_algorithm.whitens else bool(known.any())

@@ -68,8 +68,10 @@ def show_plan(
         raise InputError(f"--gpus: got {world}, expected at least 1")
     hardware = find_hardware(gpu or "h100")
     if host_memory_gb is not None:
-        if host_memory_gb <= 0:
-            raise InputError(f"--host-memory: got {host_memory_gb:g}, expected gigabytes above 0")
+        if not 0 < host_memory_gb < math.inf:
+            raise InputError(
+                f"--host-memory: got {host_memory_gb:g}, expected a finite number of gigabytes above 0"
+            )
         hardware = dataclasses.replace(hardware, host_memory_bytes=int(host_memory_gb * 1e9))
     folder = Path(recipe.model.path)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -233,8 +234,8 @@ def _client(args: argparse.Namespace, wait_s: float = 0.0) -> Any:
             f"which service? give --service FOLDER, its output_dir, or set the variable {VARIABLE}"
         )
     args.service = Path(args.service)
-    if not wait_s >= 0:
-        raise InputError(f"--wait {wait_s:g}: expected a number of seconds, 0 or more")
+    if not 0 <= wait_s < math.inf:
+        raise InputError(f"--wait {wait_s:g}: expected a finite number of seconds, 0 or more")
     deadline = time.monotonic() + wait_s
     while not (args.service / "service.yaml").is_file() and time.monotonic() < deadline:
         time.sleep(WAIT_S)

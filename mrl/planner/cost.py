@@ -177,7 +177,7 @@ def update_seconds(
     moved = max(
         2 * optimizer_bytes(stage, dims, work)
         + gradient_bytes(stage, work)
-        + weight_bytes(shape, stage, work)
+        + weight_bytes(shape, stage, dims, work)
         - work.weight_bytes * stage.frozen
         for stage in held
     )
@@ -214,7 +214,7 @@ def sync_seconds(
     each = engine_weight_bytes(shape, work)
     loaded = 2 * (pool_bytes(shape, work) if work.lora == "adapter" else each)
     woken = each / (gpu.host * EFFICIENCY.host) if work.lora == "adapter" else 0.0
-    away = max(weight_bytes(shape, s, work) + optimizer_bytes(s, dims, work) for s in held)
+    away = max(weight_bytes(shape, s, dims, work) + optimizer_bytes(s, dims, work) for s in held)
     return {
         "offload and onload": 2 * away / (gpu.host * EFFICIENCY.host),
         **({"weight sync: wake the base": woken} if woken else {}),

@@ -51,7 +51,9 @@ def stage_tensors(parts: Iterable[Part], dims: ParallelDims) -> tuple[Tensors, T
     return tuple(dense), tuple(experts)
 
 
-def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]:
+def buffer_tensors(
+    shape: ModelShape, stage: Stage, dims: ParallelDims
+) -> list[tuple[Tensors, int]]:
     """Return (tensors, bytes of an element) for each kind of module buffer on a stage.
 
     0 bytes mean that the elements are as large as those of the weights (`Workload.weight_bytes`).
@@ -60,7 +62,7 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
     found: list[tuple[Tensors, int]] = [
         (((2 * moe_layers * shape.expert_bias, shape.num_experts),), 4)
     ]
-    found.append(((rotary_tables(shape, stage),), 0))
+    found.append(((rotary_tables(shape, stage, dims),), 0))
     if shape.indexer:
         num_layers = len(stage.layers)
         found.append((tuple((num_layers, numel) for numel in shape.indexer.matrices), 0))
@@ -68,14 +70,15 @@ def buffer_tensors(shape: ModelShape, stage: Stage) -> list[tuple[Tensors, int]]
     return found
 
 
-def rotary_tables(shape: ModelShape, stage: Stage) -> tuple[int, int]:
+def rotary_tables(shape: ModelShape, stage: Stage, dims: ParallelDims) -> tuple[int, int]:
     """Return (number of tables, elements of each) of the cosines and sines that YaRN keeps on a stage:
     two for each layer with latent attention, otherwise two for the stage (two for each of its
-    chunks under virtual pipeline parallelism, of which only the first are counted)."""
+    chunks under virtual pipeline parallelism, of which only the first are counted). Under context
+    parallelism, Megatron fills them with the positions of one rank's share of a sequence."""
     if shape.mla:
         layers = len(stage.layers) + shape.num_mtp * bool(stage.mtp)
-        return 2 * layers, shape.mla.rotary_positions * shape.mla.rope_dim
-    return 2, shape.yarn_positions * shape.head_dim
+        return 2 * layers, shape.mla.rotary_positions // dims.cp * shape.mla.rope_dim
+    return 2, shape.yarn_positions // dims.cp * shape.head_dim
 
 
 def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
@@ -97,7 +100,8 @@ def pinned_weights(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Wo
     for frozen in stage_tensors(base, dims):
         found += pinned_total(frozen, each, exact)
     return found + sum(
-        pinned_total(tensors, size or each, exact) for tensors, size in buffer_tensors(shape, stage)
+        pinned_total(tensors, size or each, exact)
+        for tensors, size in buffer_tensors(shape, stage, dims)
     )
 
 

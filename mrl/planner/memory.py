@@ -40,14 +40,15 @@ PROOF_BYTES = 24
 compared with their bounds (`mrl.weight_sync.quantize`). 21 were measured."""
 
 
-def weight_bytes(shape: ModelShape, stage: Stage, work: Workload) -> int:
+def weight_bytes(shape: ModelShape, stage: Stage, dims: ParallelDims, work: Workload) -> int:
     """Return the bytes of one rank's parameters and of its layers' module buffers.
 
     The buffers are the rotary tables of latent attention and, if biases balance the routers, the fp32
     bias and token count of every expert. The norms of indexers are fp32, too.
     """
     layers = (*stage.layers, *(mtp_layers(shape) if stage.mtp else ()))
-    biases, (count, numel) = 2 * router_bias_bytes(shape, layers), rotary_tables(shape, stage)
+    biases = 2 * router_bias_bytes(shape, layers)
+    count, numel = rotary_tables(shape, stage, dims)
     norms = indexer_norm_bytes(shape, len(stage.layers), work.weight_bytes)
     return work.weight_bytes * (stage.num_local + count * numel) + biases + norms
 
@@ -192,7 +193,7 @@ def trainer_rows(
         copies = dims.dp * dims.cp * expert_data_parallel(dims)
         padding = padding_bound(parameters, 2 * dims.vpp, copies, size + each)
     return (
-        Row("weights", weight_bytes(shape, stage, work),
+        Row("weights", weight_bytes(shape, stage, dims, work),
             f"{size} B x {stage.num_local} and buffers{frozen}",
             f"mrl.planner.memory.weight_bytes; {COUNTED}", managed=True),
         Row("gradients", gradient_bytes(stage, work), f"{each} B x {stage.num_trained}",

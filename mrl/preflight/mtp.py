@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 from mrl.config import Recipe
 from mrl.errors import InputError
 from parallel.hf_config import HfModel
-from parallel.hf_tensors import HfTensors
+from parallel.hf_tensors import WHOLE_ELEMENTS, HfTensors
 from parallel.weight_checks import check_weights
 
 KEY = "train.mtp_loss_scaling_factor"
-SAMPLED_ROWS = 8
+NUM_SAMPLED_ROWS = 8
 
 
 def with_mtp(recipe: Recipe, model: HfModel, *, deep: bool) -> HfModel:
     """Return `model` with its MTP layers among what is trained, if the recipe trains them.
 
     Raises InputError as `planned_mtp` does, if the weights of the layers are not there, and if they
-    have an embedding or an output layer of their own. `deep`: check that all their weights are
-    finite, not only a sample of them.
+    have an embedding or an output layer of their own. `deep`: read all their weights, not only a
+    sample, to check that they are finite and that embedding and output layer are the model's.
     """
     trained, mtp = planned_mtp(recipe, model), model.architecture.mtp
     if not trained.architecture.num_trained_mtp or mtp is None:
@@ -31,7 +33,9 @@ def with_mtp(recipe: Recipe, model: HfModel, *, deep: bool) -> HfModel:
                 f"that transformers saved; take the published one, or leave {KEY} out"
             )
         for name, original in mtp.copies(model.config).items():
-            if name in tensors and original in tensors and _differ(tensors, name, original):
+            if not {name, original} <= tensors.names:
+                continue
+            if _differ(tensors, name, original, whole=deep):
                 raise InputError(
                     f"{start}, but {name} of {model.path} differs from {original}; mrl trains MTP "
                     f"layers that share both with the model only; leave {KEY} out"
@@ -81,9 +85,24 @@ def _lacking(model: HfModel) -> str:
     return f"the {kind} model {model.path} has no multi-token-prediction layers"
 
 
-def _differ(tensors: HfTensors, name: str, original: str) -> bool:
-    """Return whether two tensors have different shapes, or different first rows."""
-    if tensors.shape(name) != tensors.shape(original):
+def _differ(tensors: HfTensors, name: str, original: str, *, whole: bool) -> bool:
+    """Return whether two tensors with at least one dimension differ in their shapes or in a number.
+
+    With `whole` all their rows are compared, which may take long. Otherwise NUM_SAMPLED_ROWS evenly
+    spaced rows are; an embedding that was trained apart differs in nearly all of them.
+    """
+    shape = tensors.shape(name)
+    if shape != tensors.shape(original):
         return True
-    ours, theirs = (tensors.rows(each, 0, SAMPLED_ROWS) for each in (name, original))
-    return not bool((ours == theirs).all())
+    num_rows, step = shape[0], 1
+    starts = sorted({(num_rows - 1) * n // (NUM_SAMPLED_ROWS - 1) for n in range(NUM_SAMPLED_ROWS)})
+    if whole:
+        step = max(1, WHOLE_ELEMENTS // max(1, math.prod(shape[1:])))
+        starts = range(0, num_rows, step)
+    for start in starts:
+        ours, theirs = (
+            tensors.rows(each, start, min(start + step, num_rows)) for each in (name, original)
+        )
+        if not bool((ours == theirs).all()):
+            return True
+    return False

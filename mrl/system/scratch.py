@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, get_args
 
 from mrl.errors import InputError
 
 PREFIX = "mrl-"
+Kind = Literal["launch", "sglang"]
 LOCK_FILE = "owner.lock"
+NEW_LOCK_FILE = f"{LOCK_FILE}.new"
+"""The name of the lock file until it is locked."""
+UNLOCKED_S = 3600.0
+"""Age in seconds after which a folder without a lock file has no owner: an owner locks its folder at
+once, unless it is killed before."""
 FILES_FILE = "shared_memory"
 SHARED_MEMORY = Path("/dev/shm")
 """The folder of POSIX shared memory."""
@@ -27,6 +36,8 @@ MAX_SOCKET_BYTES = 107
 """The largest number of bytes in the path of a UNIX socket."""
 RANDOM_CHARS = 8
 """The number of characters that `tempfile` chooses at random."""
+NAME = re.compile(rf"{PREFIX}(?:{'|'.join(get_args(Kind))})-[a-z0-9_]{{{RANDOM_CHARS}}}")
+"""The names that `Scratch` gives to folders."""
 SHORT_FOLDER = Path("/tmp")
 """Takes the place of the system's folder for temporary files if the path of that is too long."""
 
@@ -34,7 +45,7 @@ SHORT_FOLDER = Path("/tmp")
 class Scratch:
     """A folder for temporary files of this process, which only this process's user can read."""
 
-    def __init__(self, kind: str, socket_name: str = "") -> None:
+    def __init__(self, kind: Kind, socket_name: str = "") -> None:
         """Create `mrl-KIND-RANDOM` in the system's folder for temporary files.
 
         `socket_name` is the longest name that a UNIX socket in the folder will have. If the socket's
@@ -43,7 +54,7 @@ class Scratch:
         """
         prefix = f"{PREFIX}{kind}-"
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=_place(prefix, socket_name)))
-        new = self.path / f"{LOCK_FILE}.new"
+        new = self.path / NEW_LOCK_FILE
         self.descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
         """Descriptor of the lock file. A child process that inherits it is also an owner."""
         fcntl.flock(self.descriptor, fcntl.LOCK_EX)
@@ -67,13 +78,20 @@ def sweep(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> li
 
     `parent` contains the folders; by default it is the system's folder for temporary files and
     SHORT_FOLDER. The files in `shared_memory` that were recorded with `note` are also removed.
-    Folders that cannot be read are left in place.
+    A folder without a lock file is removed only if `_was_never_locked`. Folders that cannot be read
+    are left in place.
     """
     swept = []
     parents = {Path(tempfile.gettempdir()), SHORT_FOLDER} if parent is None else {parent}
     for folder in sorted(each for place in parents for each in place.glob(f"{PREFIX}*")):
         with suppress(OSError):
-            if _is_own(folder, stat.S_ISDIR) and _is_left(folder / LOCK_FILE):
+            if not _is_own(folder, stat.S_ISDIR):
+                continue
+            if _was_never_locked(folder):
+                (folder / NEW_LOCK_FILE).unlink(missing_ok=True)
+                folder.rmdir()  # fails if the folder has got other contents meanwhile
+                swept.append(folder)
+            elif _is_left(folder / LOCK_FILE):
                 _unlink_noted(folder, shared_memory)
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder)
@@ -98,6 +116,18 @@ def _place(prefix: str, socket_name: str) -> Path:
 def _is_own(path: Path, kind: Callable[[int], bool]) -> bool:
     found = path.lstat()
     return found.st_uid == os.geteuid() and kind(found.st_mode)
+
+
+def _was_never_locked(folder: Path) -> bool:
+    """Return whether the owner of a folder was killed before the lock file appeared in it.
+
+    Such a folder has a name of `Scratch`, contains at most a NEW_LOCK_FILE that no process has locked,
+    and has not changed for UNLOCKED_S.
+    """
+    if not NAME.fullmatch(folder.name) or time.time() - folder.stat().st_mtime < UNLOCKED_S:
+        return False
+    names = os.listdir(folder)
+    return not names or (names == [NEW_LOCK_FILE] and _is_left(folder / NEW_LOCK_FILE))
 
 
 def _is_left(lock: Path) -> bool:

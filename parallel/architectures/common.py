@@ -143,19 +143,21 @@ def refuse_unsupported(
     )
 
 
-def refuse_constant_gate(hf: HfConfig, renormalised: bool) -> None:
-    """Raise InputError if gate weights are `renormalised` and a token has only one expert, because
-    the weight of this expert would always be 1.
+def refuse_constant_gate(hf: HfConfig, key: str | None = None) -> None:
+    """Raise InputError if gate weights are renormalised and a token has only one expert, because the
+    weight of this expert would always be 1.
 
-    Megatron refuses such a model too.
+    `key` is the setting that says whether they are renormalised; None for an architecture whose gate
+    weights always are. Megatron refuses such a model too.
     """
+    other = "" if key is None else f"{key} to false or "
     refuse(
         hf,
         (
             (
-                renormalised and hf["num_experts_per_tok"] == 1,
-                "one expert per token with renormalised weights gives the router no gradient; "
-                "set norm_topk_prob to false or num_experts_per_tok to 2 or more",
+                (key is None or hf[key]) and hf["num_experts_per_tok"] == 1,
+                "one expert per token with renormalised weights gives the router no gradient; set "
+                f"{other}num_experts_per_tok to 2 or more",
             ),
         ),
     )

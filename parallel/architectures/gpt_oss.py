@@ -44,7 +44,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
         ("default", "yarn"),
         attention_bias=True,
     )
-    common.refuse_constant_gate(hf, renormalised=True)
+    common.refuse_constant_gate(hf)
     _refuse_others(hf)
     windows = [int(kind == WINDOWED) for kind in layer_types(hf)]
     return {

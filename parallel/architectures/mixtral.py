@@ -32,7 +32,7 @@ def transformer_config(hf: HfConfig) -> dict[str, Any]:
     )
     _refuse_rope(hf)
     common.refuse_unsupported(hf)
-    common.refuse_constant_gate(hf, renormalised=True)
+    common.refuse_constant_gate(hf)
     common.refuse(
         hf,
         (

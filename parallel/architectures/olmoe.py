@@ -29,7 +29,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
     clip, width = hf.get("clip_qkv"), hf["num_attention_heads"] * common.head_dim(hf)
     common.refuse_unsupported(hf)
-    common.refuse_constant_gate(hf, renormalised=hf["norm_topk_prob"])
+    common.refuse_constant_gate(hf, "norm_topk_prob")
     common.refuse(
         hf,
         (

@@ -33,7 +33,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
     common.refuse_unsupported(hf)
-    common.refuse_constant_gate(hf, renormalised=hf["norm_topk_prob"])
+    common.refuse_constant_gate(hf, "norm_topk_prob")
     return {
         **common.decoder_config(hf, moe_layer_numbers(hf)),
         **common.grouped_query_config(hf),

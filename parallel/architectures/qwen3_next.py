@@ -56,7 +56,7 @@ def sizes(hf: HfConfig) -> ModelSizes:
 
 def transformer_config(hf: HfConfig) -> dict[str, Any]:
     common.refuse_unsupported(hf, partial_rotary=True, layer_types=(LINEAR, FULL))
-    common.refuse_constant_gate(hf, renormalised=hf["norm_topk_prob"])
+    common.refuse_constant_gate(hf, "norm_topk_prob")
     _refuse_other_attention(hf)
     return {
         **common.decoder_config(hf, moe_layer_numbers(hf)),

@@ -288,14 +288,14 @@ def test_a_new_result_becomes_the_committed_one(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(records, "ROOT", tmp_path)
     page.write_text(PAGE.read_text())
     targets = [BY_NAME["layouts"], BY_NAME["route_wire"]]
-    assert records.record(targets, new, committed) == []
+    assert records.record(targets, new, committed) == records.Recorded()
     result = json.loads((RESULTS / "layouts.json").read_text())
     result |= {"passed": 987, "failed": 6, "date": "2031-05-06"}
     new.mkdir()
     (new / "layouts.json").write_text(json.dumps(result))
     layouts = tmp_path / "layouts.md"
     monkeypatch.setattr(importlib.import_module("benchmarks.layouts"), "DOCUMENT", layouts)
-    (line,) = records.record(targets, new, committed)
+    (line,) = records.record(targets, new, committed).lines
     assert line.startswith("layouts: recorded, and written into layouts.md, results.md")
     assert json.loads((committed / "layouts.json").read_text()) == result
     assert "987" in layouts.read_text()

@@ -53,3 +53,9 @@ def test_a_critic_learns_from_equal_rewards() -> None:
 
 def test_algorithms_that_compare_prompts_learn_from_them() -> None:
     assert not warnings_of("reinforce_pp", [groups_of([0.0, 0.0], [1.0, 1.0])] * 3)
+
+
+def test_algorithms_that_whiten_learn_nothing_from_equal_rewards_of_a_whole_step() -> None:
+    for name in ("reinforce_pp", "decoupled_ppo"):
+        (line,) = warnings_of(name, [groups_of([1.0, 1.0], [1.0, NAN])] * 2)
+        assert "all samples had the reward 1, so nothing was learned" in line

@@ -106,7 +106,25 @@ def test_others_play_while_a_process_is_replaced(plain, tmp_path):
         assert run(workers, "good").reward == 1
         assert time.monotonic() - begun_at < 30
         mark = workers._mark
-    wait_until(lambda: not find_by_variable(MARK, mark))
+    assert not find_by_variable(MARK, mark)
+
+
+def test_close_waits_for_a_replacement_that_starts_late(plain, monkeypatch):
+    """A process that begins after the other workers were killed does not stay behind."""
+    with EpisodeWorkers(make_config(num_workers=2)) as workers:
+        run(workers, "dies")
+        start_one = workers._start_one
+
+        def start_late():
+            workers._closed.wait()
+            time.sleep(0.3)
+            return start_one()
+
+        monkeypatch.setattr(workers, "_start_one", start_late)
+        assert run(workers, "good").reward == 1
+        (replacement,) = workers._replacements.values()
+    assert replacement.done()
+    assert not find_by_variable(MARK, workers._mark)
 
 
 def test_a_worker_that_cannot_be_replaced_is_told_and_not_tried_at_every_episode(

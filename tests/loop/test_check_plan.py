@@ -142,7 +142,9 @@ def test_a_whole_model_is_checked_as_before_a_start(
         (["--plan", "rollout.context_len=8", "rollout.max_response_len=8"], "no room for a prompt"),
         (["--plan", "rollout.server_args.ep_size=2"], "use rollout.expert_parallel_size"),
         (["--plan", "parallel.pipeline_model_parallel_size=2"], "--gpus N makes it for more"),
-        (["--plan", "--host-memory", "0"], "--host-memory: got 0, expected gigabytes above 0"),
+        (["--plan", "--host-memory", "0"], "--host-memory: got 0, expected a finite number"),
+        (["--plan", "--host-memory", "inf"], "--host-memory: got inf, expected a finite number"),
+        (["--plan", "--host-memory", "nan"], "--host-memory: got nan, expected a finite number"),
         (["--host-memory", "9"], "--host-memory needs --plan; add it"),
         (["--plan", "lora.rank=8", "lora.targets=[gate]"], "the router stays that of the base"),
         (

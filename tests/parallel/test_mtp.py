@@ -231,7 +231,10 @@ def saves(path: Path, root: Path, samples: list) -> dict[str, Any]:
     biases = [b for n, b in unwrap(policy.chunks[0]).named_buffers() if "expert" in n]
     planned = [
         (stage.num_local, sum(p.numel() for p in parameters)),
-        (weight_bytes(shape, stage, work), sum(t.nbytes for t in (*parameters, *biases))),
+        (
+            weight_bytes(shape, stage, mesh.dims, work),
+            sum(t.nbytes for t in (*parameters, *biases)),
+        ),
         (gradient_bytes(stage, work), sum(t.nbytes for t in gradient_tensors(policy.chunks))),
         (
             optimizer_bytes(stage, mesh.dims, work),

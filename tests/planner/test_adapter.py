@@ -100,7 +100,7 @@ def test_matrices_are_cut_as_the_trainer_cuts_them() -> None:
     (full,) = stages(dataclasses.replace(shape, adapter=None), dims)
     assert stage.frozen == full.num_local == full.num_trained
     assert memory.gradient_bytes(stage, WORK) == 4 * (stage.dense + stage.expert)
-    assert memory.weight_bytes(shape, stage, WORK) == 2 * (full.num_local + stage.num_trained)
+    assert memory.weight_bytes(shape, stage, dims, WORK) == 2 * (full.num_local + stage.num_trained)
 
 
 def test_flops_of_a_frozen_base_by_hand() -> None:

@@ -81,11 +81,13 @@ CASES = [
     ("qwen3", {}, Layout(2, {}, BF16, distributed_optimizer=True)),
     ("qwen3_moe", {"tie_word_embeddings": True}, Layout(4, TP2 | {"pipeline": 2}, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16)),
+    ("deepseek_v3", {}, Layout(2, {"context": 2}, BF16)),
     ("deepseek_v3", {}, Layout(2, TP2, BF16, optimizer="muon")),
     ("deepseek_v32", {}, Layout(2, TP2, BF16)),
     ("deepseek_v32", {}, Layout(2, TP2, BF16, lora="per_expert")),
     ("gpt_oss", {}, Layout(2, TP2)),
     ("gpt_oss", {}, Layout(2, {"expert": 2})),
+    ("gpt_oss", {}, Layout(2, {"context": 2}, BF16)),
     ("olmoe", {}, Layout(2, TP2, BF16)),
     ("qwen3_next", {}, Layout(2, TP2, BF16)),
     ("qwen3_next", {}, Layout(2, TP2, BF16, lora="per_expert")),
@@ -193,7 +195,7 @@ def predict(path: Path, layout: Layout) -> list[dict[str, float]]:
         found = volumes(shape, dims, work, stage)
         answers.append(
             {
-                "parameters": weight_bytes(shape, stage, work),
+                "parameters": weight_bytes(shape, stage, dims, work),
                 "gradients": gradient_bytes(stage, work),
                 "optimizer": optimizer_bytes(stage, dims, work),
                 "forward": sum(v.forward for v in found),

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mrl.config import ModelConfig, OptimizerConfig, load_recipe
-from mrl.planner import activations, cost, engine, memory
+from mrl.planner import activations, cost, engine, host, memory
 from mrl.planner.attention import Indexer
 from mrl.planner.hardware import HARDWARE
 from mrl.planner.shape import ModelShape, read_shape
@@ -159,6 +159,14 @@ def test_flops_and_experts_by_hand() -> None:
     assert engine.kv_bytes_per_token(latent, WORK) == 2 * 61 * (512 + 64)
     sparse = dataclasses.replace(latent, indexer=Indexer(7168, 1536, 64, 128, 2048))
     assert engine.kv_bytes_per_token(sparse, WORK) == 61 * (2 * (512 + 64) + 132)
+
+
+def test_rotary_tables_hold_the_positions_of_a_context_parallel_rank() -> None:
+    latent = shape_of("deepseek_v3")
+    for cp, numel in ((1, 4096 * 64), (2, 2048 * 64)):
+        dims = ParallelDims(world=cp, tp=1, pp=1, vpp=1, cp=cp, ep=1, etp=1)
+        (stage,) = stages(latent, dims)
+        assert host.rotary_tables(latent, stage, dims) == (2 * 61, numel)
 
 
 def test_the_advice_is_none_that_would_be_refused() -> None:

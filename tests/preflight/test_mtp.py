@@ -111,6 +111,14 @@ def test_weights_that_are_missing_or_of_another_head(tmp_path: Path) -> None:
     save_file(changed, toy.model / FILE)
     with pytest.raises(InputError, match=r"shared_head.head.weight of .* differs from lm_head"):
         check(recipe, 1)
+    original = tensors["model.layers.4.shared_head.head.weight"]
+    for rows, deep in ((slice(8, None), False), (5, True)):  # row 5 is not in the sample
+        head = original.clone()
+        head[rows] += 1
+        save_file(tensors | {"model.layers.4.shared_head.head.weight": head}, toy.model / FILE)
+        with pytest.raises(InputError, match=r"shared_head.head.weight of .* differs from lm_head"):
+            check(recipe, 1, deep=deep)
+    check(recipe, 1)
     del changed["model.layers.4.shared_head.head.weight"], changed["model.layers.4.hnorm.weight"]
     save_file(changed, toy.model / FILE)
     with pytest.raises(InputError, match=r"no tensor model.layers.4.hnorm.weight"):

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from mrl.engines.sglang.prefixes import KnownPrefixes
+from mrl.engines.sglang.prefixes import KnownPrefixes, _Sequences
 from mrl.errors import WrongWeights
 
 
@@ -65,6 +65,26 @@ def test_the_completion_was_another_one():
     known.finish(8, "turn 2", ids(1, 2, 3, 4, 5, 6), 4, "turn 2")
     with pytest.raises(WrongWeights, match="turn 2: 4 tokens"):
         known.finish(8, "late", ids(1, 2, 9, 4), 0, "late")
+
+
+def test_a_prefix_that_many_requests_read_is_looked_up_in_constant_time(monkeypatch):
+    """The request that has computed it is the last of those that begin with it."""
+    known, num_seen, look = KnownPrefixes(), 0, _Sequences._starting_with
+
+    def count(self, prefix):
+        nonlocal num_seen
+        for rid in look(self, prefix):
+            num_seen += 1
+            yield rid
+
+    monkeypatch.setattr(_Sequences, "_starting_with", count)
+    known.finish(8, "author", ids(1, 2, 1000), 0)
+    for number in range(100):
+        known.finish(8, f"{number}", ids(1, 2, number), 2)
+    assert num_seen <= 100
+    known.discard(8, "author")
+    with pytest.raises(WrongWeights, match="late: 2 tokens"):
+        known.finish(8, "late", ids(1, 2, 5), 2, "late")
 
 
 def test_prefixes_are_known_by_version_until_the_version_is_forgotten():

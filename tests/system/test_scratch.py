@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mrl.errors import InputError
-from mrl.system.scratch import FILES_FILE, LOCK_FILE, MAX_SOCKET_BYTES, Scratch, sweep
+from mrl.system.scratch import (
+    FILES_FILE,
+    LOCK_FILE,
+    MAX_SOCKET_BYTES,
+    NEW_LOCK_FILE,
+    UNLOCKED_S,
+    Scratch,
+    sweep,
+)
 from tests.waiting import wait_until
 
 OWNER = """
@@ -74,6 +84,31 @@ def test_what_is_not_a_scratch_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "mrl-link").symlink_to(elsewhere)
     assert sweep(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_folder_whose_owner_was_killed_before_it_was_locked_is_swept_when_it_is_old(
+    tmp_path: Path,
+) -> None:
+    def make(name: str, *files: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in files:
+            (folder / file).touch()
+        return folder
+
+    empty = make("mrl-launch-abc_1234")
+    unlocked = make("mrl-sglang-abc_1234", NEW_LOCK_FILE)
+    locked = make("mrl-sglang-locked12", NEW_LOCK_FILE)  # an owner that is about to rename the file
+    full = make("mrl-sglang-full1234", "file")
+    other = make("mrl-drill-abc_1234")
+    folders = [empty, unlocked, locked, full, other]
+    with (locked / NEW_LOCK_FILE).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep(tmp_path) == []  # they may be being made
+        for folder in folders:
+            os.utime(folder, (0, time.time() - UNLOCKED_S - 1))
+        assert sweep(tmp_path) == [empty, unlocked]
+    assert {*tmp_path.iterdir()} == {locked, full, other}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")

@@ -123,7 +123,7 @@ def test_add_waits_for_a_service_that_starts(
     monkeypatch.setenv("MRL_SERVICE", str(tmp_path / "service"))
     write(tmp_path / "r.yaml")
     assert "it has no service.yaml" in refusal(capsys, "add", "r.yaml", "--wait", "0.1")
-    for odd in ("-1", "nan"):
+    for odd in ("-1", "nan", "inf"):
         assert f"--wait {odd}: expected" in refusal(capsys, "add", "r.yaml", "--wait", odd)
     with ExitStack() as undo:
 

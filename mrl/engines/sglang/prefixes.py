@@ -86,6 +86,9 @@ class _Sequences:
         """The entries of `_tokens` whose completions are not known yet."""
         self._num_cached: dict[str, int] = {}
         """For each answered request, how many of its tokens came from the cache."""
+        self._authors: dict[int, str] = {}
+        """By the hash of a prefix, the answered request that was last found to have computed it. Many
+        requests read the same prefix. An entry may be outdated, so it is checked before it is used."""
         self.unproved: dict[bytes, str] = {}
         """Prefixes that were read from the cache, and that so far only unanswered requests can have
         computed. The value is the name of the first request that has read the prefix."""
@@ -137,11 +140,19 @@ class _Sequences:
     def _has_author(self, prefix: bytes) -> bool:
         """Return whether an answered request has computed `prefix`: its tokens start with `prefix`,
         and it did not read all of `prefix` from the cache."""
-        num_tokens = len(prefix) // _BYTES
-        return any(
-            self._num_cached.get(rid, num_tokens) < num_tokens
-            for rid in self._starting_with(prefix)
-        )
+        key, num_tokens = hash(prefix), len(prefix) // _BYTES
+
+        def has_computed(rid: str) -> bool:
+            return self._num_cached.get(rid, num_tokens) < num_tokens
+
+        last = self._authors.get(key)
+        if last is not None and has_computed(last) and self._tokens[last].startswith(prefix):
+            return True
+        author = next(filter(has_computed, self._starting_with(prefix)), None)
+        if author is None:
+            return False
+        self._authors[key] = author
+        return True
 
     def _starting_with(self, prefix: bytes) -> Iterator[str]:
         start = bisect.bisect_left(self._sorted, (prefix, ""))

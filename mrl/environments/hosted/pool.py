@@ -8,14 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future, as_completed, wait
 from typing import Any
 
 from mrl.config import EnvironmentConfig
-from mrl.environments.command import LOOK_S, Guard, Outcome
+from mrl.environments.command import LOOK_S, MARK, Guard, Outcome
 from mrl.environments.hosted.spec import worker_command, worker_spec
 from mrl.environments.hosted.worker import HostedWorker
 from mrl.errors import InputError, RunFailed
+from mrl.system.process_search import POLL_S, kill_by_variable
 from mrl.system.processes import Closing
 
 RETRY_S = 30.0
@@ -97,10 +98,15 @@ class EpisodeWorkers(Closing):
                     worker.kill("its episode did not end when it was cancelled")
 
     def close(self) -> None:
-        """Kill all workers. May be called more than once."""
-        self._closed.set()
-        for worker in self._workers:
+        """Kill all workers, also those that are being started, and wait until they have ended. May be
+        called more than once."""
+        with self._choosing:  # afterwards, no further replacement begins
+            self._closed.set()
+            workers, replacements = list(self._workers), list(self._replacements.values())
+        for worker in workers:
             worker.kill("the run is ending")
+        while wait(replacements, POLL_S).not_done:
+            kill_by_variable(MARK, self._mark)
         self._guard.close()
 
     def _choose(self) -> HostedWorker:
