@@ -6,10 +6,11 @@ SGLang; 64 samples of 24 tokens a step. Three healthy steps, then one faulty ste
 healthy one between: one expert that the engine has not got since step 0, routes shifted by one token,
 another temperature, the whole model an update late. Of each, metrics of the dashboard, and the first
 finding of `mrl why`. Passes where every planted fault is named, with its layer and expert, shift or
-temperature, and healthy steps are blamed on nothing.
+temperature, and healthy steps are blamed on nothing. Then faults in several sizes on weights that
+hardly move, to see from which size on they are named; the smallest ones need not be.
 
-`--sizes`: instead, faults in sizes on weights that hardly move, to see from which on they are named.
-`--dtype bfloat16`: both sides, whose own mismatch hides small ones.
+Both in float32 and in bfloat16, whose own mismatch hides small faults. Each of the four has a result
+file of its own.
 """
 
 from __future__ import annotations
@@ -183,28 +184,37 @@ def size_rows(dtype: str) -> list[dict[str, Any]]:
             run.collector.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=summary(__doc__))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--sizes", action="store_true", help="instead: from which size on")
-    args = parser.parse_args()
-    rows = (size_rows if args.sizes else planted_rows)(args.dtype)
+def record(dtype: str, part: str) -> tuple[int, int]:
+    """Run a part, print its rows and write its result. Return the numbers of passed and failed steps."""
+    rows = PARTS[part](dtype)
     for row in rows:
-        print(f"{args.dtype} {json.dumps(row)}", flush=True)
+        print(f"{dtype} {part} {json.dumps(row)}", flush=True)
     named = sum(row["named"] for row in rows)
-    failed = len(rows) - named
-    stem = "planted_sizes" if args.sizes else "planted_faults"
+    passed, failed = named, len(rows) - named
+    if part == "sizes":  # the smallest ones need not be named
+        print(f"{named} of {len(rows)} named")
+        passed = failed = 0
     write_result(
-        stem + ("_bfloat16" if args.dtype == "bfloat16" else ""),
-        {"dtype": args.dtype, "num_named": named, "rows": rows},
-        passed=None if args.sizes else named,
-        failed=None if args.sizes else failed,
+        f"planted_{part}" + ("_bfloat16" if dtype == "bfloat16" else ""),
+        {"dtype": dtype, "num_named": named, "rows": rows},
+        passed=passed,
+        failed=failed,
         packages=("torch", "megatron-core", "sglang"),
     )
-    if args.sizes:  # the smallest ones are not meant to be named
-        print(f"{named} of {len(rows)} named")
-        return
-    finish(named, failed)
+    return passed, failed
+
+
+PARTS = {"faults": planted_rows, "sizes": size_rows}
+DTYPES = ("float32", "bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=summary(__doc__))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
+    args = parser.parse_args()
+    counts = [record(dtype, part) for dtype in args.dtypes for part in args.parts]
+    finish(sum(passed for passed, _ in counts), sum(failed for _, failed in counts))
 
 
 if __name__ == "__main__":

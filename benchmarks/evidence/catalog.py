@@ -234,7 +234,7 @@ TARGETS = (
            ("planted_faults", "planted_faults_bfloat16", "planted_sizes", "planted_sizes_bfloat16"),
            ("mrl/diagnosis", "mrl/engines", "moe", "parallel/logprobs.py",
             "parallel/layer_hooks.py", RECIPE, *STEPPED, "benchmarks/planted_faults.py",
-            "benchmarks/planted_engine.py"), 2, short="tests/loop/test_planted_faults.py"),
+            "benchmarks/planted_engine.py"), 6, short="tests/loop/test_planted_faults.py"),
     Target("diagnosis_overhead", "what the diagnosis of a step costs",
            ("benchmarks.diagnosis_overhead",), ("diagnosis_overhead",),
            (*PASSES, "mrl/diagnosis", "mrl/learn/learner.py", RECIPE,
