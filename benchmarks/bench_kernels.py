@@ -6,11 +6,10 @@ work; a case that disagrees has failed. Then each round times the kernel, eager 
 torch.compile of it, Liger-Kernel, TRL, and a plain copy of the bytes that any kernel must move:
 forward and backward where there is a gradient, medians over the rounds. Compiling is not timed.
 
-Writes runs/results/kernels_cpu.json (kernels_cuda_GPU.json on a GPU), a list of rows, and
-beside it *_machine.json: machine and versions in words, the medians themselves, peak bytes of every
-candidate and their errors. `vs_eager`, `vs_compile`, `vs_liger`, `vs_trl`: candidate / kernel,
-above 1 where the kernel is faster. `vs_copy`: kernel / copy, the cost over the floor. `peak_bytes`:
-most new bytes the kernel holds at a time. null: not measured, for a reason that is printed.
+Writes runs/results/kernels_cpu.json (kernels_cuda_GPU.json on a GPU). Each of its `cases` has, by
+candidate, the median in ms, the peak bytes (most new bytes held at a time) and the largest errors.
+`vs_eager`, `vs_compile`, `vs_liger`, `vs_trl`: candidate / kernel, above 1 where the kernel is faster.
+`vs_copy`: kernel / copy, the cost over the floor. null: not measured, for a reason that is printed.
 """
 
 from __future__ import annotations
@@ -25,13 +24,19 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import argparse  # noqa: E402
 import gc  # noqa: E402
-import json  # noqa: E402
+from collections.abc import Mapping, Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 
 from benchmarks.evidence.machine import describe  # noqa: E402
-from benchmarks.evidence.result import NEW, finish, summary, write_result  # noqa: E402
+from benchmarks.evidence.result import (  # noqa: E402
+    NEW,
+    between_markers,
+    finish,
+    summary,
+    write_result,
+)
 from benchmarks.kernel_bench import (  # noqa: E402
     block_quant,
     fused_experts,
@@ -62,6 +67,8 @@ MODULES = (
     block_quant,
     training_step,
 )
+RATIOS = ("vs_eager", "vs_compile", "vs_liger", "vs_trl", "vs_copy")
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs/kernels.md"
 # fp32 sums of a whole batch at a time, where the kernel's stay within blocks.
 EAGER_SLACK = 100.0
 
@@ -69,8 +76,7 @@ EAGER_SLACK = 100.0
 class Bench:
     def __init__(self, device: torch.device, quick: bool) -> None:
         self.device, self.quick = device, quick
-        self.rows: list[dict[str, Any]] = []
-        self.details: list[dict[str, Any]] = []
+        self.cases: list[dict[str, Any]] = []
         self.reasons: dict[str, None] = {}  # in the order of appearance
         self.num_failed = 0
 
@@ -147,25 +153,15 @@ class Bench:
             "shape": list(case.shape),
             "dtype": case.dtype,
             "threads": case.threads,
-            "vs_eager": ratios["vs_eager"],
-            "vs_compile": ratios["vs_compile"],
+            **ratios,
             "vs_copy": round(kernel / seconds["copy"], 2),
-            "peak_bytes": peaks["kernel"],
-            "vs_liger": ratios["vs_liger"],
-            "vs_trl": ratios["vs_trl"],
+            "num_rounds": case.num_rounds,
+            "median_ms": {name: round(value * 1e3, 4) for name, value in seconds.items()},
+            "peak_bytes": peaks,
+            "largest_errors": found,
         }
-        self.rows.append(row)
-        self.details.append(
-            {
-                "case": case.name,
-                "num_rounds": case.num_rounds,
-                "median_ms": {name: round(value * 1e3, 4) for name, value in seconds.items()},
-                "peak_bytes": peaks,
-                "largest_errors": found,
-            }
-        )
-        columns = ("vs_eager", "vs_compile", "vs_liger", "vs_trl", "vs_copy")
-        figures = ", ".join(f"{name} {row[name]}" for name in columns if row[name] is not None)
+        self.cases.append(row)
+        figures = ", ".join(f"{name} {row[name]}" for name in RATIOS if row[name] is not None)
         print(
             f"{case.name}: {kernel * 1e3:.3f} ms, {figures}, "
             f"peak {peaks['kernel'] / 2**20:.2f} MiB (eager {peaks['eager'] / 2**20:.2f})",
@@ -179,11 +175,40 @@ def choose_cases(only: str, quick: bool, device: torch.device) -> list[Case]:
     return [case for case in cases if only in case.name]
 
 
-def result_file(device: torch.device, folder: Path = NEW) -> Path:
+def result_name(device: torch.device) -> str:
     if device.type == "cpu":
-        return folder / "kernels_cpu.json"
+        return "kernels_cpu"
     name = torch.cuda.get_device_name(device).lower()
-    return folder / f"kernels_cuda_{''.join(c if c.isalnum() else '_' for c in name)}.json"
+    return f"kernels_cuda_{''.join(c if c.isalnum() else '_' for c in name)}"
+
+
+def table(cases: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of the page: kernel, shape, time, ratios and peak memory of each case."""
+    rows = [
+        "| op, variant | shape | dtype | threads | ms | "
+        + " | ".join(RATIOS)
+        + " | peak MiB | eager's |",
+        "|" + "---|" * (7 + len(RATIOS)),
+    ]
+    for case in cases:
+        ratios = ["" if case[name] is None else f"{case[name]:.3g}" for name in RATIOS]
+        peaks = [f"{case['peak_bytes'][name] / 2**20:.3g}" for name in ("kernel", "eager")]
+        cells = (
+            f"`{case['kernel']}` {case['variant']}",
+            " x ".join(str(size) for size in case["shape"]),
+            case["dtype"],
+            str(case["threads"]),
+            f"{case['median_ms']['kernel']:.3g}",
+            *ratios,
+            *peaks,
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def pages(name: str, result: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the page with the table of a whole run."""
+    return {DOCUMENT: between_markers(DOCUMENT.read_text(), "speed", table(result["cases"]))}
 
 
 def main() -> None:
@@ -206,23 +231,17 @@ def main() -> None:
     for case in cases:
         bench.run(case)
         gc.collect()  # one case's tensors at a time: logits are large
-    output = arguments.output
-    if output is None and not arguments.only and not arguments.quick:
-        output = result_file(device)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(bench.rows, indent=2) + "\n")
-        beside = output.with_name(f"{output.stem}_machine.json")
+    if arguments.output or not (arguments.only or arguments.quick):
+        content = {"measured": measured, "not_measured": list(bench.reasons), "cases": bench.cases}
         write_result(
-            "kernels_cpu_machine",
-            {"measured": measured, "not_measured": list(bench.reasons), "cases": bench.details},
+            "kernels_cpu",
+            content,
             passed=len(cases) - bench.num_failed,
             failed=bench.num_failed,
             packages=PACKAGES,
             device=device,
-            path=beside,
+            path=arguments.output or NEW / f"{result_name(device)}.json",
         )
-        print(f"written: {output} and {beside.name}")
     finish(len(cases) - bench.num_failed, bench.num_failed)
 
 

@@ -185,7 +185,7 @@ def size_rows(dtype: str) -> list[dict[str, Any]]:
 
 
 def record(dtype: str, part: str) -> tuple[int, int]:
-    """Run a part, print its rows and write its result. Return the numbers of passed and failed steps."""
+    """Run a part, print its rows and write its result. Return (steps passed, steps failed)."""
     rows = PARTS[part](dtype)
     for row in rows:
         print(f"{dtype} {part} {json.dumps(row)}", flush=True)

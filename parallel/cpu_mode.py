@@ -82,6 +82,8 @@ def enable() -> bool:
 
 
 def _replace_torch() -> None:
+    # `with torch.device(...)` knows the factories by identity, and keeps the list of its first call.
+    TORCH.take("_device_constructors")()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     type_name = Tensor.type

@@ -24,8 +24,6 @@ from benchmarks.evidence.result import NEW, RESULTS
 from benchmarks.evidence.staleness import PAGE, marked, states
 
 COUNTS = re.compile(r"\b\d+ passed, \d+ failed\b")
-BESIDE = "_machine"
-"""Ends the name of a result whose rows are in a file of their own, with the name without it."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,7 @@ def record_one(target: Target, name: str, new: Path, committed: Path) -> str:
     pages = pages_of(target, name, result)
     line = _line(name, result, pages)
     committed.mkdir(parents=True, exist_ok=True)
-    for each in {name, name.removesuffix(BESIDE)}:
-        if (new / f"{each}.json").is_file():
-            shutil.copyfile(new / f"{each}.json", committed / f"{each}.json")
+    shutil.copyfile(new / f"{name}.json", committed / f"{name}.json")
     for page, text in pages.items():
         page.write_text(text)
     return line

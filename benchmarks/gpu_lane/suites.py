@@ -52,22 +52,15 @@ def kernels(folder: Path, device: str) -> dict[str, Any]:
     quick = ["--quick"] if device == "cpu" else []
     command = ["-m", "benchmarks.bench_kernels", "--device", device, "--output", str(output)]
     run_child([*command, *quick])
-    rows = json.loads(output.read_text())
-    names = ("kernel", "variant", "shape", "dtype", "vs_eager", "vs_compile", "vs_copy")
-    beside = json.loads(output.with_name(f"{output.stem}_machine.json").read_text())
-    note(rows=[{name: row[name] for name in names} for row in rows], cases=beside["cases"])
+    rows = json.loads(output.read_text())["cases"]
+    note(cases=rows)
     if device == "cuda":
         from torch import device as torch_device
 
-        from benchmarks.bench_kernels import result_file
+        from benchmarks.bench_kernels import result_name
         from benchmarks.evidence.result import RESULTS
 
-        target = result_file(torch_device("cuda", 0), RESULTS)
-        shutil.copyfile(output, target)
-        shutil.copyfile(
-            output.with_name(f"{output.stem}_machine.json"),
-            target.with_name(f"{target.stem}_machine.json"),
-        )
+        shutil.copyfile(output, RESULTS / f"{result_name(torch_device('cuda', 0))}.json")
     worst = max(rows, key=lambda row: row["vs_copy"])
     return {
         "says": f"{len(rows)} kernels agree; the slowest takes {worst['vs_copy']} times a copy "

@@ -51,6 +51,7 @@ NAMES: dict[str, Name] = {
         for name in ("synchronize", "current_device", "Stream", "current_stream", "default_stream",
                      "stream", "set_device")
     },
+    "_device_constructors": always("torch.utils._device._device_constructors"),
     # parallel/ledger.py
     "UntypedStorage": always("torch.UntypedStorage", attributes=("_cdata",)),
     # parallel/checkpoint; pickle_scan.py allows checkpoints to name three of these.

@@ -20,12 +20,6 @@ from benchmarks.evidence.digest import ROOT, definitions, digest, matches, measu
 from benchmarks.evidence.staleness import PAGE, RESULTS, files_at, marked, states
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-IN_WORDS = {
-    "kernels_cpu": "kernels_cpu_machine",
-    "training_step_cpu": "training_step_cpu_machine",
-    "moe_permute_cpu": "moe_permute_cpu_machine",
-}
-"""Result files that are plain lists of rows; the file beside each names the commit for both."""
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -70,7 +64,7 @@ def test_every_result_has_a_target_and_names_its_commit() -> None:
     named = {name for target in TARGETS for name in target.results}
     on_file = {file.stem for file in RESULTS.glob("*.json")}
     on_gpu = {name for name in on_file if name.startswith(("gpu_check", "kernels_cuda"))}
-    assert on_file - on_gpu - set(IN_WORDS) == named & on_file
+    assert on_file - on_gpu == named & on_file
     for target in TARGETS:
         assert not target.results or target.results[0] in on_file
     for name in named & on_file:

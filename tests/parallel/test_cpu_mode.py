@@ -49,6 +49,8 @@ def test_what_names_cuda_is_made_on_the_cpu_in_every_thread() -> None:
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1).type(torch.int64).dtype == torch.int64
     assert torch.zeros(2, device="meta").is_meta
+    with torch.device("meta"):
+        assert torch.empty(2).is_meta  # transformers loads models like this
     zeros = torch.zeros
     assert cpu_mode.enable() is True
     assert torch.zeros is zeros  # a second call replaces nothing
