@@ -73,7 +73,8 @@ class RunFolder:
         allowed. Raises InputError if the folder cannot be created, or if the run has begun and a change
         is not permitted (`check_allowed`). Only rank 0 reads and compares the contents of files.
         """
-        parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
+        with refusing(self.root):  # a parent without access, or a name that is too long
+            parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise InputError(
                 f"output_dir {self.root}: {parent} is not a folder that can be written; choose another"
@@ -104,9 +105,12 @@ class RunFolder:
         """Lock the folder if a run has used it before. Call this before reading anything in it.
 
         No other process can then change what has been read. A new folder is locked only by `open`.
-        Raises InputError while another run is writing to the folder.
+        Raises InputError while another run is writing to the folder, or if the folder cannot be
+        accessed.
         """
-        if (self.root / ".lock").exists():
+        with refusing(self.root):
+            has_lock = (self.root / ".lock").exists()
+        if has_lock:
             with suppress(PermissionError):  # `check` reports a folder that cannot be written
                 self._take_lock()
         self._had_begun = self.has_begun

@@ -86,3 +86,12 @@ def test_a_run_that_another_job_began_meanwhile_is_not_written_over(tmp_path: Pa
         again.claim()
         again.open(recipe)
         again.close()
+
+
+def test_a_folder_whose_name_is_too_long_is_refused(tmp_path: Path) -> None:
+    """So is one in a folder that this user may not enter, which root always may."""
+    recipe = load_recipe("launch/recipes/toy_moe.yaml")
+    folder = RunFolder(tmp_path / ("n" * 300) / "run")
+    for look in (folder.claim, lambda: folder.check(recipe)):
+        with pytest.raises(InputError, match="File name too long; choose another"):
+            look()
