@@ -83,8 +83,8 @@ def _refuse_not_json(value: Any, place: str) -> None:
         raise ValueError(f"{place} is {value}; expected a finite number")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise ValueError(
-            f"{place} is of the type {type(value).__name__}, expected a number, text, a list, a mapping, "
-            "true, false or null; put a date in quotes"
+            f"{place} is of the type {type(value).__name__}, expected a number, text, a list, a "
+            "mapping, true, false or null; put a date in quotes"
         )
 
 
