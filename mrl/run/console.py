@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,7 +64,7 @@ class _Output(Console):
     where rich would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        raise BrokenPipeError(errno.EPIPE, "the reader of standard output has closed the pipe")
 
 
 def pairs(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:

@@ -95,3 +95,17 @@ def test_a_folder_whose_name_is_too_long_is_refused(tmp_path: Path) -> None:
     for look in (folder.claim, lambda: folder.check(recipe)):
         with pytest.raises(InputError, match="File name too long; choose another"):
             look()
+
+
+def test_the_rows_of_repeated_steps_are_kept_aside(tmp_path: Path) -> None:
+    """A run whose checkpoints were removed begins again; its curve so far is still there."""
+    folder = RunFolder(tmp_path)
+    for step in range(4):
+        folder.add_metrics({"step": step, "reward/mean": step / 4})
+    rows = folder.metrics.read_bytes().splitlines(keepends=True)
+    for number, step in enumerate((4, 2, 2, 0)):
+        folder.rewind(step)
+        assert folder.metrics.read_bytes() == b"".join(rows[:step])
+        aside = sorted(tmp_path.glob("dropped_*/metrics.jsonl"))
+        assert len(aside) == (0, 1, 1, 2)[number]
+    assert [file.read_bytes() for file in aside] == [b"".join(rows[2:]), b"".join(rows[:2])]
