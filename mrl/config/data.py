@@ -19,6 +19,8 @@ TEMPLATE_OWN = ("add_generation_prompt", "conversation", "messages", "tokenize",
 def _not_empty(path: Paths) -> Paths:
     if path == ():
         raise ValueError("the list is empty; give at least one path")
+    if "" in paths_of(path):
+        raise ValueError("the path is empty; give the path of a file or folder")
     return path
 
 

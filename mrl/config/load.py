@@ -158,6 +158,7 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str] | None, source: s
     an override that cannot be applied, and for former names of keys (`RENAMED`); `source` is the
     name of the recipe in the message."""
     _refuse_renamed(_keys_of(tree), source)
+    _spread_short_forms(tree)
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
         _apply_override(tree, item)

@@ -277,6 +277,8 @@ def test_short_names_of_dtypes():
         ("megatron={a: .nan}", "megatron: a is nan; expected a finite number"),
         ("data.path=[]", "data.path: the list is empty; give at least one path"),
         ("eval.sets=[{name: a, path: []}]", "eval.sets.0.path: the list is empty"),
+        ("data.path=''", "data.path: the path is empty; give the path of a file or folder"),
+        ("reward=''", "reward: expected the name of a reward, or a list of rewards, got ''"),
         (f"seed={10**30}", "seed: expected a number of at most 62 bits"),
         ("train.num_steps=010", "got 010, which YAML reads as 8; write 8, or put text in quotes"),
         ("rollout.start_timeout_s=10:00", "got 10:00, which YAML reads as 600; write 600"),
@@ -292,6 +294,11 @@ def test_a_value_that_would_be_read_as_another_is_refused(override: str, reason:
     with pytest.raises(InputError) as caught:
         load_recipe(TOY, [override])
     assert reason in str(caught.value)
+
+
+def test_the_short_form_of_logging_takes_overrides_in_a_dict_too() -> None:
+    tree = yaml.safe_load(TOY.read_text()) | {"logging": ["jsonl"]}
+    assert recipe_of(tree, ["logging.name=mine"], "recipe").logging.name == "mine"
 
 
 def test_numbers_and_words_are_taken_where_both_may_be_given() -> None:
