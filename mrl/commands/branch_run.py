@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config import dump_recipe
-from mrl.errors import InputError
+from mrl.errors import DiskFailed, InputError
 from mrl.run.changes import Change, check_allowed
 from mrl.run.contents import contents_of
 from mrl.run.folder import RunFolder, as_lines
 from mrl.run.history import changes_to
-from mrl.run.source import load_run
+from mrl.run.source import is_run, load_run
+from mrl.system.disk import refusal
 from mrl.system.files import write_whole
 from parallel.checkpoint.manifest import candidates, damage, folder_name, point_to, step_of
 
@@ -39,7 +41,8 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
     `source` is `RUN`, for the newest checkpoint, or `RUN@STEP`. `overrides` (`key=value`) change the
     recipe. The new run gets the checkpoint, and the metrics of the steps before that checkpoint. Raises
     InputError if the checkpoint does not exist or is damaged, if `target` is not empty, if an
-    override changes a key that cannot change in a run, or if the recipe has `train.num_epochs`.
+    override changes a key that cannot change in a run, or if the recipe has `train.num_epochs`, and
+    DiskFailed if the disk is full or read-only. After an error, `target` is as it was before.
     """
     parent, step = _parse(source)
     load_run(parent)  # raises InputError if it is not the folder of a run
@@ -66,23 +69,52 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
     check_allowed(changes, [c.key for c in changes], str(parent), f"a branch of {parent}")
     needs_critic = traits(load_algorithm(recipe.algorithm.name)).needs_critic
     check_critic_stays(changes, needs_critic)
+    rows = [row for row in RunFolder(parent).read_metrics() if row["step"] < step]
     folder = RunFolder(target)
-    try:
+    with _removing(target):
         folder.checkpoints.mkdir(parents=True)
         _link(checkpoint, folder.checkpoints / checkpoint.name)
-    except OSError as error:
-        raise InputError(f"{target}: {error.strerror}; choose another folder") from None
-    point_to(folder.checkpoints, step)
-    rows = [row for row in RunFolder(parent).read_metrics() if row["step"] < step]
-    write_whole(folder.metrics, as_lines(rows))
-    folder.history.add("branch", step, changes, contents, parent=str(parent.resolve()))
-    dump_recipe(recipe, folder.config)
+        point_to(folder.checkpoints, step)
+        write_whole(folder.metrics, as_lines(rows))
+        folder.history.add("branch", step, changes, contents, parent=str(parent.resolve()))
+        dump_recipe(recipe, folder.config)
     return Branched(parent, step, changes)
+
+
+@contextmanager
+def _removing(target: Path) -> Iterator[None]:
+    """Remove what the `with` block has written into the folder `target` if the block fails, so that
+    the same command can be given again. An OSError becomes the error of `_refused`."""
+    was_there = target.exists()
+    try:
+        yield
+    except BaseException as error:
+        for made in list(target.iterdir()) if was_there else [target]:
+            if made.is_dir():
+                shutil.rmtree(made, ignore_errors=True)
+            else:
+                made.unlink(missing_ok=True)
+        raise (_refused(error, target) if isinstance(error, OSError) else error) from None
+
+
+def _refused(error: OSError, target: Path) -> DiskFailed | InputError:
+    """Return the error for a file that could not be read, or not be written into `target`."""
+    if text := refusal(error, target):
+        return DiskFailed(text)
+    what = target if error.filename is None else os.fsdecode(error.filename)
+    return InputError(f"{what}: {error.strerror}; no branch was made, give another folder")
 
 
 def _parse(source: str) -> tuple[Path, int | None]:
     run, at, step = source.rpartition("@")
     if at and step.isascii() and step.isdigit():
+        if is_run(Path(source)) and not is_run(Path(run)):
+            return Path(source), None
+        if is_run(Path(source)):
+            raise InputError(
+                f"{source} is the folder of a run, and also step {step} of the run {run}; write "
+                f"{source}/ for the newest checkpoint of the first, or {run}/@{step} for the second"
+            )
         return Path(run), int(step)
     if at and not Path(source).exists():
         raise InputError(f"{source}: expected RUN or RUN@STEP, such as runs/first@200")
@@ -121,6 +153,15 @@ def _without_output(overrides: list[str], target: Path) -> list[str]:
 def _link(source: Path, target: Path) -> None:
     try:
         shutil.copytree(source, target, copy_function=os.link)
-    except (OSError, shutil.Error):  # on another file system, or on one without hard links
+    except OSError:  # on another file system, or on one without hard links
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target)
+        shutil.copytree(source, target, copy_function=_copy)
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file of a checkpoint. Raises the error of `_refused` if it cannot be copied, because
+    `copytree` would collect an OSError in an exception that names no reason."""
+    try:
+        shutil.copy2(source, target)
+    except OSError as error:
+        raise _refused(error, Path(target)) from None

@@ -61,6 +61,7 @@ def _find(source: Path) -> Path:
     It is `source` itself or, if `source` is a run folder, its newest undamaged checkpoint. Raises
     InputError if the checkpoint `source` is damaged, or if the run has no undamaged checkpoint.
     """
+    source = source if source.name else source.absolute()  # the current folder
     if source.name.startswith("iter_") and source.is_dir():
         if reason := damage(source):
             raise InputError(f"checkpoint {source.name} is damaged: {reason}; export another one")
@@ -83,7 +84,7 @@ def _find(source: Path) -> Path:
 def _run_of(folder: Path) -> Path:
     """Return the folder that is the run folder of a checkpoint, if it has one: two levels up, or three
     for the named states and samplers of a session."""
-    above = folder.parents[1:3]
+    above = folder.absolute().parents[1:3]
     return next((each for each in above if RunFolder(each).config.is_file()), above[0])
 
 

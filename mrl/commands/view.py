@@ -162,6 +162,9 @@ def write(target: Path, page: bytes) -> None:
 
     Raises InputError if the file cannot be written.
     """
+    if target.is_dir():
+        file = target / "view.html"
+        raise InputError(f"--output {target}: it is a folder; give a file, such as {file}")
     try:
         write_whole(target, page)
     except OSError as error:

@@ -3,9 +3,11 @@ refused."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -23,20 +25,67 @@ class Branch(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversion(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError if the field accepts only numbers and the value is a boolean or a quoted
-        number, which pydantic would convert to a number."""
-        is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
-        if (is_text or isinstance(value, bool)) and _is_number(cls, str(info.field_name)):
-            raise ValueError("expected a number" + " without quotes" * bool(is_text))
+        """Raise ValueError if a number is expected and the value is a boolean or a quoted number, which
+        pydantic would convert to a number. Raise it also if the value of a section with free keys
+        has a part that JSON does not have, because the recipe is saved and sent as JSON."""
+        _refuse_conversion(cls.model_fields[str(info.field_name)].annotation, value)
         return value
 
 
-def _is_number(branch: type[BaseModel], name: str) -> bool:
-    """Return whether the field `name` of the class `branch` accepts only numbers, and perhaps null."""
-    annotation = branch.model_fields[name].annotation
-    is_union = get_origin(annotation) in (Union, UnionType)
-    kinds = set(get_args(annotation)) if is_union else {annotation}
-    return bool(kinds & {int, float}) and kinds <= {int, float, type(None)}
+def _refuse_conversion(annotation: Any, value: Any) -> None:
+    """Raise ValueError if `value`, or a part of it, would be converted to a number or is not JSON.
+    `annotation` is the type that is expected."""
+    members = list(_members(annotation))
+    words = [word for each in members if get_origin(each) is Literal for word in get_args(each)]
+    others = {each for each in members if get_origin(each) is not Literal} - {
+        int,
+        float,
+        type(None),
+    }
+    if {int, float} & set(members) and not others:
+        is_text = isinstance(value, str) and _NUMBER.fullmatch(value)
+        if is_text or isinstance(value, bool):
+            kinds = " or ".join(["a number" + " without quotes" * bool(is_text), *map(str, words)])
+            raise ValueError(f"expected {kinds}")
+    for member in members:
+        if get_origin(member) is tuple and isinstance(value, (list, tuple)):
+            for part in value:
+                _refuse_conversion(get_args(member)[0], part)
+        if get_origin(member) is dict and isinstance(value, dict):
+            for key, part in value.items():
+                if get_args(member)[1] is Any:
+                    _refuse_not_json(part, str(key))
+                else:
+                    _refuse_conversion(get_args(member)[1], part)
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, or the type itself, without their constraints (`Annotated`)."""
+    if get_origin(annotation) in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from _members(each)
+    else:
+        yield get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _refuse_not_json(value: Any, place: str) -> None:
+    """Raise ValueError if `value` has a part that JSON does not have: a date, NaN, infinity, or a key
+    that is not text. `place` is the dotted key of the value."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{place}: the key {key!r} is no text; write it in quotes")
+            _refuse_not_json(part, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _refuse_not_json(part, place)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place} is {value}; expected a finite number")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise ValueError(
+            f"{place} is of the type {type(value).__name__}, expected a number, text, a list, a "
+            "mapping, true, false or null; put a date in quotes"
+        )
 
 
 def one_or_several(value: Any) -> Any:

@@ -16,6 +16,14 @@ TEMPLATE_OWN = ("add_generation_prompt", "conversation", "messages", "tokenize",
 """Arguments of `apply_chat_template` that mrl sets itself."""
 
 
+def _not_empty(path: Paths) -> Paths:
+    if path == ():
+        raise ValueError("the list is empty; give at least one path")
+    if "" in paths_of(path):
+        raise ValueError("the path is empty; give the path of a file or folder")
+    return path
+
+
 class RowsConfig(Branch):
     path: Paths
     """A file, a glob, a folder written by `save_to_disk`, a hub id, or a list of these, like
@@ -31,6 +39,11 @@ class RowsConfig(Branch):
     """The subset of a data set on the Hugging Face hub, like `data.subset`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """For the path `environment:tasks`, like `data.arguments`."""
+
+    @field_validator("path")
+    @classmethod
+    def _at_least_one(cls, path: Paths) -> Paths:
+        return _not_empty(path)
 
     def data(self, chat_template_kwargs: dict[str, Any]) -> DataConfig:
         """Return a DataConfig with which these rows are read in the same way as training data."""
@@ -95,6 +108,11 @@ class DataConfig(Branch):
     shuffle: bool = True
     """Shuffle the prompts again for each pass over the data, in an order that depends on `seed`.
     Without shuffling, the prompts keep the order of the data."""
+
+    @field_validator("path")
+    @classmethod
+    def _at_least_one(cls, path: Paths | None) -> Paths | None:
+        return None if path is None else _not_empty(path)
 
     @field_validator("chat_template_kwargs")
     @classmethod

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,20 @@ RENAMED = {
 """Maps former names of keys to the current names. A recipe with a former name is refused."""
 
 
+_SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9._]+)+)")
+"""Matches numbers that YAML 1.1 reads in base 8 (`010`) or 60 (`10:00`)."""
+
+
 class BadMapping(yaml.YAMLError):
-    """Raised if a key occurs twice in one YAML mapping, or if its value was taken for a part of it."""
+    """Raised for YAML that would be read otherwise than it looks: a key that occurs twice in a
+    mapping, a value that was taken for a part of its key, a number in base 8 or 60, or an alias
+    inside its own anchor."""
 
 
 class _Loader(yaml.SafeLoader):
     """A `yaml.SafeLoader` that refuses duplicate keys, of which the base class would silently take the
-    last value, and `{a:b}`, which the base class reads as the key `a:b` without a value."""
+    last value, `{a:b}`, which the base class reads as the key `a:b` without a value, and numbers like
+    `010` and `10:00`, which the base class reads as 8 and 600."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -56,6 +64,41 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen[key_node.value] = line
         return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        is_whole = node.tag == "tag:yaml.org,2002:int"
+        value = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+        if _SURPRISING.fullmatch(node.value):
+            raise BadMapping(
+                f"got {node.value}, which YAML reads as {value}; write {value}, or put text in quotes"
+            )
+        return value
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
+
+
+def _parse(text: str) -> Any:
+    """Return the value of a YAML text. Raises YAMLError if it has none."""
+    try:
+        value = yaml.load(text, _Loader)
+        _refuse_cycles(value, ())
+    except (ValueError, AttributeError) as error:  # such as the 45th of a month
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from None
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    return value
+
+
+def _refuse_cycles(value: Any, above: tuple[int, ...]) -> None:
+    """Raise BadMapping if a mapping or list contains itself. `above` are the ids of the mappings and
+    lists that contain `value`."""
+    if id(value) in above:
+        raise BadMapping("an alias (*name) is inside its own anchor (&name); write the value out")
+    if isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _refuse_cycles(part, (*above, id(value)))
 
 
 def _is_unspaced(key: yaml.ScalarNode, value: yaml.Node) -> bool:
@@ -115,6 +158,7 @@ def apply_overrides(tree: dict[str, Any], overrides: list[str] | None, source: s
     an override that cannot be applied, and for former names of keys (`RENAMED`); `source` is the
     name of the recipe in the message."""
     _refuse_renamed(_keys_of(tree), source)
+    _spread_short_forms(tree)
     for item in overrides or []:
         _refuse_renamed([item.partition("=")[0]], f"override {item!r}")
         _apply_override(tree, item)
@@ -169,7 +213,7 @@ def _keys_of(tree: dict[Any, Any], prefix: str = "") -> Iterator[str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(), _Loader)
+        tree = _parse(path.read_text())
     except OSError as error:
         hint = (
             "the recipe comes first, before overrides: RECIPE key=value"
@@ -210,7 +254,7 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
             )
         tree = child
     try:
-        tree[leaf] = yaml.load(value, _Loader)
+        tree[leaf] = _parse(value)
     except BadMapping as error:
         raise InputError(f"override {item!r}: {error}") from None
     except yaml.YAMLError:

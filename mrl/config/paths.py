@@ -16,9 +16,9 @@ from typing import Any
 
 from mrl.errors import InputError
 
-NOT_OURS = ("server_args", "megatron", "arguments")
-"""Sections whose keys are arguments of SGLang, Megatron or the environment class. Paths in these
-sections are not resolved."""
+NOT_OURS = ("server_args", "megatron", "arguments", "columns", "chat_template_kwargs", "stop")
+"""Keys whose values are arguments of SGLang, Megatron, the environment class or the chat template,
+names of columns, or text to stop at. Paths in these values are not resolved."""
 NEW_FOLDERS = ("output_dir", "snapshot_folder")
 """Keys with the path of a folder that mrl makes. Such a path is not searched for."""
 VARIABLE = re.compile(r"\$(\w|\{\w)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.asynchronous import AsyncConfig
@@ -95,6 +95,13 @@ class Recipe(Branch):
         if tree["environment"].get("verifiers") and is_open:
             return {**tree, "data": {**data, "path": ENVIRONMENT_TASKS}}
         return tree
+
+    @field_validator("seed")
+    @classmethod
+    def _fits_generators(cls, value: int) -> int:
+        if abs(value) > 2**62:
+            raise ValueError("expected a number of at most 62 bits, as random generators take")
+        return value
 
     @property
     def longest_wait_s(self) -> float:

@@ -64,11 +64,17 @@ def _check_names(rewards: tuple[RewardConfig, ...]) -> tuple[RewardConfig, ...]:
     return rewards
 
 
+def _check_text(reward: str) -> str:
+    if not reward:
+        raise ValueError("the text is empty; give the name of a reward")
+    return reward
+
+
 TAGS = ("reward name", "reward list")
 """Names of the two forms that `Rewards` can have. Pydantic adds the name of the form to the
 location of an error."""
 Rewards = Annotated[
-    Annotated[str, Tag(TAGS[0])]
+    Annotated[str, AfterValidator(_check_text), Tag(TAGS[0])]
     | Annotated[tuple[RewardConfig, ...], AfterValidator(_check_names), Tag(TAGS[1])],
     Discriminator(lambda value: TAGS[isinstance(value, (list, tuple))]),
 ]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def read_folder(folder: Path, split: str) -> Rows:
     cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = _texts_in(folder / "dataset_dict.json", lambda content: content["splits"])
         if split not in splits:
             raise InputError(
                 f"{folder}: no split {split!r}, it has {', '.join(splits)}; set `split`"
@@ -63,8 +64,10 @@ def read_folder(folder: Path, split: str) -> Rows:
         )
     pyarrow = _pyarrow(folder)
     first = 1
-    for each in _json(folder / "state.json")["_data_files"]:
-        file = folder / each["filename"]
+    names = _texts_in(
+        folder / "state.json", lambda content: [each["filename"] for each in content["_data_files"]]
+    )
+    for file in (folder / name for name in names):
         try:
             with pyarrow.memory_map(str(file)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
                 for batch in stream:
@@ -117,7 +120,7 @@ def _rows(batches: Any, place: str, first: int = 1) -> Rows:
     """
     for batch in batches:
         _check_names(batch.schema, place)
-        for row in batch.to_pylist():
+        for row in _to_python(batch, place, first):
             source = f"{place} row {first}"
             yield (
                 source,
@@ -128,6 +131,29 @@ def _rows(batches: Any, place: str, first: int = 1) -> Rows:
                 },
             )
             first += 1
+
+
+def _to_python(batch: Any, place: str, first: int) -> list[dict[str, Any]]:
+    """Return the rows of a record batch, the first of which has the number `first`.
+
+    Raises InputError for a value that Python cannot represent, such as a date after the year 9999,
+    and UnicodeDecodeError for text that is not UTF-8.
+    """
+    unreadable = (ValueError, OverflowError, LookupError)
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        raise
+    except unreadable:
+        for number, name in itertools.product(range(batch.num_rows), batch.schema.names):
+            try:
+                batch.column(name)[number].as_py()
+            except unreadable as error:
+                raise InputError(
+                    f"{place} row {first + number}: column {name!r} has a value that cannot be read: "
+                    f"{_line(error)}; write it as text, or leave the column out of the file"
+                ) from None
+        raise
 
 
 def _check_names(fields: Any, place: str, within: str = "the columns") -> None:
@@ -177,11 +203,18 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _texts_in(file: Path, find: Callable[[Any], list[str]]) -> list[str]:
+    """Return the strings that `find` returns for the content of a JSON file of `save_to_disk`."""
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: {_line(error)}") from None
+    try:
+        return [str(each) for each in find(content)]
+    except (LookupError, TypeError):
+        raise InputError(
+            f"{file}: not what save_to_disk writes; save the data set again, or give other files"
+        ) from None
 
 
 def _line(error: BaseException) -> str:

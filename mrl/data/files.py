@@ -75,11 +75,16 @@ def read_rows(path: Path) -> Rows:
     Raises InputError if the file cannot be read, has a bad row, or has no rows. The message starts
     with the path of the file or the source of the row.
     """
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    suffix = (path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower()
     if path.exists() and not path.is_file():  # reading a FIFO would wait for its writer
         raise InputError(
             f"{path}: got {_special(path.stat().st_mode)}, expected a file, because data is read more "
             "than once; give the path of a data file"
+        )
+    if suffix == ".arrow":
+        raise InputError(
+            f"{path}: an Arrow file is a part of a data set; give the folder that save_to_disk wrote, "
+            "or a parquet file"
         )
     if suffix == ".parquet":
         rows = arrow.read_parquet(path)
@@ -163,10 +168,11 @@ def _read_array(file: BinaryIO, path: Path) -> Rows:
 
 def _read_csv(path: Path, delimiter: str) -> Rows:
     csv.field_size_limit(MAX_CELL_CHARS)
+    line = 1
     with _open(path) as file:
-        reader = csv.reader(
-            io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), delimiter=delimiter
-        )
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        # Without `strict`, a quote that is never closed would hide all rows after it in one cell.
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):
@@ -186,7 +192,10 @@ def _read_csv(path: Path, delimiter: str) -> Rows:
         except UnicodeDecodeError:
             raise InputError(f"{path}:{reader.line_num + 1}: {_NOT_UTF8}") from None
         except csv.Error as error:
-            raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
+            raise InputError(
+                f"{path}:{line}: not valid CSV: {error}; put a cell that begins with a quote in "
+                "quotes, and double the quotes in it"
+            ) from None
 
 
 def _parse_row(line: bytes, source: str) -> dict[str, Any]:

@@ -114,7 +114,6 @@ def _rename(values: dict[str, Any], columns: Columns, source: str, present: str)
     taken = {}
     for new, old in columns.items():
         if old is None:
-            values.pop(new, None)
             continue
         place: Any = values
         for part in [old] if old in values else old.split("."):
@@ -125,9 +124,8 @@ def _rename(values: dict[str, Any], columns: Columns, source: str, present: str)
                 )
             place = place[part]
         taken[new] = place
-    for old in columns.values():
-        if old is not None:
-            values.pop(old, None)
+    for new, old in columns.items():
+        values.pop(new if old is None else old, None)
     values.update(taken)
 
 

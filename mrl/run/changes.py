@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+import yaml
 
 from mrl.config.suggest import all_keys, suggest
 from mrl.errors import InputError
@@ -156,6 +159,8 @@ WHY = {
 }
 
 
+NOT_GIVEN = "(not given)"
+"""The value of a key that a recipe does not have, where keys are free, as in `megatron`."""
 FEW = 3
 """If more keys than this have changed, the user probably meant another run in this folder, not this
 one with other settings."""
@@ -171,15 +176,24 @@ class Change:
     kind: Kind
     is_moved: bool = False
     """Whether only the path has changed, and the files at the new path have the same contents."""
+    absent: str = ""
+    """Which recipe does not have the key: `there` (the old one) or `now`; empty if both have it."""
+    override: tuple[str, Any] | None = None
+    """The key and value of an override that makes this change; None stands for `key` and `new`. An
+    override cannot remove a key, so for a key that is absent now, it sets the innermost section or
+    mapping around the key."""
 
     def __str__(self) -> str:
         if self.old == self.new:
             return f"{self.key} is {self.new!r}, whose contents have changed ({WHY[self.kind]})"
-        return f"{self.key} is {self.old!r} there and {self.new!r} now ({WHY[self.kind]})"
+        old = NOT_GIVEN if self.absent == "there" else repr(self.old)
+        new = NOT_GIVEN if self.absent == "now" else repr(self.new)
+        return f"{self.key} is {old} there and {new} now ({WHY[self.kind]})"
 
     def as_override(self) -> str:
         """Return `key=value` with the new value, quoted for a shell."""
-        return shlex.quote(f"{self.key}={_yaml(self.new)}")
+        key, value = self.override or (self.key, self.new)
+        return shlex.quote(f"{key}={_yaml(value)}")
 
 
 def rule_of(key: str) -> Rule:
@@ -206,14 +220,40 @@ def find_changes(
     """
     found = []
     for key in sorted(old.keys() | new.keys()):
-        rule, pair = rule_of(key), (old.get(key), new.get(key))
+        # A section that is null has no keys below it. A free key without a value is not null.
+        missing = None if key in all_keys() else NOT_GIVEN
+        rule, pair = rule_of(key), (old.get(key, missing), new.get(key, missing))
         digests = old_contents.get(key), new_contents.get(key)
         is_known = rule.by_contents and None not in digests
+        absent = "there" if key not in old else "now" if key not in new else ""
         if pair[0] == pair[1] and not (is_known and digests[0] != digests[1]):
             continue
         is_moved = is_known and digests[0] == digests[1]
-        found.append(Change(key, *pair, Kind.FREE if is_moved else rule.kind, is_moved))
+        kind = Kind.FREE if is_moved else rule.kind
+        override = _around(key, new) if absent == "now" else None
+        found.append(Change(key, *pair, kind, is_moved, absent, override))
     return found
+
+
+def _around(key: str, new: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the innermost section or mapping around `key` that an override can set, and its value
+    in the recipe `new`."""
+    while key not in new and key not in all_keys():
+        key = key.rpartition(".")[0]
+    outer = key
+    while outer and outer not in new:
+        outer = outer.rpartition(".")[0]
+    if outer:  # a section that is null
+        return outer, new[outer]
+    tree: dict[str, Any] = {}
+    for inner, value in new.items():
+        if inner.startswith(f"{key}."):
+            *parents, leaf = inner.removeprefix(f"{key}.").split(".")
+            place = tree
+            for name in parents:
+                place = place.setdefault(name, {})
+            place[leaf] = value
+    return key, tree
 
 
 def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, what: str) -> None:
@@ -237,9 +277,9 @@ def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, w
         raise InputError(
             f"{what}: {refused}; keep {keep}, or start another run in a new output_dir"
         )
-    overrides = [
+    overrides = dict.fromkeys(
         c.as_override() for c in changes if c.kind is not Kind.NEVER and c.key != "output_dir"
-    ]
+    )
     wanted = [change.key for change in changes if change.kind is Kind.ALLOW]
     do = " ".join([shlex.quote(run), *overrides])
     allow = f"mrl train {do} --allow {' '.join(wanted)}"
@@ -277,7 +317,12 @@ def _join(keys: Iterable[str]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value)
+    """Return a value as YAML in one line: a text without quotes where YAML reads it as that text."""
+    if isinstance(value, str):
+        with suppress(yaml.YAMLError, ValueError):
+            if value and value == yaml.safe_load(value):
+                return value
+    return json.dumps(value)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ Model output is untrusted and is escaped before it is printed.
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from time import localtime, monotonic, strftime
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -51,6 +53,18 @@ MAX_TURNS = 4
 """The largest number of turns of a sample that are printed."""
 MAX_SAMPLE_CHARS = 400
 LOG_WIDTH = 1000
+GAP = 2
+"""Spaces after a column of a table."""
+LAST_WIDTH = 24
+"""The last column of a table is at least this wide, unless all its cells are shorter."""
+
+
+class _Output(Console):
+    """A console that raises BrokenPipeError if the reader of standard output has closed the pipe,
+    where rich would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "the reader of standard output has closed the pipe")
 
 
 def pairs(rows: list[tuple[str, str]], *, console: Console | None = None) -> None:
@@ -70,16 +84,22 @@ def table(
     *,
     console: Console | None = None,
 ) -> None:
-    """Print a table with a title; only the cells of its last column may wrap."""
+    """Print a table with a title; only the cells of its last column may wrap. A table that does not
+    fit is wider than the terminal, because a number that is cut off reads as another number."""
     console = console or _console()
     _line(console, f"\n{title}", style="bold")
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for number, name in enumerate(header):
-        last = number == len(header) - 1
-        shown.add_column(escape(name), no_wrap=not last, overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(escape(cell)) for cell in row))
-    console.print(shown)
+    cells = [[escape(cell) for cell in row] for row in (header, *rows)]
+    *widths, last = (max(map(cell_len, column)) for column in zip(*cells, strict=True))
+    last = min(last, LAST_WIDTH)
+    needed = sum(widths) + last + GAP * len(header)
+    shown = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim")
+    for name in cells[0][:-1]:
+        shown.add_column(name, no_wrap=True)
+    shown.add_column(cells[0][-1], overflow="fold", min_width=last)
+    for row in cells[1:]:
+        shown.add_row(*map(Text, row))
+    shown.width = needed if needed > console.width else None
+    console.print(shown, crop=False)
 
 
 def step_line(
@@ -314,4 +334,4 @@ def _console() -> Console:
     # Made for each call, because sys.stdout may have been replaced since the last one (tests,
     # redirection). Lines in a log file or a pipe are not wrapped, so that paths can be searched for.
     width = None if sys.stdout.isatty() else LOG_WIDTH
-    return Console(width=width, highlight=False, markup=False)
+    return _Output(width=width, highlight=False, markup=False)

@@ -15,7 +15,7 @@ OUTPUT_DIR/profile/               step_000010/: traces of a step of `profile.ste
 OUTPUT_DIR/trackers.json          how many steps each tracker of `logging` has received
 
 When a restart repeats steps, their files are moved to dropped_0/ in the same folder (dropped_1/ for the
-next such restart, and so on).
+next such restart, and so on), and their rows of metrics.jsonl to OUTPUT_DIR/dropped_0/metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RunFolder:
         allowed. Raises InputError if the folder cannot be created, or if the run has begun and a change
         is not permitted (`check_allowed`). Only rank 0 reads and compares the contents of files.
         """
-        parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
+        with refusing(self.root):  # a parent without access, or a name that is too long
+            parent = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise InputError(
                 f"output_dir {self.root}: {parent} is not a folder that can be written; choose another"
@@ -104,9 +105,12 @@ class RunFolder:
         """Lock the folder if a run has used it before. Call this before reading anything in it.
 
         No other process can then change what has been read. A new folder is locked only by `open`.
-        Raises InputError while another run is writing to the folder.
+        Raises InputError while another run is writing to the folder, or if the folder cannot be
+        accessed.
         """
-        if (self.root / ".lock").exists():
+        with refusing(self.root):
+            has_lock = (self.root / ".lock").exists()
+        if has_lock:
             with suppress(PermissionError):  # `check` reports a folder that cannot be written
                 self._take_lock()
         self._had_begun = self.has_begun
@@ -160,8 +164,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Prepare the folder for a run that repeats all steps from `step` on.
 
-        The rows of these steps are removed from metrics.jsonl and timeline.jsonl. Files of these steps
-        are moved to the folder `dropped_0/` (or the next free number) next to them. Otherwise,
+        The rows of these steps are removed from timeline.jsonl. Their rows of metrics.jsonl, and their
+        files, are moved to the folder `dropped_0/` (or the next free number) next to them. Otherwise,
         `debug.load_rollouts` could read a mix of old steps and repeated steps.
         """
         for folder in (self.rollouts, self.tokens, self.diagnosis):
@@ -169,7 +173,10 @@ class RunFolder:
         _set_aside(self.evals, step + 1)  # the run continues from the weights of evaluation `step`
         self._settled = step
         if self.metrics.exists():
-            write_whole(self.metrics, metric_rows.rows_before(self.metrics, step))
+            kept = metric_rows.rows_before(self.metrics, step)
+            if dropped := self.metrics.read_bytes()[len(kept) :]:
+                write_whole(_new_aside(self.root) / self.metrics.name, dropped)
+            write_whole(self.metrics, kept)
         self.timeline.rewind(step)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -262,11 +269,17 @@ def _set_aside(folder: Path, step: int) -> None:
     dropped = [f for f in folder.glob("step_*") if step_of_file(f) >= step]
     if not dropped:
         return
+    new = _new_aside(folder)
+    for file in dropped:
+        file.rename(new / file.name)
+
+
+def _new_aside(folder: Path) -> Path:
+    """Make the folder `dropped_N` in `folder`, with the first free number N, and return its path."""
     aside = (folder / f"dropped_{n}" for n in itertools.count())
     new = next(path for path in aside if not path.exists())
     new.mkdir()
-    for file in dropped:
-        file.rename(new / file.name)
+    return new
 
 
 def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:

@@ -6,6 +6,7 @@ written to while the command runs, the command ends as it does for a full disk.
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import stat
@@ -19,9 +20,13 @@ _NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 def open_missing() -> None:
-    """Redirect closed streams to /dev/null."""
+    """Redirect closed streams to /dev/null. Let the other streams escape the characters that their
+    encoding lacks, so that printing a sample or a path does not fail."""
     for name in _NAMES:
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+        if stream is None:
             # This is the stream's own descriptor unless a library has taken it.
             descriptor = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(descriptor, descriptor <= 2)

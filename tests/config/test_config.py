@@ -256,3 +256,57 @@ def test_short_names_of_dtypes():
                 load_recipe(TOY, [f"{key}={name}"])
             assert f"{key}: float16 gradients underflow" in str(caught.value)
             assert f"use bfloat16 (bf16) or float32 (fp32), got '{name}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("train.cpu_threads=true", "expected a number or auto, got True"),
+        ("train.cpu_threads='4'", "expected a number without quotes or auto, got '4'"),
+        ("rollout.weight_bucket_mb=yes", "expected a number or auto, got True"),
+        ("algorithm.lam=true", "expected a number or adaptive, got True"),
+        ("rollout.stop_token_ids=[7, true]", "expected a number, got [7, True]"),
+        ("profile.steps=['3']", "expected a number without quotes, got ['3']"),
+        ("watch.limits={load: true}", "watch.limits: expected a number"),
+        (
+            "environment={name: x, arguments: {a: {since: 2024-01-01}}}",
+            "a.since is of the type date",
+        ),
+        ("environment={name: x, arguments: {a: [.inf]}}", "a is inf; expected a finite number"),
+        ("environment={name: x, arguments: {a: {1: b}}}", "a: the key 1 is no text; write it in q"),
+        ("megatron={a: .nan}", "megatron: a is nan; expected a finite number"),
+        ("data.path=[]", "data.path: the list is empty; give at least one path"),
+        ("eval.sets=[{name: a, path: []}]", "eval.sets.0.path: the list is empty"),
+        ("data.path=''", "data.path: the path is empty; give the path of a file or folder"),
+        ("reward=''", "reward: expected the name of a reward, or a list of rewards, got ''"),
+        (f"seed={10**30}", "seed: expected a number of at most 62 bits"),
+        ("train.num_steps=010", "got 010, which YAML reads as 8; write 8, or put text in quotes"),
+        ("rollout.start_timeout_s=10:00", "got 10:00, which YAML reads as 600; write 600"),
+        ("rollout.start_timeout_s=1:30.5", "got 1:30.5, which YAML reads as 90.5"),
+        ("output_dir=2024-13-45", "'2024-13-45' is not a YAML value"),
+        ("seed=!!int abc", "is not a YAML value"),
+        (f"seed={'9' * 5000}", "is not a YAML value"),
+        (f"seed={'[' * 3000}", "is not a YAML value"),
+        ("optimizer=&a {lr: *a}", "an alias (*name) is inside its own anchor (&name)"),
+    ],
+)
+def test_a_value_that_would_be_read_as_another_is_refused(override: str, reason: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_recipe(TOY, [override])
+    assert reason in str(caught.value)
+
+
+def test_the_short_form_of_logging_takes_overrides_in_a_dict_too() -> None:
+    tree = yaml.safe_load(TOY.read_text()) | {"logging": ["jsonl"]}
+    assert recipe_of(tree, ["logging.name=mine"], "recipe").logging.name == "mine"
+
+
+def test_numbers_and_words_are_taken_where_both_may_be_given() -> None:
+    recipe = load_recipe(TOY, ["train.cpu_threads=2", "rollout.stop_token_ids=[7]", "seed=-5",
+                               "algorithm.lam=adaptive", "watch.limits={load: 3}"])  # fmt: skip
+    assert (recipe.train.cpu_threads, recipe.rollout.stop_token_ids, recipe.seed) == (2, (7,), -5)
+    assert load_recipe(TOY, ["output_dir='010'"]).output_dir == "010"
+    assert load_recipe(TOY, ["data.columns={a: 'b', c: null}"]).data.columns == {
+        "a": "b",
+        "c": None,
+    }

@@ -120,3 +120,13 @@ def test_a_new_folder_may_lie_in_the_home_folder(project, monkeypatch):
 def test_an_argument_of_an_environment_may_have_a_variable() -> None:
     tree = {"environment": {"arguments": {"output_dir": "$HOME/x"}}}
     assert resolve_paths(tree, None) == tree
+
+
+def test_names_of_columns_and_stop_texts_are_no_paths(project, monkeypatch) -> None:
+    monkeypatch.chdir(project)
+    (project / "solution").mkdir()
+    (project / "main.py").touch()
+    overrides = ["data.columns={path: solution, answer_path: solution}", "rollout.stop=[main.py]"]
+    recipe = load_recipe(project / "recipes/deep/one.yaml", overrides)
+    assert recipe.data.columns == {"path": "solution", "answer_path": "solution"}
+    assert recipe.rollout.stop == ("main.py",)

@@ -248,3 +248,49 @@ def test_sources_without_names_take_none_that_is_given(tmp_path) -> None:
     config = DataConfig(sources=sources)
     found = read_sources(config, build_tokenizer(), max_prompt_len=10, max_response_len=0)
     assert [source.name for source in found] == ["train.jsonl", "train.jsonl_3", "train.jsonl_2"]
+
+
+def test_a_quote_that_is_never_closed_hides_no_rows(tmp_path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('prompt,answer\na,1\nb,"2\nc,3\nd,4\n')
+    with pytest.raises(InputError, match=r"rows.csv:3: not valid CSV: unexpected end of data"):
+        list(read_all_rows([file]))
+    (tmp_path / "rows.tsv").write_text('prompt\tanswer\n"Yes" she said\t1\n')
+    with pytest.raises(InputError, match=r"rows.tsv:2: not valid CSV: .*double the quotes in it"):
+        list(read_all_rows([tmp_path / "rows.tsv"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "of_type"),
+    [
+        ([0, 10**18], pa.timestamp("us")),
+        ([0, 10**8], pa.date32()),
+        ([0, 1], pa.timestamp("us", tz="Mars/Phobos")),
+    ],
+)
+def test_a_date_that_python_lacks_is_refused_with_its_row(values, of_type, tmp_path) -> None:
+    width = pa.int32() if of_type == pa.date32() else pa.int64()
+    column = pa.array(values, width).cast(of_type)
+    pq.write_table(pa.table({"prompt": ["a", "b"], "day": column}), tmp_path / "rows.parquet")
+    row = 1 if of_type == pa.timestamp("us", tz="Mars/Phobos") else 2
+    with pytest.raises(
+        InputError, match=f"row {row}: column 'day' has a value that cannot be read"
+    ):
+        list(read_all_rows([tmp_path / "rows.parquet"]))
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"_data_files": null}', '{"_data_files": [{}]}', "3", '{"splits": 1}']
+)
+def test_a_damaged_folder_of_datasets_is_named(text, tmp_path) -> None:
+    for name in ("state.json", "dataset_dict.json"):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=f"{name}: not what save_to_disk writes"):
+            list(read_all_rows([tmp_path]))
+
+
+def test_the_suffix_decides_in_any_case_and_a_part_of_a_folder_is_no_file(tmp_path) -> None:
+    assert [row for _, row in read_all_rows([write_csv(tmp_path / "rows.CSV")])] == ROWS
+    (tmp_path / "part.arrow").write_bytes(b"\xff\xff\xff\xff")
+    with pytest.raises(InputError, match="give the folder that save_to_disk wrote"):
+        list(read_all_rows([tmp_path / "part.arrow"]))

@@ -244,3 +244,12 @@ def test_pairs_of_preferences_are_no_prompts():
         "chosen": "b",
         "rejected": "c",
     }
+
+
+def test_a_column_may_be_renamed_and_its_old_name_dropped():
+    for columns in (
+        {"question": None, "prompt": "question"},
+        {"prompt": "question", "question": None},
+    ):
+        row = read_form("f:1", {"question": "q", "answer": "a"}, None, columns)
+        assert (row.prompt, row.columns) == ("q", {"answer": "a"})

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from mrl.cli import main
+from mrl.commands.export_checkpoint import _find, _run_of
 from mrl.errors import ExitCode
 from parallel.checkpoint.checkpoints import Checkpoints
+from parallel.checkpoint.manifest import write_manifest
 from parallel.ledger import Ledger
 from tests.loop.forked import Command
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
@@ -118,3 +120,21 @@ def test_a_critic_is_not_exported_as_a_language_model(
     error = refusal(root / "iter_0000003", tmp_path / "new", capsys)
     assert "is a critic's: its head has 1 row(s), not the 64 of the vocabulary" in error
     assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_is_found_from_inside_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "run/checkpoints/iter_0000003"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, {}, {})
+    (tmp_path / "run/config.yaml").touch()
+    for here, source in (
+        (checkpoint, "."),
+        (checkpoint.parent, checkpoint.name),
+        (tmp_path, "run"),
+    ):
+        monkeypatch.chdir(here)
+        found = _find(Path(source))
+        assert found.resolve() == checkpoint
+        assert _run_of(found).resolve() == tmp_path / "run"

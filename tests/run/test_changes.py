@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,17 @@ import yaml
 from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
-from mrl.run.changes import RULES, Change, Kind, check_allowed, check_keys, is_in, rule_of
+from mrl.run.changes import (
+    RULES,
+    Change,
+    Kind,
+    check_allowed,
+    check_keys,
+    find_changes,
+    flatten,
+    is_in,
+    rule_of,
+)
 from mrl.run.contents import PIECE_BYTES, WHOLE_BYTES, _of_file, digest_of
 from mrl.run.folder import RunFolder
 from mrl.run.history import History
@@ -266,3 +277,55 @@ def test_the_folder_of_the_model_is_no_run_folder(run: Path) -> None:
         InputError, match=r"is the folder of model.path, which a run must not write"
     ):
         RunFolder(model).check(recipe)
+
+
+def changes_between(old: list[str], new: list[str]) -> list[Change]:
+    trees = [flatten(load_recipe(TOY_RECIPE, each).model_dump()) for each in (old, new)]
+    return find_changes(*trees, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("data.columns={image: null}", "data.columns.image"),
+        ("megatron={a: null}", "megatron.a"),
+        ("environment={name: x, arguments: {limit: null}}", "environment.arguments.limit"),
+    ],
+)
+def test_a_free_key_that_is_null_is_not_one_that_is_missing(given: str, key: str) -> None:
+    """`image: null` drops a column, and an argument of null is not the default of the class."""
+    other = (
+        [given.replace("arguments: {limit: null}", "arguments: {}")] if "name: x" in given else []
+    )
+    for change in (*changes_between([given], other), *changes_between(other, [given])):
+        assert change.key == key
+        assert change.kind is Kind.ALLOW
+        assert "(not given)" in str(change)
+        assert change.old != change.new  # the history keeps both, and compares them
+    assert len(changes_between([given], other)) == len(changes_between(other, [given])) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "override"),
+    [
+        (["environment={name: guess, max_turns: 3}"], [], "environment=null"),
+        (["megatron={a: 1, b: {c: 2}, d: 3}"], ["megatron={b: {c: 2}}"], "megatron={b: {c: 2}}"),
+        (["environment={name: x, arguments: {a: 1}}"], ["environment={name: x}"],
+         "environment.arguments={}"),
+        ([], ["data.prompt_key='1'"], "data.prompt_key='1'"),
+        ([], ["algorithm.name='on'"], "algorithm.name='on'"),
+        ([], ["algorithm.name='a: b'"], "algorithm.name='a: b'"),
+        ([], ["data.path=my file.jsonl"], "data.path=my file.jsonl"),
+    ],
+)  # fmt: skip
+def test_the_command_that_a_refusal_shows_makes_the_change(old, new, override) -> None:
+    changes = changes_between(old, new)
+    with pytest.raises(InputError, match="continue it with: mrl train run ") as caught:
+        check_allowed(changes, (), "run", "what")
+    command = str(caught.value).partition("continue it with: ")[2].partition(" (or try")[0]
+    words = shlex.split(command)[3:]
+    overrides = words[: words.index("--allow")]
+    assert [yaml.safe_load(each.partition("=")[2]) for each in overrides] == [
+        yaml.safe_load(override.partition("=")[2])
+    ]
+    assert not changes_between([*old, *overrides], new)

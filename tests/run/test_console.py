@@ -1,5 +1,6 @@
 import io
 import math
+import os
 import re
 
 import pytest
@@ -229,3 +230,47 @@ def test_a_gap_that_is_not_finite_is_not_split() -> None:
         console.gap_by_cause({f"decompose/{k}/logprob_abs_mean": v for k, v in levels.items()})
         == ""
     )
+
+
+@pytest.mark.parametrize("width", [20, 80, 120, 1000])
+def test_a_table_is_never_cut_off(width) -> None:
+    """A number without its last digits or its exponent would be read as another number."""
+    header = ("layer", "reroute", "margin", "at reroute", "worst expert", "its z", "its mean |d|",
+              "median expert", "hidden diff", "gap without")  # fmt: skip
+    row = (
+        "12",
+        "12.34%",
+        "0.123",
+        "1.23e-05",
+        "103",
+        "12.3",
+        "3.21e-05",
+        "0.00123",
+        "1e-07",
+        "4e-6",
+    )
+    log = Console(file=io.StringIO(), width=width)
+    console.table("Layers", header, [row], console=log)
+    shown = text_of(log)
+    assert all(cell in shown for cell in (*header, *row))
+    assert len(shown.splitlines()) == 4
+
+
+def test_only_a_long_last_cell_wraps() -> None:
+    log = capture()
+    console.table("Findings", ("finding", "text"), [("noise", "words " * 40)], console=log)
+    assert max(map(len, text_of(log).splitlines())) <= 80
+    assert text_of(log).count("words") == 40
+
+
+def test_a_reader_that_leaves_a_table_ends_the_command_as_one_that_leaves_a_line(
+    monkeypatch,
+) -> None:
+    """rich itself would exit with code 1, without a message."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with pytest.raises(BrokenPipeError):
+            console.table("Layers", ("layer",), [("1",)])
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)

@@ -86,3 +86,26 @@ def test_a_run_that_another_job_began_meanwhile_is_not_written_over(tmp_path: Pa
         again.claim()
         again.open(recipe)
         again.close()
+
+
+def test_a_folder_whose_name_is_too_long_is_refused(tmp_path: Path) -> None:
+    """So is one in a folder that this user may not enter, which root always may."""
+    recipe = load_recipe("launch/recipes/toy_moe.yaml")
+    folder = RunFolder(tmp_path / ("n" * 300) / "run")
+    for look in (folder.claim, lambda: folder.check(recipe)):
+        with pytest.raises(InputError, match="File name too long; choose another"):
+            look()
+
+
+def test_the_rows_of_repeated_steps_are_kept_aside(tmp_path: Path) -> None:
+    """A run whose checkpoints were removed begins again; its curve so far is still there."""
+    folder = RunFolder(tmp_path)
+    for step in range(4):
+        folder.add_metrics({"step": step, "reward/mean": step / 4})
+    rows = folder.metrics.read_bytes().splitlines(keepends=True)
+    for number, step in enumerate((4, 2, 2, 0)):
+        folder.rewind(step)
+        assert folder.metrics.read_bytes() == b"".join(rows[:step])
+        aside = sorted(tmp_path.glob("dropped_*/metrics.jsonl"))
+        assert len(aside) == (0, 1, 1, 2)[number]
+    assert [file.read_bytes() for file in aside] == [b"".join(rows[2:]), b"".join(rows[:2])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from mrl.cli import main
 from mrl.errors import ExitCode
+from mrl.run import console
+from mrl.system.streams import open_missing
 from tests.ranks import start_fork
 
 
@@ -71,3 +74,12 @@ def test_a_command_whose_streams_take_nothing(words, full, closed, code, said, t
     shown = (tmp_path / "stderr").read_text() if 2 not in full else ""
     assert shown.startswith(said)
     assert shown.count("\n") == bool(said)
+
+
+def test_a_stream_escapes_what_its_encoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    open_missing()
+    console.pairs([("prompt", "\u6f22 caf\u00e9")])
+    print("\u6f22", flush=True)
+    assert raw.getvalue().split() == [b"prompt", b"\\u6f22", b"caf\\xe9", b"\\u6f22"]

@@ -182,6 +182,7 @@ def test_versions_are_those_of_the_newest_whole_checkpoint(tmp_path):
         (["{}/run", "--steps", "x"], "--steps x: expected A:B"),
         (["{}/run", "--max-samples", "-1"], "--max-samples is -1"),
         (["{}/run", "--output", "{}/no/such/view.html"], "choose another file"),
+        (["{}/run", "--output", "."], "--output .: it is a folder; give a file, such as view.html"),
     ],
 )
 def test_bad_input_is_one_line(words, says, tmp_path, capsys):
