@@ -83,7 +83,7 @@ def _parse(text: str) -> Any:
     """Return the value of a YAML text. Raises YAMLError if it has none."""
     try:
         value = yaml.load(text, _Loader)
-        _refuse_cycles(value, ())
+        _refuse_cycles(value, (), set())
     except (ValueError, AttributeError) as error:  # such as the 45th of a month
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     except RecursionError:
@@ -91,14 +91,16 @@ def _parse(text: str) -> Any:
     return value
 
 
-def _refuse_cycles(value: Any, above: tuple[int, ...]) -> None:
+def _refuse_cycles(value: Any, above: tuple[int, ...], seen: set[int]) -> None:
     """Raise BadMapping if a mapping or list contains itself. `above` are the ids of the mappings and
-    lists that contain `value`."""
+    lists that contain `value`, and `seen` those that have been checked: aliases of aliases can give a
+    short text a billion parts."""
     if id(value) in above:
         raise BadMapping("an alias (*name) is inside its own anchor (&name); write the value out")
-    if isinstance(value, (dict, list)):
+    if isinstance(value, (dict, list)) and id(value) not in seen:
         for part in value.values() if isinstance(value, dict) else value:
-            _refuse_cycles(part, (*above, id(value)))
+            _refuse_cycles(part, (*above, id(value)), seen)
+        seen.add(id(value))
 
 
 def _is_unspaced(key: yaml.ScalarNode, value: yaml.Node) -> bool:
