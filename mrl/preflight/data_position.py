@@ -34,7 +34,9 @@ def steps_done(
     *,
     trains: bool = True,
 ) -> tuple[int | None, int | None]:
-    """Check the data position if the recipe `trains`; return the newest checkpoint's step and the step to continue from.
+    """Check the data position; return the newest checkpoint's step and the step to continue from.
+
+    The position is not checked unless the recipe `trains`.
 
     The step of a checkpoint or snapshot is the number of training steps that were done when it was
     saved. The run continues from a snapshot if the snapshot is newer than every checkpoint. The
