@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from mrl.config import load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
+from mrl.run.aside import step_of_file
 from mrl.run.changes import NOT_GIVEN, flatten
-from mrl.run.folder import RunFolder, saved_step, step_of_file
+from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
