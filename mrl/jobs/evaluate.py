@@ -54,8 +54,8 @@ def evaluate_recipe(
     if mesh.rank == 0 and (other := other_settings(folder.root, plan.update)):
         evals = [folder_of_settings(folder.evals, other)]
         console.note(
-            f"these settings differ from the run's: {', '.join(other)}; the result is in {evals[0]}, and "
-            "not among the run's own evaluations"
+            f"these settings differ from the run's: {', '.join(other)}; the result is in {evals[0]}, "
+            "and not among the run's own evaluations"
         )
     dist.broadcast_object_list(evals)  # only rank 0 compares the contents of files
     progress = console.progress if mesh.rank == 0 else nullcontext
