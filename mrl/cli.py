@@ -9,7 +9,6 @@ import argparse
 import difflib
 import os
 import re
-import select
 import sys
 import traceback
 from contextlib import suppress
@@ -21,7 +20,7 @@ from mrl.commands.foreign_commands import hint_for
 from mrl.errors import ExitCode, InputError, RunFailed
 from mrl.system.disk import refusal
 from mrl.system.printable import escape
-from mrl.system.streams import open_missing, silence_unwritable
+from mrl.system.streams import is_closed_pipe, open_missing, silence_unwritable
 from mrl.system.threads import compute_with_one_thread
 from mrl.version import __version__
 
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         _flush(is_done=True)
     except BrokenPipeError:
-        if not _is_closed(sys.stdout.fileno()):  # another pipe broke, to an engine or worker
+        if not is_closed_pipe(sys.stdout):  # another pipe broke, to an engine or worker
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         sys.exit(ExitCode.BROKEN_PIPE)
@@ -65,13 +64,6 @@ def _print_error(text: str) -> None:
     """Print a line to standard error. A failed write is ignored."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _is_closed(fd: int) -> bool:
-    """Return whether `fd` is the write end of a pipe whose read end is closed."""
-    poll = select.poll()
-    poll.register(fd, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(argv: list[str] | None) -> None:

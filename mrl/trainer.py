@@ -189,7 +189,7 @@ class Trainer:
         If the rows of the data have changed since the save, reading starts again at the first row.
         """
         collected, plan, reason = loaded.trainer["collector"], self.plan, ""
-        if self.is_main and self.folder.history.has_other_data(loaded.step):
+        if self.is_main and self.folder.history.may_have_other_rows(loaded.step):
             reason = why_other_data(self.folder, plan.recipe, plan.sources, collected, loaded.step)
         has_other_data = [bool(reason)]
         dist.broadcast_object_list(has_other_data)

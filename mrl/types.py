@@ -214,7 +214,7 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """f32[N]: the engine's log-probs."""
     rewards: Tensor
-    """f32[B]: rewards after shaping (`mrl.learn.step_data.shaped_rewards`); 0 without a reward."""
+    """f32[B]: rewards after shaping (`mrl.algorithms.dapo.shaped_rewards`); 0 without a reward."""
     seq_weight: Tensor
     """f32[B]: weight of each sequence in the loss, already divided by the global normaliser."""
     advantages: Tensor | None = None

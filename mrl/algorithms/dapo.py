@@ -2,7 +2,7 @@
 the step, and no KL by default.
 
 DAPO's other two techniques are options of the training loop: `algorithm.dynamic_sampling`, and
-`algorithm.overlong_buffer_len`, which adds `overlong_penalty` to the rewards.
+`algorithm.overlong_buffer_len`, which adds `overlong_penalty` to the rewards (`shaped_rewards`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mrl.algorithms.advantages import SPREAD_KEYS, group_normalised
 from mrl.algorithms.aggregation import weights_by
 from mrl.algorithms.ratio_loss import PPO_CLIP_KEYS, ppo_clip, ratio_loss
 from mrl.config import AlgorithmConfig
-from mrl.types import LossOutput, MicroBatch
+from mrl.types import LossOutput, MicroBatch, SampleGroup
 
 READS = (*PPO_CLIP_KEYS, *SPREAD_KEYS)
 CLIP_LOW = 0.2  # section 4.1
@@ -42,3 +42,16 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int) -> Tensor:
         raise ValueError(f"buffer_len: got {buffer_len}, expected 1 to max_len = {max_len}")
     over = (lengths - (max_len - buffer_len)).double() / buffer_len
     return -over.clamp(0.0, 1.0).to(torch.float32)
+
+
+def shaped_rewards(group: SampleGroup, config: AlgorithmConfig, max_response_len: int) -> Tensor:
+    """Return f32[G]: the rewards plus DAPO's soft penalty for long answers, which is at most 0.
+
+    The penalty (arXiv 2503.14476 eq. 13) is added only with `overlong_buffer_len`. A sample without
+    a reward has NaN.
+    """
+    assert group.rewards is not None
+    if not config.overlong_buffer_len:
+        return group.rewards
+    lengths = torch.tensor([sample.num_generated for sample in group.samples])
+    return group.rewards + overlong_penalty(lengths, max_response_len, config.overlong_buffer_len)

@@ -85,7 +85,9 @@ class Collector:
         self._dynamic_sampling: DynamicSampling | None = None
         self._numbers: dict[str, float] = {}
         warn = console.warn_on(mesh.rank == 0)
-        self._equal_rewards = EqualRewards(plan.algorithm, plan.recipe.algorithm, warn)
+        self._equal_rewards = EqualRewards(
+            plan.algorithm, plan.recipe.algorithm, plan.recipe.rollout.max_response_len, warn
+        )
 
     def start(self, policy: Policy) -> None:
         """Start the engines, which may take long. Afterwards the policy is on the device."""

@@ -41,12 +41,13 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Replay the step, and exit with 1 if a metric differs."""
-    from mrl.commands.replay_step import find_source, replay
+    from mrl.commands.replay_step import check_replay_folder, find_source, replay
 
     source = find_source(args.run_folder, args.step)
     from parallel.mesh import destroy_mesh, world_size
 
     output = args.output or args.run_folder / "replay" / f"step_{args.step:06d}"
+    check_replay_folder(source, output)
     done = replay(source, output, world_size())
     if os.environ.get("RANK", "0") == "0":
         _show_json(done) if args.json else _show(done)

@@ -22,7 +22,7 @@ from mrl.errors import InputError
 from mrl.run.compare import MACHINE, Pair, differences, open_run
 from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
-from mrl.run.source import load_run
+from mrl.run.source import is_run, load_run
 from parallel.checkpoint.manifest import candidates, damage, folder_name, step_of
 
 if TYPE_CHECKING:
@@ -87,6 +87,17 @@ def find_source(run: Path, step: int) -> Source:
             f"{saved_step(folder.rollouts, missing[0]).name}; {_replayable(folder)}"
         )
     return Source(folder, step, start, checkpoint)
+
+
+def check_replay_folder(source: Source, output: Path) -> None:
+    """Raise InputError if `output` holds a run that is not a replay, because a replay sets aside the
+    steps that it finds in its folder."""
+    is_itself = output.resolve() == source.run.root.resolve()
+    if is_itself or (is_run(output) and load_run(output).debug.load_rollouts is None):
+        raise InputError(
+            f"--output {output} holds a run, whose steps the replay would set aside; give a new "
+            f"folder, or leave --output out for {source.run.root / 'replay'}"
+        )
 
 
 def _replayable(folder: RunFolder) -> str:
@@ -216,7 +227,7 @@ def _compare(source: Source, row: dict[str, Any]) -> tuple[int, list[Pair], list
     Returns the number of compared metrics, the metrics whose values differ after conversion to
     JSON, and the names of metrics that are only in metrics.jsonl.
     """
-    (old,) = (r for r in source.run.read_metrics() if r["step"] == source.step)
+    old = {row["step"]: row for row in source.run.read_metrics()}[source.step]
     new = finite_or_null(row)
     keys = [key for key in old if not key.startswith((*MACHINE, *ENGINE))]
     both = [key for key in keys if key in new]

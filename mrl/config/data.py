@@ -90,7 +90,8 @@ class DataConfig(Branch):
     `solution` to the reward as `answer`, `answer: reward_model.ground_truth` takes a value from
     inside an object, and `image: null` drops the column `image`."""
     split: str = "train"
-    """The split of a data set folder with several splits, or of a data set on the hub."""
+    """The split of a data set folder with several splits, or of a data set on the hub. Of data without
+    splits, such as a file, `train` is all rows, and another split is refused."""
     subset: str | None = None
     """The subset, such as `main`, of a data set on the Hugging Face hub that has several subsets
     (`name` in `datasets.load_dataset`)."""

@@ -150,7 +150,7 @@ class RolloutConfig(SharedRolloutConfig):
     full_sync_every: int | None = Field(default=None, ge=2)
     """With `weight_encoding: delta`, each worker gets one in this many versions in full. By default
     20."""
-    over_sampling: float = Field(default=1.0, ge=1)
+    over_sampling: float = Field(default=1.0, ge=1, le=1_000_000)
     """Number of prompts started, as a multiple of `prompts_per_step`. The step trains on the
     prompts that finish first and does not wait for the slowest; 1 waits for all."""
     partial_rollouts: Literal["drop", "resume", "defer"] = "drop"

@@ -55,7 +55,7 @@ class TrainConfig(Branch):
     num_steps: int = Field(default=0, ge=0)
     """Number of rollout steps of the whole run. Give this or `num_epochs`; with `num_epochs`,
     config.yaml contains the resulting number of steps."""
-    num_epochs: float | None = Field(default=None, gt=0)
+    num_epochs: float | None = Field(default=None, gt=0, le=1_000_000)
     """Number of passes over the data set, instead of `num_steps`. The run has as many rollout steps
     as these passes need: `num_epochs x prompts / rollout.prompts_per_step`, rounded up."""
     cpu_threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mrl.data.splits import check_split
 from mrl.errors import InputError
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -44,24 +45,27 @@ def read_parquet(path: Path) -> Rows:
 
 def read_folder(folder: Path, split: str) -> Rows:
     """Yield `(source, row)` for every row of a folder that `save_to_disk` of a `Dataset` or
-    `DatasetDict` wrote; `source` names the row in messages. `split` applies to a `DatasetDict`
-    only.
+    `DatasetDict` wrote; `source` names the row in messages. `split` chooses one of a
+    `DatasetDict`. Of a `Dataset`, it must be `train`, or the split that the `Dataset` was.
 
     Raises InputError if the folder was not written by `save_to_disk`, does not have the split, or
     cannot be read.
     """
+    is_chosen = False
     if (folder / "dataset_dict.json").is_file():
         splits = _texts_in(folder / "dataset_dict.json", lambda content: content["splits"])
         if split not in splits:
             raise InputError(
                 f"{folder}: no split {split!r}, it has {', '.join(splits)}; set `split`"
             )
-        folder = folder / split
+        folder, is_chosen = folder / split, True
     if not (folder / "state.json").is_file():
         raise InputError(
             f"{folder}: not a folder written by save_to_disk (it has no state.json); for a folder of "
             f"files give a glob such as {folder}/*.parquet"
         )
+    if not is_chosen and [split] != _texts_in(folder / "state.json", lambda c: [c.get("_split")]):
+        check_split(str(folder), split, "a Dataset without a DatasetDict has")
     pyarrow = _pyarrow(folder)
     first = 1
     names = _texts_in(
@@ -211,7 +215,7 @@ def _texts_in(file: Path, find: Callable[[Any], list[str]]) -> list[str]:
         raise InputError(f"{file}: {_line(error)}") from None
     try:
         return [str(each) for each in find(content)]
-    except (LookupError, TypeError):
+    except (LookupError, TypeError, AttributeError):
         raise InputError(
             f"{file}: not what save_to_disk writes; save the data set again, or give other files"
         ) from None

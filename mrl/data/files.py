@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from mrl.config.data import ENVIRONMENT_TASKS
 from mrl.data import arrow
+from mrl.data.splits import check_split
 from mrl.errors import InputError
 from mrl.system.json_text import each_key_once, unpaired_surrogate
 
@@ -46,20 +47,24 @@ def read_all_rows(
     A path is a file, a folder written by `save_to_disk`, a glob pattern, or a hub id
     (`owner/name`). The files of a glob are read in the order of their names. `split` applies to
     folders and hub ids, `subset` to hub ids. `tasks` returns the rows of ENVIRONMENT_TASKS. Raises
-    InputError if a path does not exist, cannot be read as data, or has no rows.
+    InputError if a path does not exist, cannot be read as data, has no rows, or has no splits
+    although `split` is not `train`.
     """
     for path in paths:
         text = str(path)
         if text == ENVIRONMENT_TASKS:
+            check_split(text, split, "the tasks of an environment have")
             yield from _some(_read_tasks(tasks), text)
         elif os.path.isdir(text):
             yield from _some(arrow.read_folder(Path(text), split), text)
         elif os.path.exists(text):
+            check_split(text, split, "a file has")
             yield from read_rows(Path(text))
         elif glob.has_magic(text):
             files = sorted(name for name in glob.glob(text, recursive=True) if os.path.isfile(name))
             if not files:
                 raise InputError(f"{text}: no file has such a name")
+            check_split(text, split, "files have")
             for name in files:
                 yield from read_rows(Path(name))
         elif arrow.is_hub_id(text):

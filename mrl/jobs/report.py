@@ -34,6 +34,7 @@ from mrl.system.disk import chain, refusal, vanished
 from mrl.system.files import write_whole
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.system.printable import escape
+from mrl.system.streams import is_closed_pipe
 
 _NO_PEER = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited|"
@@ -153,7 +154,7 @@ def failure_of(error: Exception, folder: Path, command: str, step: int | None) -
     continues = re.search(r"Continue with: (.*)$", text)
     return Failure(
         what=text,
-        exit_code=int(error.exit_code) if isinstance(error, RunFailed) else ExitCode.UNFORESEEN,
+        exit_code=_exit_code(error),
         rank=int(os.environ.get("RANK", "0")),
         phase=phase or ("start" if step is None else None),
         step=step if of_tenant is None else getattr(of_tenant, "step", step),
@@ -164,6 +165,14 @@ def failure_of(error: Exception, folder: Path, command: str, step: int | None) -
         is_echo=isinstance(error, RankLost),
         **saved_in(folder),
     )
+
+
+def _exit_code(error: Exception) -> int:
+    """Return the exit code with which the command line ends for `error`."""
+    if isinstance(error, RunFailed):
+        return int(error.exit_code)
+    is_of_output = isinstance(error, BrokenPipeError) and is_closed_pipe(sys.stdout)
+    return ExitCode.BROKEN_PIPE if is_of_output else ExitCode.UNFORESEEN
 
 
 def _with_notes(new: RunFailed, old: BaseException) -> RunFailed:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe.provenance import without_stale_tokens
 from mrl.algorithms.base import Algorithm
-from mrl.algorithms.dapo import overlong_penalty
+from mrl.algorithms.dapo import shaped_rewards
 from mrl.algorithms.signal import has_signal
 from mrl.config import AlgorithmConfig
 from mrl.errors import InputError
@@ -91,19 +91,6 @@ def make_step_data(
 def samples_of(groups: Sequence[SampleGroup]) -> list[Sample]:
     """Return the samples of all groups, in order."""
     return [sample for group in groups for sample in group.samples]
-
-
-def shaped_rewards(group: SampleGroup, config: AlgorithmConfig, max_response_len: int) -> Tensor:
-    """Return f32[G]: the rewards plus DAPO's soft penalty for long answers, which is at most 0.
-
-    The penalty (arXiv 2503.14476 eq. 13) is added only with `overlong_buffer_len`. A sample without
-    a reward has NaN.
-    """
-    assert group.rewards is not None
-    if not config.overlong_buffer_len:
-        return group.rewards
-    lengths = torch.tensor([sample.num_generated for sample in group.samples])
-    return group.rewards + overlong_penalty(lengths, max_response_len, config.overlong_buffer_len)
 
 
 def shaping_metrics(data: StepData, config: AlgorithmConfig) -> dict[str, float]:

@@ -99,8 +99,9 @@ def check(
 
     `saved_steps`: the steps whose rollouts the folder `debug.load_rollouts` must contain; by
     default, all remaining steps of the run. `allowed`: the keys that may change if the run is
-    continued; None allows every key that `--allow` can name (see `RunFolder.check`). `elsewhere`:
-    the recipe is for GPUs that this machine does not have; skip checks that need these GPUs.
+    continued; None allows every key that `--allow` can name (see `RunFolder.check`), for an evaluation
+    or a replay, which do not continue at the run's data position. `elsewhere`: the recipe is for GPUs
+    that this machine does not have; skip checks that need these GPUs.
     `deep`: check that all weights are finite, not only a sample of them. `imports_rewards`: False
     if this process must not import the user's rewards and environments, because only workers that
     run as another user may import them.
@@ -143,7 +144,8 @@ def check(
         if not elsewhere:
             check_tools(recipe, prompts, tokenizer, context_len)
     update = _check_folder(folder, recipe, allowed, algorithm, adapter)
-    checkpoint_step, step = steps_done(folder, recipe, sources, update, warn)
+    trains = allowed is not None
+    checkpoint_step, step = steps_done(folder, recipe, sources, update, warn, trains=trains)
     _check_saved_steps(recipe, saved_steps or range(step or 0, recipe.train.num_steps))
     return Plan(
         recipe, roles, dims, policy, adapter, reference, critic, algorithm, tokenizer, sources,

@@ -6,6 +6,7 @@ The data position says which prompts of each source come next.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,7 @@ from mrl.errors import InputError
 from mrl.preflight.resume import resume_step, snapshot_step
 from mrl.run.changes import is_in
 from mrl.run.folder import RunFolder
-from mrl.run.history import Update
+from mrl.run.history import Update, allows_rows
 from mrl.run.pending_prompts import read_pending
 from mrl.run.source import load_run
 from parallel.checkpoint.manifest import Damaged, folder_name, read_manifest
@@ -30,8 +31,12 @@ def steps_done(
     sources: Sequence[Source],
     update: Update,
     warn: Callable[[str], None],
+    *,
+    trains: bool = True,
 ) -> tuple[int | None, int | None]:
     """Check the data position; return the newest checkpoint's step and the step to continue from.
+
+    The position is not checked unless the recipe `trains`.
 
     The step of a checkpoint or snapshot is the number of training steps that were done when it was
     saved. The run continues from a snapshot if the snapshot is newer than every checkpoint. The
@@ -39,7 +44,8 @@ def steps_done(
     """
     checkpoint_step = resume_step(folder, warn)
     step = snapshot_step(folder, recipe, warn) or checkpoint_step
-    check_data_position(folder, recipe, sources, update, step, warn)
+    if trains:  # an evaluation takes no prompts from the training data
+        check_data_position(folder, recipe, sources, update, step, warn)
     return checkpoint_step, step
 
 
@@ -53,10 +59,10 @@ def check_data_position(
 ) -> None:
     """Check that training can continue at the data position that was saved after `step` steps.
 
-    If the recipe's data does not fit the saved position, the result depends on whether the keys of
-    `data` have changed since the position was saved. If they have changed (with `--allow`),
-    training will start over at the first rows, and `warn(text)` is called with the reason.
-    Otherwise InputError is raised.
+    If the recipe's data does not fit the saved position, the result depends on whether the data was
+    allowed to change since the position was saved: a key of `data` has changed, or a start was given
+    `--allow data`. In that case training will start over at the first rows, and `warn(text)` is called
+    with the reason. Otherwise InputError is raised.
 
     Nothing is checked if the run is new (`step` is None), if no saved position can be read, or on
     ranks other than 0.
@@ -67,13 +73,16 @@ def check_data_position(
     if state is None:
         return
     changed = any(is_in(c.key, "data") and not c.is_moved for c in update.changes)
-    if changed or folder.history.has_other_data(step):
+    if changed or allows_rows(update.allowed) or folder.history.may_have_other_rows(step):
         if why := why_other_data(folder, recipe, sources, state, step):
             warn(
                 f"all data starts over at its first rows, because it has changed since step {step}: "
                 f"{why}"
             )
-    elif why := _why_other_rows(recipe, sources, state) or _why_other_rewards(recipe, state):
+    elif why := _why_other_rows(recipe, sources, state):
+        again = f"mrl train {shlex.quote(str(folder.root))} --allow data"
+        raise InputError(f"cannot resume: {why}, or start over at the first rows with: {again}")
+    elif why := _why_other_rewards(recipe, state):
         raise InputError(f"cannot resume: {why}")
 
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.config import load_recipe
+from mrl.config.suggest import all_keys
 from mrl.errors import InputError
-from mrl.run.changes import flatten
-from mrl.run.folder import RunFolder, saved_step, step_of_file
+from mrl.run.aside import step_of_file
+from mrl.run.changes import NOT_GIVEN, flatten
+from mrl.run.folder import RunFolder, saved_step
 from mrl.run.json_lines import finite_or_null
 from parallel.checkpoint.manifest import Damaged, candidates, read_manifest
 
@@ -36,7 +38,8 @@ NOT_ASKED = ("output_dir",)
 
 @dataclass(frozen=True)
 class Pair:
-    """A named value in each of the two runs; None for a run that has no such value."""
+    """A named value in each of the two runs. For a run that has no such value, it is None, or NOT_GIVEN
+    for a free key of the recipe, where null is a value."""
 
     key: str
     a: Any
@@ -109,6 +112,10 @@ def compare_runs(a: Path, b: Path) -> Comparison:
     rows = [{row["step"]: row for row in folder.read_metrics()} for folder in (one, two)]
     recipes = [flatten(load_recipe(folder.config).model_dump()) for folder in (one, two)]
     recipes = [{k: v for k, v in recipe.items() if k not in NOT_ASKED} for recipe in recipes]
+    for key in recipes[0].keys() | recipes[1].keys():
+        # A section that is null has no keys below it. A free key without a value is not null.
+        for recipe in recipes:
+            recipe.setdefault(key, None if key in all_keys() else NOT_GIVEN)
     prompts, samples = _rollouts(one, two)
     return Comparison(
         len(rows[0]),

@@ -8,7 +8,8 @@ OUTPUT_DIR/timeline.jsonl         one object per step: who did what and when (di
 OUTPUT_DIR/rollouts/              step_000000.jsonl (and .safetensors with debug.save_rollouts)
 OUTPUT_DIR/tokens/                step_000000.safetensors: values of engine and trainer per token
 OUTPUT_DIR/diagnosis/             step_000000.json: the gap between engine and trainer, by layer
-OUTPUT_DIR/evals/                 step_000000.json: the metrics of an evaluation, .jsonl: its samples
+OUTPUT_DIR/evals/                 step_000000.json: the metrics of an evaluation, .jsonl: its samples;
+                                  other_DIGEST/: evaluations with other settings than the run's
 OUTPUT_DIR/checkpoints/           iter_0000010/, latest_checkpointed_iteration.txt
 OUTPUT_DIR/logs/                  the engines' logs
 OUTPUT_DIR/profile/               step_000010/: traces of a step of `profile.steps`
@@ -20,7 +21,6 @@ next such restart, and so on), and their rows of metrics.jsonl to OUTPUT_DIR/dro
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,8 +30,10 @@ from typing import IO, TYPE_CHECKING, Any
 from mrl.config import Recipe, dump_recipe
 from mrl.errors import InputError
 from mrl.run import metric_rows, rollout_rows
+from mrl.run.aside import new_aside, set_aside, step_of_file
 from mrl.run.changes import check_allowed, check_keys
 from mrl.run.contents import contents_of
+from mrl.run.evaluations import evaluation_file, rewind_evaluations, write_evaluation
 from mrl.run.failure import clear_failure, newest_step
 from mrl.run.history import History, Update, changes_to
 from mrl.run.json_lines import add_line, as_line
@@ -169,13 +171,14 @@ class RunFolder:
         `debug.load_rollouts` could read a mix of old steps and repeated steps.
         """
         for folder in (self.rollouts, self.tokens, self.diagnosis):
-            _set_aside(folder, step)
-        _set_aside(self.evals, step + 1)  # the run continues from the weights of evaluation `step`
+            set_aside(folder, step)
+        # The run continues from the weights of evaluation `step`.
+        rewind_evaluations(self.evals, step + 1)
         self._settled = step
         if self.metrics.exists():
             kept = metric_rows.rows_before(self.metrics, step)
             if dropped := self.metrics.read_bytes()[len(kept) :]:
-                write_whole(_new_aside(self.root) / self.metrics.name, dropped)
+                write_whole(new_aside(self.root) / self.metrics.name, dropped)
             write_whole(self.metrics, kept)
         self.timeline.rewind(step)
 
@@ -216,15 +219,11 @@ class RunFolder:
     def write_evaluation(
         self, version: int, metrics: dict[str, float], lines: Iterable[bytes]
     ) -> None:
-        """Write the two files of an evaluation. `version` is the version of the evaluated weights.
+        """Write the files of an evaluation (`mrl.run.evaluations`).
 
-        The samples (`lines`, see `as_lines`) are written first and the metrics last, so if the file
-        with the metrics exists, the evaluation is complete.
+        `version` is the version of the evaluated weights.
         """
-        self.evals.mkdir(exist_ok=True)  # not its parents: the run folder may have been moved
-        file = self.evaluation_file(version)
-        write_whole(file.with_suffix(".jsonl"), lines)
-        write_whole(file, as_lines([{"step": version, **metrics}]))
+        write_evaluation(self.evals, version, metrics, lines)
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the rows that `write_rollouts` wrote. Raises InputError if a line is damaged."""
@@ -239,7 +238,7 @@ class RunFolder:
 
         The file exists only if the evaluation is complete.
         """
-        return self.evals / f"step_{version:06d}.json"
+        return evaluation_file(self.evals, version)
 
     def token_file(self, step: int) -> Path:
         return self.tokens / f"step_{step:06d}.safetensors"
@@ -262,24 +261,6 @@ def check_saved_steps(rollouts: str, steps: Iterable[int]) -> None:
                 f"debug.load_rollouts: no {file}; write it with debug.save_rollouts=true, and keep "
                 "train.num_steps within the saved steps"
             )
-
-
-def _set_aside(folder: Path, step: int) -> None:
-    """Move the files of step `step` and of all later steps to a new folder `dropped_N`."""
-    dropped = [f for f in folder.glob("step_*") if step_of_file(f) >= step]
-    if not dropped:
-        return
-    new = _new_aside(folder)
-    for file in dropped:
-        file.rename(new / file.name)
-
-
-def _new_aside(folder: Path) -> Path:
-    """Make the folder `dropped_N` in `folder`, with the first free number N, and return its path."""
-    aside = (folder / f"dropped_{n}" for n in itertools.count())
-    new = next(path for path in aside if not path.exists())
-    new.mkdir()
-    return new
 
 
 def rollout_lines(step: int, group: SampleGroup, completions: Sequence[str]) -> bytes:
@@ -322,9 +303,3 @@ def parts_of_sample(group: SampleGroup, index: int) -> dict[str, dict[str, float
 def as_lines(rows: Iterable[dict[str, Any]]) -> Iterator[bytes]:
     """Yield the rows as lines of JSON."""
     return (as_line(row).encode() for row in rows)
-
-
-def step_of_file(file: Path) -> int:
-    """Return the step in a file name such as `step_000012.jsonl`; -1 for any other name."""
-    number = file.name.removeprefix("step_").partition(".")[0]
-    return int(number) if number.isascii() and number.isdigit() else -1

@@ -63,8 +63,15 @@ def changes_to(
     return find_changes(old, new, known, contents)
 
 
-_KINDS = {"step": "whole", "changes": "object", "moved": "list", "contents": "object",
-          "config_before": "text"}  # fmt: skip
+def allows_rows(allowed: Sequence[str]) -> bool:
+    """Return whether `--allow` with the names `allowed` permits other rows of data, even if the digests
+    of the files show no change: of large files they cover only a part, and data sets of the hub and
+    tasks of an environment have none."""
+    return any(name in ("data", "data.path", "data.sources") for name in allowed)
+
+
+_KINDS = {"step": "whole", "changes": "object", "moved": "list", "allowed": "list",
+          "contents": "object", "config_before": "text"}  # fmt: skip
 """The types of the values in a line (`mrl.system.json_text.check_kinds`)."""
 
 
@@ -89,7 +96,7 @@ class History:
 
     def _entry(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            entry = {"changes": {}, "moved": [], "contents": {}, **parse_row(line)}
+            entry = {"changes": {}, "moved": [], "allowed": [], "contents": {}, **parse_row(line)}
             check_kinds(entry, _KINDS, required=("step",))
             if any(not isinstance(c, list) or len(c) != 2 for c in entry["changes"].values()):
                 raise ValueError("`changes` are not pairs")
@@ -163,8 +170,15 @@ class History:
                 config = self._config.parent / entry["config_before"]
         return config
 
+    def may_have_other_rows(self, step: int) -> bool:
+        """Return whether the data has changed since `step`, or was allowed to change: whether the
+        position in the checkpoint of `step` may be given up if the rows are not those of the position.
+        """
+        allowed = any(allows_rows(e["allowed"]) for e in self.read() if e["step"] >= step)
+        return allowed or self.has_other_data(step)
+
     def has_other_data(self, step: int) -> bool:
-        """Return whether the data that the run reads has changed since `step`.
+        """Return whether the data that the run reads has changed since `step`, by its keys or digests.
 
         If so, the data position in the checkpoint of `step` no longer applies. Data that was changed
         and then changed back counts as unchanged.

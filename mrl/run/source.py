@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Any
 
 from mrl.config import Recipe, load_recipe
+from mrl.config.paths import FORMS, REWARD_MODEL
 from mrl.errors import InputError
 
 OF_A_RUN = ("checkpoints", "metrics.jsonl", "history.jsonl")
@@ -39,7 +41,8 @@ def load_run(
 
     The recipe is read from `config`, by default the folder's config.yaml. The recipe's `output_dir`
     becomes `folder`. A path inside the old `output_dir` becomes the same path inside `folder` if a file
-    or folder exists there. Raises InputError if `config` does not exist, or if `overrides` set another
+    or folder exists there. That includes globs, `FILE.py:NAME`, and paths after a prefix of a reward,
+    such as `reward_model:`. Raises InputError if `config` does not exist, or if `overrides` set another
     `output_dir`.
     """
     config = config or folder / "config.yaml"
@@ -97,7 +100,15 @@ def _moved(value: Any, old: str, folder: Path) -> Any:
         return {name: _moved(part, old, folder) for name, part in value.items()}
     if isinstance(value, list):
         return [_moved(part, old, folder) for part in value]
-    if isinstance(value, str) and value.startswith(old):
-        here = folder / os.path.relpath(value, old)
-        return str(here) if here.exists() else value
-    return value
+    return _moved_text(value, old, folder) if isinstance(value, str) else value
+
+
+def _moved_text(value: str, old: str, folder: Path) -> str:
+    form = next((each for each in (*FORMS, REWARD_MODEL) if value.startswith(each)), "")
+    path = value.removeprefix(form)
+    if not path.startswith(old):
+        return value
+    file, colon, name = path.rpartition(":") if ".py:" in path else (path, "", "")
+    here = str(folder / os.path.relpath(file, old))
+    is_there = os.path.exists(here) or (glob.has_magic(here) and glob.glob(here, recursive=True))
+    return f"{form}{here}{colon}{name}" if is_there else value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import resource
+import select
 import stat
 import sys
 from typing import TextIO
@@ -52,6 +53,17 @@ def unwritable_stream(*, has_failed: bool = True) -> str:
         if has_failed and _is_full(stream):
             return words
     return ""
+
+
+def is_closed_pipe(stream: TextIO) -> bool:
+    """Return whether a stream is the write end of a pipe whose read end is closed."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # not a file, as in tests
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _is_full(stream: TextIO) -> bool:

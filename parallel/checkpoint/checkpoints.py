@@ -194,12 +194,14 @@ class Checkpoints:
             shutil.rmtree(save.writer.folder, ignore_errors=True)
 
     @phase("load:checkpoint")
-    def load_newest(self, policy: MegatronModel, critic: MegatronModel | None = None) -> Loaded:
+    def load_newest(
+        self, policy: MegatronModel, critic: MegatronModel | None = None, *, renames: bool = True
+    ) -> Loaded:
         """Load the newest checkpoint that is not damaged.
 
-        Damaged checkpoints that are newer are reported and renamed, so that they do not count in
-        `keep` and are not found again. Raises InputError if there is no undamaged checkpoint, or if
-        the newest undamaged one is of another model.
+        Damaged checkpoints that are newer are reported. With `renames`, they are also renamed, so that
+        they do not count in `keep` and are not found again. Raises InputError if there is no undamaged
+        checkpoint, or if the newest undamaged one is of another model.
         """
         listed = [manifest.candidates(self.root) if self.mesh.rank == 0 else None]
         dist.broadcast_object_list(listed)
@@ -208,7 +210,7 @@ class Checkpoints:
         if folder is None:
             raise InputError(f"{self.root}: there is no checkpoint; start without one")
         loaded = self._load(folder, by_prefix(policy, critic))
-        if damaged := folders[: folders.index(folder)]:
+        if renames and (damaged := folders[: folders.index(folder)]):
             on_first_rank(self.mesh, folder, lambda: self._set_aside(damaged, loaded.step))
         return loaded
 

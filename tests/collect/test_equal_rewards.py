@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,9 @@ def groups_of(*rewards: list[float]) -> list[SampleGroup]:
     return [replace(empty, rewards=torch.tensor(each)) for each in rewards]
 
 
-def warnings_of(name: str, steps: list[list[SampleGroup]]) -> list[str]:
-    config, said = AlgorithmConfig(name=name), []
-    counter = EqualRewards(load_algorithm(name), config, said.append)
+def warnings_of(name: str, steps: list[list[SampleGroup]], **keys: Any) -> list[str]:
+    config, said = AlgorithmConfig(name=name, **keys), []
+    counter = EqualRewards(load_algorithm(name), config, 10, said.append)
     for step, groups in enumerate(steps):
         counter.look(step, groups)
     return said
@@ -59,3 +60,15 @@ def test_algorithms_that_whiten_learn_nothing_from_equal_rewards_of_a_whole_step
     for name in ("reinforce_pp", "decoupled_ppo"):
         (line,) = warnings_of(name, [groups_of([1.0, 1.0], [1.0, NAN])] * 2)
         assert "all samples had the reward 1, so nothing was learned" in line
+
+
+def test_a_penalty_for_long_answers_is_a_signal() -> None:
+    groups = [
+        replace(group, samples=[cast(Any, SimpleNamespace(num_generated=n)) for n in (2, 9)])
+        for group in groups_of([1.0, 1.0], [0.0, 0.0])
+    ]
+    assert warnings_of("dapo", [groups] * 2)
+    assert not warnings_of("dapo", [groups] * 2, overlong_buffer_len=4)
+    assert warnings_of("dapo", [groups] * 2, overlong_buffer_len=1)  # no answer is that long
+    dropped = {"overlong_buffer_len": 4, "dynamic_sampling": True}
+    assert warnings_of("dapo", [groups] * 2, **dropped)  # it compares the rewards themselves

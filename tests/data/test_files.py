@@ -111,6 +111,20 @@ def test_a_folder_with_splits(tmp_path):
         rows_of(tmp_path)
 
 
+def test_a_split_of_data_without_splits_is_refused(tmp_path):
+    write_lines(tmp_path / "a.jsonl")
+    write_saved(tmp_path / "plain")
+    for path in (tmp_path / "a.jsonl", tmp_path / "*.jsonl", tmp_path / "plain"):
+        assert rows_of(path) == ROWS
+        with pytest.raises(InputError, match=r"got the split 'test', but .* no splits; leave"):
+            rows_of(path, split="test")
+    with pytest.raises(InputError, match="tasks of an environment have no splits"):
+        list(read_all_rows(["environment:tasks"], split="test", tasks=lambda: ROWS))
+    state = tmp_path / "plain/state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "_split": "test"}))
+    assert rows_of(tmp_path / "plain", split="test") == ROWS  # it was saved from this split
+
+
 def test_csv_keeps_text_as_it_is(tmp_path):
     rows = [
         {"prompt": 'two\nlines, "quoted"', "answer": ""},

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from mrl.config import EvalSetConfig, dump_recipe, load_recipe
 from mrl.data.eval_sets import EvalSet
 from mrl.engines.base import Completion, Request, SamplingParams
 from mrl.errors import ExitCode, InputError, RunFailed
+from mrl.run.evaluations import folder_of_settings, other_settings, write_evaluation
 from mrl.run.folder import RunFolder
 from mrl.types import Prompt, RoutingTrace, Sample, SampleGroup, VersionSpan
 from tests.loop.conftest import TOY_RECIPE, Toy, trained
@@ -154,6 +156,11 @@ def test_training_evaluates_and_the_checkpoint_gives_the_same_numbers(
         assert (evals / "step_000002.jsonl").read_text() == before
         assert json.loads((evals / "step_000002.json").read_text()) == final
     assert (evals / "logs/engine_00.log").exists()
+    if resumes:
+        run_ranks(1, evaluated, [*overrides, "rollout.temperature=0.7"], folder=tmp_path / "warm")
+        (other,) = evals.glob("other_*/step_000002.jsonl")
+        assert other.read_text() != before
+        assert json.loads((evals / "step_000002.json").read_text()) == final
     again = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert again == rows
 
@@ -189,6 +196,57 @@ def test_evaluations_of_weights_that_a_resumed_run_drops_are_set_aside(tmp_path:
         f"step_00000{step}.{kind}" for step in (0, 2) for kind in ("json", "jsonl")
     ]
     assert (folder.evals / "dropped_0/step_000004.json").exists()
+
+
+def kept_evaluations(evals: Path) -> list[float]:
+    rows = [json.loads(file.read_text()) for file in evals.rglob("step_000002.json")]
+    samples = [file.read_bytes() for file in evals.rglob("step_000002.jsonl")]
+    assert len(set(samples)) == len(samples) == len(rows)
+    return sorted(row["eval/s/avg@1"] for row in rows)
+
+
+def test_no_evaluation_replaces_another_one(tmp_path: Path) -> None:
+    """Also if several are written at the same time."""
+    folder = RunFolder(tmp_path)
+
+    def write(number: int) -> None:
+        lines = [b'{"reward": %d}\n' % number] * 1000
+        folder.write_evaluation(2, {"eval/s/avg@1": float(number)}, lines)
+
+    for _ in range(2):
+        write(0)
+    assert kept_evaluations(folder.evals) == [0.0]  # the second was the same
+    write(1)
+    newest = json.loads(folder.evaluation_file(2).read_text())
+    assert newest == {"step": 2, "eval/s/avg@1": 1.0}
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(write, range(2, 8)))
+    assert kept_evaluations(folder.evals) == [float(number) for number in range(8)]
+
+
+def test_an_evaluation_with_other_settings_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    folder, base = RunFolder(run), [f"output_dir={run}", SETS]
+    dump_recipe(load_recipe(TOY_RECIPE, base), folder.config)
+    folder.add_metrics({"step": 0.0})
+
+    def others(*overrides: str) -> dict[str, Any]:
+        return other_settings(run, folder.check(load_recipe(TOY_RECIPE, overrides), None))
+
+    assert not others(*base, "rollout.request_timeout_s=5000", "optimizer.lr=1", "eval.every=1")
+    assert others(*base, "rollout.temperature=0.5") == {"rollout.temperature": 0.5}
+    few = others(*base, f"eval.sets=[{{name: few, path: {DATA}, num_prompts: 2}}]")
+    assert list(few) == ["eval.sets"]
+    first, again = folder_of_settings(folder.evals, few), folder_of_settings(folder.evals, few)
+    second = folder_of_settings(folder.evals, others(*base, "rollout.temperature=0.5"))
+    assert first == again != second
+    assert json.loads((second / "settings.json").read_text()) == {"rollout.temperature": 0.5}
+    write_evaluation(first, 4, {}, [])
+    folder.rewind(2)
+    assert (first / "dropped_0/step_000004.json").exists()
+    dump_recipe(load_recipe(TOY_RECIPE, base[:1]), folder.config)  # it has no sets of its own
+    assert not others(*base)
 
 
 def test_a_run_may_go_on_with_other_time_limits(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def checked(folder: RunFolder, recipe: Recipe, *allowed: str) -> list[str]:
     folder.open(recipe, update, STEP)
     folder.close()
     state = json.loads((folder.checkpoints / folder_name(STEP) / "manifest.json").read_text())
-    other = folder.history.has_other_data(STEP) and why_other_data(
+    other = folder.history.may_have_other_rows(STEP) and why_other_data(
         folder, recipe, sources_of(recipe), state["trainer"]["collector"], STEP
     )
     assert bool(other) == bool(said), "what was said is what training does"
@@ -93,6 +93,28 @@ def test_other_rows_are_refused_before_config_yaml_is_written(mixture, tmp_path:
     assert said.startswith(
         "all data starts over at its first rows, because it has changed since step 1: the 1 pr"
     )
+
+
+def test_a_change_between_the_pieces_of_a_large_file_can_be_allowed(
+    mixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of a large file covers only pieces of it, so it may be the same for other rows."""
+    monkeypatch.setattr("mrl.run.contents.WHOLE_BYTES", 40)
+    monkeypatch.setattr("mrl.run.contents.NUM_PIECES", 2)
+    monkeypatch.setattr("mrl.run.contents.PIECE_BYTES", 8)
+    folder, (one, two) = mixture
+    recipe = recipe_of(tmp_path, one, two)
+    folder.history.file.unlink()
+    folder.open(recipe, folder.check(recipe), 0)  # the history has digests of this kind
+    folder.close()
+    file = tmp_path / "b.jsonl"
+    file.write_text(file.read_text().replace("b2", "c2"))
+    assert not folder.check(recipe).changes
+    with pytest.raises(InputError, match=r"first rows with: mrl train \S+ --allow data$"):
+        checked(folder, recipe)
+    (said,) = checked(folder, recipe, "data")
+    assert said.startswith("all data starts over at its first rows")
+    checked(folder, recipe)  # interrupted before the next checkpoint, and started again
 
 
 def test_what_else_begins_anew_says_so(mixture, tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def test_what_contradicts_itself_is_refused(keys: list[str], parts: list[str]) -
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
+@pytest.mark.parametrize("key", ["train.num_epochs", "rollout.over_sampling"])
+def test_numbers_that_make_infinitely_many_steps_or_prompts_are_refused(key: str) -> None:
+    with pytest.raises(InputError, match=rf"{key}.*1000000"):
+        with_schedule(load_recipe(TOY_RECIPE, [f"{key}=1.0e+308"]), 10)
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (2, 5), (0.4, 1), (4, 10)])
 def test_passes_over_the_data_set_are_steps(epochs: float, steps: int) -> None:
     """10 prompts and 4 a step: a step may hold the end of a pass and the start of the next."""

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.cli import main
-from mrl.commands.replay_step import Source, _check_tokens
+from mrl.commands.replay_step import Source, _check_tokens, check_replay_folder
 from mrl.config import dump_recipe, load_recipe
 from mrl.diagnosis.why import explain
 from mrl.errors import InputError
@@ -215,6 +215,19 @@ def test_saved_rollouts_with_tokens_of_no_vocabulary_are_named(whole, tmp_path) 
         InputError, match=f"{file}: the file is damaged: a sample of group . has tokens"
     ):
         _check_tokens(source, 3)
+
+
+def test_a_replay_is_not_written_over_a_run(whole, tmp_path) -> None:
+    """It would set aside all steps of the run."""
+    source = Source(RunFolder(whole), 1, 0, checkpoint=False)
+    other = shutil.copytree(whole, tmp_path / "other")
+    for output in (whole, whole / ".." / whole.name, other):
+        with pytest.raises(InputError, match=r"--output \S+ holds a run, whose steps"):
+            check_replay_folder(source, output)
+    recipe = load_recipe(TOY_RECIPE, [f"debug.load_rollouts={whole / 'rollouts'}"])
+    dump_recipe(recipe, other / "config.yaml")  # of an earlier replay
+    check_replay_folder(source, other)
+    check_replay_folder(source, tmp_path / "new")
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(whole, tmp_path, capsys) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from mrl.errors import MEANINGS, ExitCode
+from mrl.jobs.report import reporting
 from mrl.run.failure import (
     Failure,
     clear_failure,
@@ -119,6 +122,28 @@ def test_a_newer_snapshot_is_named(tmp_path: Path) -> None:
     )
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("6")
     assert saved() == "  saved     a checkpoint with 6 steps done"
+
+
+def test_the_record_of_a_run_whose_output_was_closed_has_the_exit_code_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    error = BrokenPipeError(errno.EPIPE, "the reader of standard output has closed the pipe")
+    for code in (ExitCode.UNFORESEEN, ExitCode.BROKEN_PIPE):
+        with open(write, "w", closefd=False) as stdout, monkeypatch.context() as patched:
+            patched.setattr("sys.stdout", stdout)
+            with (
+                pytest.raises(BrokenPipeError),
+                reporting(tmp_path, "mrl train run", lambda error: None, lambda: 3),
+            ):
+                raise error
+        found = read_failure(tmp_path)
+        assert found is not None
+        assert found.exit_code == code
+        del error.__mrl_failure__  # type: ignore[attr-defined]
+        if code == ExitCode.UNFORESEEN:  # the pipe is still open: another one broke
+            os.close(read)
+    os.close(write)
 
 
 def test_every_exit_code_has_a_meaning() -> None:

@@ -245,6 +245,8 @@ def falls_back(model_path: Path, root: Path) -> dict[str, Any]:
             data = root / folder_name(20) / "__1_0.distcp"
             data.write_bytes(data.read_bytes()[:-1])
         dist.barrier()
+        reader = Checkpoints(root, mesh, keep=2)  # an evaluation beside the training
+        steps += [reader.load_newest(policy, renames=False).step, latest_step(root)]
         steps += [store.load_newest(policy).step, latest_step(root), store.load_newest(policy).step]
         store.save(then, policy, {})
     return {"steps": steps, "said": said, "left": sorted(f.name for f in root.glob("iter_*"))}
@@ -255,7 +257,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_pushes_no_good_one_out(
 ) -> None:
     outs = run_ranks(2, falls_back, model_path, tmp_path / "c", folder=tmp_path / "out")
     for out in outs:
-        assert out["steps"] == [10, 10, 10, 13, 13, 13]
+        assert out["steps"] == [10, 20, 10, 10, 10, 13, 20, 13, 13, 13]
     aside = [f"{folder_name(20)}.damaged{end}" for end in ("", ".2")]
     assert outs[0]["left"] == [folder_name(13), folder_name(14), *aside]
     assert damage(tmp_path / "c" / folder_name(13)) is None

@@ -1,0 +1,26 @@
+"""What `mrl diff` says of two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mrl.config import dump_recipe, load_recipe
+from mrl.run.compare import Pair, compare_runs
+from tests.loop.conftest import TOY_RECIPE
+
+
+def run_of(folder: Path, *overrides: str) -> Path:
+    folder.mkdir()
+    recipe = load_recipe(TOY_RECIPE, [f"output_dir={folder}", *overrides])
+    dump_recipe(recipe, folder / "config.yaml")
+    return folder
+
+
+def test_a_free_key_that_is_null_is_not_one_that_is_missing(tmp_path: Path) -> None:
+    """`image: null` drops a column."""
+    plain = run_of(tmp_path / "plain")
+    other = run_of(tmp_path / "other", "data.columns={image: null}", "environment={name: guess}")
+    found = compare_runs(plain, other).config
+    assert Pair("data.columns.image", "(not given)", None) in found
+    assert Pair("environment.name", None, "guess") in found  # of a section that is null
+    assert not compare_runs(other, other).config
