@@ -40,6 +40,7 @@ from mrl.service.sessions.operations import Operations
 from mrl.service.sessions.recipe import check_session, session_tree
 from mrl.system.disk import refusing
 from mrl.system.files import lock_folder, sync, write_whole
+from mrl.system.printable import encodable
 from mrl.system.processes import Closing
 
 AFTER: Mapping[str, tuple[State, ...]] = {
@@ -258,7 +259,7 @@ class Registry(Closing):
             raise WrongState(
                 f"tenant {tenant.name} is {tenant.state}{why}; it cannot become {state} from there"
             )
-        words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
+        words = encodable(" ".join(reason.split())[:MAX_REASON_CHARS]) if state == "paused" else ""
         again = tenant.resumed + (state == "queued")
         return tenant.model_copy(update={"state": state, "reason": words, "resumed": again})
 
