@@ -207,8 +207,7 @@ class Registry(Closing):
             if recipe is not None:
                 dump_recipe(recipe, tenant_folder(self.root, name) / RECIPE)
             self._write(tenant)
-            if state not in ("queued", "running"):
-                self.operations.close(tenant.incarnation)
+            self._close_unless_active(tenant)
             return tenant
 
     def try_move(self, incarnation: str, state: State, reason: str = "") -> bool:
@@ -227,11 +226,17 @@ class Registry(Closing):
                 try:
                     self.move(name, state, reason)
                 except DiskFailed:
-                    self._tenants[name] = self._moved(tenant, state, reason)
+                    self._tenants[name] = moved = self._moved(tenant, state, reason)
                     self.kept.add(name)
+                    self._close_unless_active(moved)
         except (NoTenant, WrongState):
             return False
         return True
+
+    def _close_unless_active(self, tenant: Tenant) -> None:
+        """Let the operations in the queue of a session be lost, unless it is queued or running."""
+        if tenant.state not in ("queued", "running"):
+            self.operations.close(tenant.incarnation)
 
     def write_kept(self) -> list[str]:
         """Try again to write the states of the tenants in `kept`. Return the names of the tenants
