@@ -55,21 +55,22 @@ class Checkpoints:
         key = str(path)
         if (before := self._ledger.get("checkpoints", key)) is not None:
             self._remove_export(before)
-        self._ledger.remove("checkpoints", key)
-        self._ledger.add(
-            "checkpoints",
-            path=key,
-            run=path.run,
-            kind=path.kind,
-            name=path.name,
-            owner=owner,
-            folder="",
-            size=0,
-            created=time.time(),
-            expires=None if ttl_s is None else time.time() + ttl_s,
-            metadata=metadata,
-            request=request,
-        )
+        with self._ledger.together():
+            self._ledger.remove("checkpoints", key)
+            self._ledger.add(
+                "checkpoints",
+                path=key,
+                run=path.run,
+                kind=path.kind,
+                name=path.name,
+                owner=owner,
+                folder="",
+                size=0,
+                created=time.time(),
+                expires=None if ttl_s is None else time.time() + ttl_s,
+                metadata=metadata,
+                request=request,
+            )
         self._sweep(path.run)
         return before
 
@@ -178,7 +179,7 @@ class Checkpoints:
         return row
 
     def _remove(self, row: Row) -> None:
-        self._ledger.remove("checkpoints", row["path"])
+        """Remove a checkpoint: its record last, without which its files could not be removed."""
         self._remove_export(row)
         model = self._ledger.get("models", row["run"])
         if model is not None:
@@ -187,6 +188,10 @@ class Checkpoints:
         name = copy_name(row)
         for copy in (self._backend.registry.root / "runs").glob(f"*/samplers/{name}"):
             remove_saved(copy.parents[1], "samplers", name)
+        with self._ledger.together():
+            now = self._ledger.get("checkpoints", row["path"])
+            if now is not None and now["created"] == row["created"]:  # no other has its path now
+                self._ledger.remove("checkpoints", row["path"])
 
     def _remove_export(self, row: Row) -> None:
         if (exported := self._exported(row)) is not None:

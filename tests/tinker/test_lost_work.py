@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mrl.errors import DiskFailed
 from mrl.service.sessions import journal
 from mrl.service.sessions.journal import Journal
 from mrl.tinker import paths
@@ -127,6 +128,35 @@ def test_a_save_that_is_refused_changes_no_checkpoint(
     assert ledger.get("checkpoints", path) == before
     assert api.refused("save_weights", {"model_id": model, "seq_id": 3, "path": "b"})[0] == 429
     assert ledger.get("checkpoints", f"tinker://{model}/weights/b") is None
+
+
+@pytest.mark.parametrize("fails", ["add", "remove"])
+def test_a_checkpoint_outlives_a_failure_of_what_replaces_or_removes_it(
+    api: Api, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Otherwise its files stay, and nobody can load or remove them, or use their name again."""
+    model = api.model()
+    checkpoints, ledger = api.server.calls.checkpoints, api.server.calls.ledger
+    path = paths.Path(model, "training", "a")
+    checkpoints.note(path, "ann", "none", None, None)
+    folder = api.registry.root / "kept"
+    folder.mkdir()
+    ledger.set("checkpoints", str(path), folder=str(folder))
+    before = ledger.get("checkpoints", str(path))
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise DiskFailed("the disk is full")
+
+    with monkeypatch.context() as patch:
+        if fails == "add":
+            patch.setattr(ledger, "add", fail)
+            again = {"model_id": model, "seq_id": 1, "path": "a", "overwrite": True}
+            assert api.refused("save_weights", again)[0] == 507
+        else:
+            patch.setattr("mrl.tinker.checkpoints.remove_saved", fail)
+            address = f"training_runs/{model}/checkpoints/weights/a"
+            assert api.refused(address, method="DELETE")[0] == 507
+    assert ledger.get("checkpoints", str(path)) == before
 
 
 def test_a_step_before_many_samples_is_remembered(
