@@ -123,8 +123,8 @@ class Environment:
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
         begin = getattr(self._target, "reset", None)
-        added = begin(self._messages, seed, **columns) if begin else None
-        self._messages += added or []
+        added = _checked(begin(self._messages, seed, **columns), "reset()") if begin else []
+        self._messages += added
         return added or None
 
     async def step(self, action: str) -> StepResult:
@@ -135,6 +135,20 @@ class Environment:
         answer = self._target(list(self._messages), **self._columns)
         if inspect.isawaitable(answer):
             answer = await answer
+        if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+            raise ValueError(
+                f"the target returned {answer!r:.200}, expected (new_messages, reward, done)"
+            )
         added, reward, done = answer
-        self._messages += added or []
-        return StepResult(list(added) if added else None, reward, done)
+        added = _checked(added, "the target")
+        self._messages += added
+        return StepResult(added or None, reward, done)
+
+
+def _checked(added: Any, what: str) -> list[Message]:
+    """Return new messages. A text would become one message for each of its letters."""
+    if added is not None and not isinstance(added, (list, tuple)):
+        raise ValueError(
+            f"{what} returned {added!r:.200} as new messages, expected a list of messages or None"
+        )
+    return list(added or [])
