@@ -161,7 +161,7 @@ class Checkpoints:
         was not written, or if it has expired."""
         if row is None:
             return None
-        if row["expires"] is not None and row["expires"] < time.time():
+        if has_expired(row):
             self._remove(row)
             return None
         model = self._ledger.get("models", row["run"])
@@ -205,9 +205,12 @@ class Checkpoints:
         return self._backend.run_folder(model["tenant"]) / EXPORTS / row["kind"] / name
 
     def _sweep(self, run: str) -> None:
-        """Remove the oldest samplers without a name of a model."""
-        rows = [row for row in self._ledger.find("checkpoints", run=run) if is_ephemeral(row)]
-        for row in rows[:-KEPT_EPHEMERAL]:
+        """Remove what has expired of a model, and the oldest of its samplers without a name."""
+        rows = self._ledger.find("checkpoints", run=run)
+        for row in filter(has_expired, rows):
+            self._remove(row)
+        unnamed = [row for row in rows if is_ephemeral(row) and not has_expired(row)]
+        for row in unnamed[:-KEPT_EPHEMERAL]:
             if (settled := self._settled(row)) is not None and settled["folder"]:
                 self._remove(settled)
 
@@ -216,6 +219,11 @@ def copy_name(row: Row) -> str:
     """Return the name of the copies of a checkpoint. One that replaces it has another."""
     content = f"{row['path']} {row['created']}"
     return COPIED + hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def has_expired(row: Row) -> bool:
+    """Whether the time for which a checkpoint is kept is over."""
+    return row["expires"] is not None and row["expires"] < time.time()
 
 
 def is_ephemeral(row: Row) -> bool:

@@ -221,6 +221,16 @@ def test_a_state_is_never_swept(api: Api) -> None:
     assert len(checkpoints.of_run(model)) == 20
 
 
+def test_what_has_expired_is_removed_by_the_next_save(api: Api) -> None:
+    """A client that saves often need not list its checkpoints."""
+    model = api.model()
+    checkpoints, ledger = api.server.calls.checkpoints, api.server.calls.ledger
+    for name, ttl_s in (("old", -1), ("kept", 3600), ("new", None)):
+        checkpoints.note(paths.Path(model, "training", name), "ann", "none", ttl_s, None)
+    names = [row["name"] for row in ledger.find("checkpoints", run=model)]
+    assert names == ["kept", "new"]
+
+
 def test_an_export_is_of_the_newest_checkpoint(api: Api) -> None:
     model = api.model()
     checkpoints, ledger = api.server.calls.checkpoints, api.server.calls.ledger
