@@ -31,6 +31,7 @@ from typing import Any
 from mrl.environments.base import Message, StepResult
 from mrl.errors import InputError
 from mrl.system.calls import unaccepted_column, why_not
+from mrl.system.json_text import unpaired_surrogate
 from mrl.system.plugins import Kind, resolve
 
 _TOOL_CALL, _END = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), "</tool_call>"
@@ -57,7 +58,8 @@ def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, 
 
     The calls get the ids `call_0`, `call_1` and so on; ids in `taken` are skipped. A malformed tool
     call is left out; its text remains in the turn. A call is malformed if it is not JSON, if its name
-    is no text, or if its arguments are no object; arguments that are missing or null are empty.
+    is no text, if its arguments are no object, or if it has half of a surrogate pair, which no client
+    could send back; arguments that are missing or null are empty.
     """
     calls = []
     ids = (name for k in itertools.count() if (name := f"call_{k}") not in taken)
@@ -68,7 +70,8 @@ def tool_calls(text: str, taken: Collection[str | None] = ()) -> list[dict[str, 
             arguments = {} if arguments is None else arguments
             if not (isinstance(name, str) and isinstance(arguments, dict)):
                 continue
-            name.encode()  # half of a surrogate pair raises UnicodeEncodeError
+            if unpaired_surrogate([name, arguments]):
+                continue
             function = {"name": name, "arguments": json.dumps(arguments)}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
@@ -120,8 +123,8 @@ class Environment:
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         )
         begin = getattr(self._target, "reset", None)
-        added = begin(self._messages, seed, **columns) if begin else None
-        self._messages += added or []
+        added = _checked(begin(self._messages, seed, **columns), "reset()") if begin else []
+        self._messages += added
         return added or None
 
     async def step(self, action: str) -> StepResult:
@@ -132,6 +135,20 @@ class Environment:
         answer = self._target(list(self._messages), **self._columns)
         if inspect.isawaitable(answer):
             answer = await answer
+        if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+            raise ValueError(
+                f"the target returned {answer!r:.200}, expected (new_messages, reward, done)"
+            )
         added, reward, done = answer
-        self._messages += added or []
-        return StepResult(list(added) if added else None, reward, done)
+        added = _checked(added, "the target")
+        self._messages += added
+        return StepResult(added or None, reward, done)
+
+
+def _checked(added: Any, what: str) -> list[Message]:
+    """Return new messages. A text would become one message for each of its letters."""
+    if added is not None and not isinstance(added, (list, tuple)):
+        raise ValueError(
+            f"{what} returned {added!r:.200} as new messages, expected a list of messages or None"
+        )
+    return list(added or [])

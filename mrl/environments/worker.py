@@ -66,6 +66,8 @@ def checked_result(result: Any) -> dict[str, Any]:
     reward = float(result.reward)
     if not math.isfinite(reward) or abs(reward) > 3.4e38:
         raise ValueError(f"reward is {reward}, expected a finite number")
+    if not hasattr(result.done, "__bool__"):  # the text "False" would end the episode
+        raise ValueError(f"done is {result.done!r:.200}, expected True or False")
     if result.done:
         return {"observation": None, "reward": reward, "done": True}
     if result.observation is None:

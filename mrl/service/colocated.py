@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from mrl.engine_pool.local import LocalPool, remaining
 from mrl.exchange.sharing import share_bytes
-from mrl.service.consensus import SERVICE_FAULTS
+from mrl.service.consensus import SERVICE_FAULTS, describe
 from mrl.service.local_engine import SharedLocalEngine
 from mrl.service.metrics import add_up, trainer_shares
 from mrl.service.registry import Registry
 from mrl.service.schedule import Phase
-from mrl.service.service import Publish, Run, Service, describe
+from mrl.service.service import Publish, Run, Service
 from mrl.service.sessions.local_sampling import LocalSampling
 from mrl.service.sessions.run import SessionRun
 from mrl.service.shared import SharedResources
@@ -214,11 +214,11 @@ class ColocatedService(Service):
         """Train each tenant on its samples, in the order of the training queue. Return, by tenant,
         the seconds from the start of training in this round to the start of the tenant's update."""
         self._base.onload()
-        now, waits = time.time(), {}
+        now, waits = time.monotonic(), {}
         for run in runs:
             self._queue.ready(run.name, now)
         while name := self._next():
-            waits[name] = time.time() - now
+            waits[name] = time.monotonic() - now
             self._train(name)
         return waits
 

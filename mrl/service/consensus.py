@@ -19,6 +19,7 @@ from mrl.engines.base import EngineLost
 from mrl.errors import EngineGone, ExitCode, OutOfMemory, RankLost, RunFailed
 from mrl.exchange.sharing import share_bytes
 from mrl.system.heartbeat import beat
+from mrl.system.printable import encodable
 
 ALONE_S = 120.0
 """If a tenant's work fails on a rank, that rank waits at most this many seconds for the other ranks
@@ -39,6 +40,20 @@ SERVICE_FAULTS = (
 )
 """Errors after which the ranks cannot continue. They end the service, whichever tenant's work
 raises them."""
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line that is never empty and can always be written, with the name of its
+    class unless it is a ValueError or RuntimeError with a text. It may be one of a tenant's code."""
+    name = type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception as inner:
+        return f"{name}: its str() raises {type(inner).__name__}"
+    if not text:
+        return name
+    is_plain = isinstance(error, (ValueError, RuntimeError))
+    return encodable(text if is_plain else f"{name}: {text}")
 
 
 class FailureConsensus:
@@ -78,4 +93,4 @@ class FailureConsensus:
         work.wait()
         if not count:
             return ""
-        return next(said.decode() for said in share_bytes(failure.encode()) if said)
+        return next(said.decode() for said in share_bytes(encodable(failure).encode()) if said)

@@ -16,10 +16,10 @@ from typing import Literal
 from mrl.engine_pool.elastic.membership import Membership
 from mrl.engine_pool.remote.pool import NextAction, RemotePool
 from mrl.exchange.sharing import share_bytes
-from mrl.service.consensus import SERVICE_FAULTS
+from mrl.service.consensus import SERVICE_FAULTS, describe
 from mrl.service.registry import Registry
 from mrl.service.remote_engines import SharedRemoteEngines
-from mrl.service.service import Publish, Run, Service, describe
+from mrl.service.service import Publish, Run, Service
 from mrl.service.sessions.remote_sampling import RemoteSampling
 from mrl.service.sessions.run import SessionRun
 from mrl.service.shared import SharedResources
@@ -40,7 +40,7 @@ class _Progress:
 
     stage: Stage = "new"
     waits_since: float = 0.0
-    """The time at which the tenant began to wait for its update, in seconds since the epoch."""
+    """When the tenant began to wait for its update, on the clock of `time.monotonic`."""
 
 
 class RecipeMember:
@@ -136,7 +136,7 @@ class DisaggregatedService(Service):
         elif not run.trains:  # the final weights are evaluated, or a client has only sampled
             progress.stage = "new"
         else:
-            progress.stage, progress.waits_since = "waiting to train", time.time()
+            progress.stage, progress.waits_since = "waiting to train", time.monotonic()
             self._queue.ready(run.name, progress.waits_since)
 
     def _exchange_with_workers(self) -> bool:
@@ -188,7 +188,7 @@ class DisaggregatedService(Service):
 
     def _train_next(self, name: str) -> None:
         run, progress = self._runs[name], self._progress[name]
-        waited_s = time.time() - progress.waits_since
+        waited_s = time.monotonic() - progress.waits_since
         self._train(name)
         progress.stage = "new"
         self._num_updates += 1

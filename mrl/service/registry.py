@@ -40,6 +40,7 @@ from mrl.service.sessions.operations import Operations
 from mrl.service.sessions.recipe import check_session, session_tree
 from mrl.system.disk import refusing
 from mrl.system.files import lock_folder, sync, write_whole
+from mrl.system.printable import encodable
 from mrl.system.processes import Closing
 
 AFTER: Mapping[str, tuple[State, ...]] = {
@@ -206,8 +207,7 @@ class Registry(Closing):
             if recipe is not None:
                 dump_recipe(recipe, tenant_folder(self.root, name) / RECIPE)
             self._write(tenant)
-            if state not in ("queued", "running"):
-                self.operations.close(tenant.incarnation)
+            self._close_unless_active(tenant)
             return tenant
 
     def try_move(self, incarnation: str, state: State, reason: str = "") -> bool:
@@ -226,11 +226,17 @@ class Registry(Closing):
                 try:
                     self.move(name, state, reason)
                 except DiskFailed:
-                    self._tenants[name] = self._moved(tenant, state, reason)
+                    self._tenants[name] = moved = self._moved(tenant, state, reason)
                     self.kept.add(name)
+                    self._close_unless_active(moved)
         except (NoTenant, WrongState):
             return False
         return True
+
+    def _close_unless_active(self, tenant: Tenant) -> None:
+        """Let the operations in the queue of a session be lost, unless it is queued or running."""
+        if tenant.state not in ("queued", "running"):
+            self.operations.close(tenant.incarnation)
 
     def write_kept(self) -> list[str]:
         """Try again to write the states of the tenants in `kept`. Return the names of the tenants
@@ -258,7 +264,7 @@ class Registry(Closing):
             raise WrongState(
                 f"tenant {tenant.name} is {tenant.state}{why}; it cannot become {state} from there"
             )
-        words = " ".join(reason.split())[:MAX_REASON_CHARS] if state == "paused" else ""
+        words = encodable(" ".join(reason.split())[:MAX_REASON_CHARS]) if state == "paused" else ""
         again = tenant.resumed + (state == "queued")
         return tenant.model_copy(update={"state": state, "reason": words, "resumed": again})
 

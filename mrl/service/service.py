@@ -23,7 +23,7 @@ from mrl.exchange.sharing import share_bytes
 from mrl.run import console
 from mrl.run.json_lines import add_line
 from mrl.service import consensus
-from mrl.service.consensus import SERVICE_FAULTS, FailureConsensus
+from mrl.service.consensus import SERVICE_FAULTS, FailureConsensus, describe
 from mrl.service.crashes import Crashes
 from mrl.service.metrics import engine_metrics, of_names
 from mrl.service.record import Loop, State, Tenant, engine_name, name_of, sequence_of
@@ -250,7 +250,7 @@ class Service(ABC):
     def _next(self) -> str:
         """Return the name of the tenant to train next, as rank 0's queue chooses it; empty if no
         tenant is in line."""
-        name = self._queue.take(time.time()) if self._is_main else None
+        name = self._queue.take(time.monotonic()) if self._is_main else None
         return share_bytes((name or "").encode())[0].decode()
 
     def _finish(self, run: Run) -> None:
@@ -340,11 +340,3 @@ class Service(ABC):
                 console.warning(f"{why}; rows are left out until there is room")
             self._loses_rows = True
         self._publish(row)
-
-
-def describe(error: BaseException) -> str:
-    """Return an error in one line, with the name of its class unless it is a ValueError or
-    RuntimeError."""
-    text = " ".join(str(error).split())
-    is_plain = isinstance(error, (ValueError, RuntimeError))
-    return text if is_plain else f"{type(error).__name__}: {text}"

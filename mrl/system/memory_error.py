@@ -32,7 +32,10 @@ def out_of_memory(error: BaseException) -> Where | None:
 
     The result is None for any other kind of error.
     """
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # that of a user's class of errors
+        text = ""
     if isinstance(error, torch.OutOfMemoryError) or _OF_DEVICE.search(text):
         return "device"
     is_host = isinstance(error, MemoryError) or _OF_HOST.search(text)

@@ -1,4 +1,4 @@
-"""Makes text from outside harmless before it is printed on a terminal."""
+"""Makes text from outside harmless before it is printed on a terminal or written to a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import unicodedata
 def escape(text: str) -> str:
     """Make untrusted text harmless in a terminal by making control and bidi characters visible."""
     return "".join(_visible(char) for char in text)
+
+
+def encodable(text: str) -> str:
+    """Return a text with unpaired surrogates as escapes, because UTF-8 files cannot have them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _visible(char: str) -> str:

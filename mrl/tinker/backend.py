@@ -119,13 +119,14 @@ class Backend:
             raise Refused(410, f"session {key} is finished; make a new ServiceClient")
         self._seen[key] = time.monotonic()
 
-    def tenant(self, name: str) -> Tenant | None:
-        """Return the session of the service that has this name; None if it was removed."""
+    def tenant(self, name: str, *, or_removed: bool = False) -> Tenant | None:
+        """Return the session of the service that has this name; None if there is none, or if it was
+        removed, unless `or_removed`."""
         try:
             found = self.registry.get(name)
         except NoTenant:
             return None
-        return None if found.state == "removed" else found
+        return None if found.state == "removed" and not or_removed else found
 
     def is_open(self, tenant: Tenant) -> bool:
         """Whether a session of the service is open, so that the state of its operations is known."""

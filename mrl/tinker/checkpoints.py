@@ -55,21 +55,22 @@ class Checkpoints:
         key = str(path)
         if (before := self._ledger.get("checkpoints", key)) is not None:
             self._remove_export(before)
-        self._ledger.remove("checkpoints", key)
-        self._ledger.add(
-            "checkpoints",
-            path=key,
-            run=path.run,
-            kind=path.kind,
-            name=path.name,
-            owner=owner,
-            folder="",
-            size=0,
-            created=time.time(),
-            expires=None if ttl_s is None else time.time() + ttl_s,
-            metadata=metadata,
-            request=request,
-        )
+        with self._ledger.together():
+            self._ledger.remove("checkpoints", key)
+            self._ledger.add(
+                "checkpoints",
+                path=key,
+                run=path.run,
+                kind=path.kind,
+                name=path.name,
+                owner=owner,
+                folder="",
+                size=0,
+                created=time.time(),
+                expires=None if ttl_s is None else time.time() + ttl_s,
+                metadata=metadata,
+                request=request,
+            )
         self._sweep(path.run)
         return before
 
@@ -160,7 +161,7 @@ class Checkpoints:
         was not written, or if it has expired."""
         if row is None:
             return None
-        if row["expires"] is not None and row["expires"] < time.time():
+        if has_expired(row):
             self._remove(row)
             return None
         model = self._ledger.get("models", row["run"])
@@ -178,7 +179,7 @@ class Checkpoints:
         return row
 
     def _remove(self, row: Row) -> None:
-        self._ledger.remove("checkpoints", row["path"])
+        """Remove a checkpoint: its record last, without which its files could not be removed."""
         self._remove_export(row)
         model = self._ledger.get("models", row["run"])
         if model is not None:
@@ -187,6 +188,10 @@ class Checkpoints:
         name = copy_name(row)
         for copy in (self._backend.registry.root / "runs").glob(f"*/samplers/{name}"):
             remove_saved(copy.parents[1], "samplers", name)
+        with self._ledger.together():
+            now = self._ledger.get("checkpoints", row["path"])
+            if now is not None and now["created"] == row["created"]:  # no other has its path now
+                self._ledger.remove("checkpoints", row["path"])
 
     def _remove_export(self, row: Row) -> None:
         if (exported := self._exported(row)) is not None:
@@ -200,9 +205,12 @@ class Checkpoints:
         return self._backend.run_folder(model["tenant"]) / EXPORTS / row["kind"] / name
 
     def _sweep(self, run: str) -> None:
-        """Remove the oldest samplers without a name of a model."""
-        rows = [row for row in self._ledger.find("checkpoints", run=run) if is_ephemeral(row)]
-        for row in rows[:-KEPT_EPHEMERAL]:
+        """Remove what has expired of a model, and the oldest of its samplers without a name."""
+        rows = self._ledger.find("checkpoints", run=run)
+        for row in filter(has_expired, rows):
+            self._remove(row)
+        unnamed = [row for row in rows if is_ephemeral(row) and not has_expired(row)]
+        for row in unnamed[:-KEPT_EPHEMERAL]:
             if (settled := self._settled(row)) is not None and settled["folder"]:
                 self._remove(settled)
 
@@ -211,6 +219,11 @@ def copy_name(row: Row) -> str:
     """Return the name of the copies of a checkpoint. One that replaces it has another."""
     content = f"{row['path']} {row['created']}"
     return COPIED + hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def has_expired(row: Row) -> bool:
+    """Whether the time for which a checkpoint is kept is over."""
+    return row["expires"] is not None and row["expires"] < time.time()
 
 
 def is_ephemeral(row: Row) -> bool:

@@ -157,7 +157,8 @@ class Samplers:
         name = f"tk-host-{hashlib.sha256(shape.encode()).hexdigest()[:24]}"
         with self._backend.making:
             number = 0
-            while (tenant := self._backend.tenant(f"{name}-{number}")) is not None:
+            # A name of a removed session is not free: its run folder is that session's.
+            while tenant := self._backend.tenant(f"{name}-{number}", or_removed=True):
                 if tenant.state in UNFINISHED:
                     return tenant.name
                 number += 1

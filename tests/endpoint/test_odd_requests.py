@@ -56,13 +56,15 @@ def complete(record, *prompts, caller=None, **asked):
         '{"name": ["add"], "arguments": {}}',
         '{"arguments": {}}',
         '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "add", "arguments": {"a": ["\\ud83d"]}}',
+        '{"name": "add", "arguments": {"\\ud83d": 1}}',
         '{"name": "add", "arguments": [1]}',
         '{"name": "add", "arguments": "{}"}',
         '{"name": "add", "arguments": ' + "9" * 5000 + "}",
         '{"name": "add", "arguments": ' + DEEP + "}",
         DEEP,
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_a_malformed_tool_call_of_the_policy_is_text(engine, call):
     """It must not become an error of the agent's request."""
@@ -88,11 +90,15 @@ def test_a_tool_call_may_have_no_arguments(engine, arguments):
     }
 
 
-@pytest.mark.parametrize("arguments", [DEEP, "{", "", "NaN", "9" * 5000, {"a": [None]}])
+@pytest.mark.parametrize(
+    "arguments", [DEEP, "{", "", "NaN", "9" * 5000, {"a": [None]}, '{"a": "\\ud83d"}']
+)
 def test_odd_arguments_in_a_history_are_no_fault(engine, arguments):
+    shown = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+    engine.tokenizer.chat_template = shown + "{% endfor %}" + engine.tokenizer.chat_template
     function = {"name": "add", "arguments": arguments}
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
-    (answer,) = ask(make_record(engine), [*QUESTION, called, user("x")])
+    (answer,) = ask(make_record(engine, context_len=200_000), [*QUESTION, called, user("x")])
     assert answer.text == "hello"
 
 

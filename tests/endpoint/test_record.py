@@ -9,6 +9,7 @@ import torch
 
 from mrl.collect.endpoint.messages import read_messages
 from mrl.collect.endpoint.refused import Refused
+from mrl.collect.endpoint.texts import as_text
 from mrl.collect.endpoint.turns import Asked, Caller
 from mrl.data.chat import ChatTurns
 from mrl.engines.sampling import SamplingParams
@@ -118,6 +119,21 @@ def test_memory_grows_with_the_tokens_and_not_with_the_turns(engine):
     assert len(parts) > 300
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 8  # of two branches
     assert all(answer.completion.routing is None for answer in record._answers)
+
+
+def test_texts_are_kept_once_and_prompts_as_digests(engine):
+    """Each request of an agent repeats the whole conversation."""
+    record = make_record(engine, context_len=50_000, max_turns=100)
+    talk: list[dict] = list(QUESTION)
+    for _ in range(20):
+        asked = read_messages(json.loads(json.dumps(talk)))
+        context = record.chat(asked, as_text(json.loads(json.dumps(TOOLS))))
+        (answer,) = record.answer([context], Asked(), Caller())
+        assert [*answer.messages[:-1]] == asked
+        talk += [answer.parsed.message(), user("x" * 100)]
+    assert len({id(each) for answer in record._answers for each in answer.messages}) == 40
+    assert len({id(answer.context.tools) for answer in record._answers}) == 1
+    assert {len(digest) for digest, _ in record._asked_before} == {32}
 
 
 def test_an_answer_whose_continuation_is_forgotten_keeps_its_routes(engine):

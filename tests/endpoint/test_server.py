@@ -163,6 +163,14 @@ def test_what_is_refused(client, engine, record, server):
         answer = httpx.post(url, content=body, headers=headers | more)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
+    for body, says in (
+        ({"prompt": ["x"]}, "prompt is ['x'], expected a text"),
+        ({"messages": QUESTION, "add_generation_prompt": "no"}, "add_generation_prompt is 'no'"),
+    ):
+        answer = httpx.post(
+            url.replace("/v1/chat/completions", "/tokenize"), json=body, headers=headers
+        )
+        assert (answer.status_code, says in answer.text) == (400, True), answer.text
     assert not engine.asked
 
 

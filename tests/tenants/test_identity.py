@@ -4,7 +4,9 @@ serves the record that it was opened for, and nothing of it is the next one's.""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,9 +16,11 @@ import torch.distributed as dist
 
 from mrl.config import Recipe, ServiceConfig
 from mrl.errors import InputError
+from mrl.service.colocated import ColocatedService
 from mrl.service.crashes import Crashes
 from mrl.service.record import Loop, engine_name, name_of
 from mrl.service.registry import Registry, WrongState
+from mrl.service.schedule import TrainingQueue
 from mrl.service.service import Service
 from mrl.service.sessions.bodies import Bounds, read_body
 from mrl.service.sessions.operations import Operations, OtherLife
@@ -205,6 +209,63 @@ def test_how_a_run_ends_is_noted_in_no_other_record(
     model = made_once("tenants_model", make_model)
     (found,) = run_ranks(1, fails_late, tmp_path, model, folder=tmp_path / "rank")
     assert found == {"failed": "queued", "finished": "queued"}
+
+
+class Untold(Exception):
+    """An error of a tenant's code that cannot be told."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_error_pauses_its_tenant_and_no_error_ends_the_service(
+    made_once: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Whatever its text is: none, one that no file can have, or one that raises an error."""
+    world = World(tmp_path, made_once("tenants_model", make_model), "recipe")
+    for error, reason in (
+        (NotImplementedError(), "NotImplementedError"),
+        (ValueError(" "), "ValueError"),
+        (ValueError("no \udce9"), "no \\udce9"),
+        (KeyError("a"), "KeyError: 'a'"),
+        (Untold(), "Untold: its str() raises KeyError"),
+    ):
+        run = world.service._runs["a"]
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        assert not world.service._attempt(run, fail)
+        record = world.registry.get("a")
+        assert (record.state, record.reason) == ("paused", reason)
+        assert run.end == "closed"
+        world.do("resume")
+        world.service.follow_registry()
+    world.registry.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_clock_that_is_set_back_changes_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training queue compares times."""
+    wall_clock = itertools.count(1e9, -3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(wall_clock))
+    queue = TrainingQueue(1e-3)
+    queue.join("a")
+    fake: Any = SimpleNamespace(_queue=queue, _is_main=True, _base=SimpleNamespace(onload=str))
+    fake._next = partial(Service._next, fake)
+    fake._train = lambda name: queue.done(1.0)
+    for _ in range(2):
+        waits = ColocatedService._train_all(fake, [cast(Any, SimpleNamespace(name="a"))])
+        assert 0 <= waits["a"] < 60
 
 
 def test_ends_of_the_service_count_for_the_record(

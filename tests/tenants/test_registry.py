@@ -176,6 +176,14 @@ def test_links_and_damage_are_named(registry: Registry, tmp_path: Path) -> None:
         read_tenants(registry.root)
 
 
+def test_a_reason_that_no_file_can_have_is_escaped(registry: Registry, tmp_path: Path) -> None:
+    """It may quote an error of the tenant's code."""
+    registry.add("a", tenant(tmp_path / "a"))
+    assert registry.try_move(registry.get("a").incarnation, "paused", "no \udce9")
+    with reopened(registry) as again:
+        assert again.get("a").reason == "no \\udce9"
+
+
 def test_tenants_that_no_longer_agree_are_paused(tmp_path: Path, model: Path) -> None:
     with Registry(service(tmp_path, model)) as registry:
         registry.add("a", tenant(tmp_path / "a"))

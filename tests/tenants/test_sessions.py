@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -107,6 +108,22 @@ def test_what_waits_is_lost_with_its_life(
     assert [each.body.kind for each in queue.take(ANN)] == ["save"]
     of_another_start = client.control.operation("ann", "0123abcd-7")
     assert of_another_start["state"] == "lost"
+
+
+def test_what_waits_is_lost_although_the_disk_refuses_the_state(
+    session: Session, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client would otherwise wait until somebody resumes the session."""
+    waits, registry = session.save(), control.registry
+
+    def refuse(*given: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mrl.service.registry.write_whole", refuse)
+        assert registry.try_move(ANN, "paused", "it failed")
+    assert registry.kept == {"ann"}
+    assert registry.operations.look("ann", waits.id)["state"] == "lost"
 
 
 def test_a_closed_session_takes_nothing_after_its_last_life(

@@ -13,6 +13,7 @@ import pytest
 
 from mrl.cli import main
 from mrl.errors import InputError
+from mrl.service.record import State
 from mrl.service.registry import Registry
 from mrl.tinker.keys import Keys, digest
 from mrl.tinker.server import TinkerServer
@@ -224,7 +225,8 @@ def test_an_empty_reason_finishes_a_session(api: Api) -> None:
     assert api.refused("session_heartbeat", {"session_id": session})[0] == 410
 
 
-def test_a_sampler_outlives_its_session_of_the_service(api: Api) -> None:
+@pytest.mark.parametrize("state", ["done", "removed"])
+def test_a_sampler_outlives_its_session_of_the_service(api: Api, state: State) -> None:
     base = api.server.calls.backend.model_name
     asked = {"session_id": api.session(), "sampling_session_seq_id": 0, "base_model": base}
     sampler = api.ask("create_sampling_session", asked)["sampling_session_id"]
@@ -235,11 +237,11 @@ def test_a_sampler_outlives_its_session_of_the_service(api: Api) -> None:
         "prompt": {"chunks": [{"tokens": [5]}]},
     }  # fmt: skip
     api.ask("asample", sample)
-    api.server.calls.backend.end(first)
+    api.registry.move(first, state)
     api.ask("asample", {**sample, "seq_id": 2})
     second = ledger.find("samplers", id=sampler)[0]["tenant"]
     assert second != first
-    assert [api.registry.get(name).state for name in (first, second)] == ["done", "queued"]
+    assert [api.registry.get(name).state for name in (first, second)] == [state, "queued"]
 
 
 def test_flags_of_an_adapter(api: Api) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mrl.errors import DiskFailed
 from mrl.service.sessions import journal
 from mrl.service.sessions.journal import Journal
 from mrl.tinker import paths
@@ -129,6 +130,35 @@ def test_a_save_that_is_refused_changes_no_checkpoint(
     assert ledger.get("checkpoints", f"tinker://{model}/weights/b") is None
 
 
+@pytest.mark.parametrize("fails", ["add", "remove"])
+def test_a_checkpoint_outlives_a_failure_of_what_replaces_or_removes_it(
+    api: Api, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Otherwise its files stay, and nobody can load or remove them, or use their name again."""
+    model = api.model()
+    checkpoints, ledger = api.server.calls.checkpoints, api.server.calls.ledger
+    path = paths.Path(model, "training", "a")
+    checkpoints.note(path, "ann", "none", None, None)
+    folder = api.registry.root / "kept"
+    folder.mkdir()
+    ledger.set("checkpoints", str(path), folder=str(folder))
+    before = ledger.get("checkpoints", str(path))
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise DiskFailed("the disk is full")
+
+    with monkeypatch.context() as patch:
+        if fails == "add":
+            patch.setattr(ledger, "add", fail)
+            again = {"model_id": model, "seq_id": 1, "path": "a", "overwrite": True}
+            assert api.refused("save_weights", again)[0] == 507
+        else:
+            patch.setattr("mrl.tinker.checkpoints.remove_saved", fail)
+            address = f"training_runs/{model}/checkpoints/weights/a"
+            assert api.refused(address, method="DELETE")[0] == 507
+    assert ledger.get("checkpoints", str(path)) == before
+
+
 def test_a_step_before_many_samples_is_remembered(
     api: Api, opened: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +219,16 @@ def test_a_state_is_never_swept(api: Api) -> None:
         folder.mkdir()
         ledger.set("checkpoints", str(path), folder=str(folder))
     assert len(checkpoints.of_run(model)) == 20
+
+
+def test_what_has_expired_is_removed_by_the_next_save(api: Api) -> None:
+    """A client that saves often need not list its checkpoints."""
+    model = api.model()
+    checkpoints, ledger = api.server.calls.checkpoints, api.server.calls.ledger
+    for name, ttl_s in (("old", -1), ("kept", 3600), ("new", None)):
+        checkpoints.note(paths.Path(model, "training", name), "ann", "none", ttl_s, None)
+    names = [row["name"] for row in ledger.find("checkpoints", run=model)]
+    assert names == ["kept", "new"]
 
 
 def test_an_export_is_of_the_newest_checkpoint(api: Api) -> None:

@@ -185,12 +185,16 @@ def _generate(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> R
 
 def _tokenize(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> Response:
     """Return the token ids of messages or of a text, without asking the policy."""
-    if isinstance(body.get("prompt"), str):
-        ids = episode.texts.encode(body["prompt"])
+    prompt, asks = body.get("prompt"), body.get("add_generation_prompt")
+    if prompt is not None:
+        if not isinstance(prompt, str):
+            raise Refused(400, f"prompt is {prompt!r:.200}, expected a text; or send messages")
+        ids = episode.texts.encode(prompt)
+    elif not isinstance(asks, bool | None):
+        raise Refused(400, f"add_generation_prompt is {asks!r:.200}, expected true or false")
     else:
-        tools = as_text(body.get("tools"))
-        asks = body.get("add_generation_prompt", True) is not False
-        ids = episode.texts.beginning(read_messages(body.get("messages")), tools, asks=asks)
+        messages, tools = read_messages(body.get("messages")), as_text(body.get("tools"))
+        ids = episode.texts.beginning(messages, tools, asks=asks is not False)
     return JSONResponse(
         {
             "count": len(ids),

@@ -10,6 +10,7 @@ from typing import Any
 from mrl.collect.endpoint.refused import Refused
 from mrl.data.template import ROLES
 from mrl.environments.openai_chat import tool_call_blocks, tool_calls
+from mrl.system.json_text import unpaired_surrogate
 
 Message = dict[str, Any]
 THINK, END_THINK = "<think>", "</think>"
@@ -136,7 +137,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:
-    """Return messages as chat templates expect them: the arguments of tool calls are objects."""
+    """Return messages as chat templates expect them: the arguments of tool calls are objects, unless
+    they are no JSON, or have half of a surrogate pair, which tokenizers cannot encode."""
     return [
         {**message, "tool_calls": [_parsed_call(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -150,6 +152,8 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
         arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
+    if unpaired_surrogate(arguments):
+        return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
@@ -161,6 +165,15 @@ def continues(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
     if len(messages) <= len(earlier):
         return False
     return all(map(_same, messages, earlier))
+
+
+def sharing(messages: Sequence[Message], earlier: Sequence[Message]) -> tuple[Message, ...]:
+    """Return `messages`, with the objects of `earlier` in the place of equal ones. Otherwise each
+    request of a conversation would keep its own copy of all the texts before it."""
+    begins = [
+        known if given == known else given for given, known in zip(messages, earlier, strict=False)
+    ]
+    return (*begins, *messages[len(begins) :])
 
 
 def _same(given: Message, known: Message) -> bool:

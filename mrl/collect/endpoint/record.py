@@ -10,6 +10,7 @@ Dimensions: P tokens of a request's prompt, C tokens of its answer.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from mrl.collect.endpoint.messages import (
     continues,
     parse_answer,
     read_messages,
+    sharing,
 )
 from mrl.collect.endpoint.refused import NotSent, Refused, too_long
 from mrl.collect.endpoint.texts import Texts
@@ -61,6 +63,7 @@ class EpisodeRecord:
         """Number of answers that were requested, and of those that the engine refused to begin. Refused
         ones do not count as turns."""
         self._asked_before: Counter[tuple[bytes, int | None]] = Counter()
+        """How many answers were asked for, by the digest of the prompt's tokens and the given seed."""
         self._pending: dict[str, Request] = {}
         self._is_over = False
         self.cut_off = ""
@@ -82,12 +85,8 @@ class EpisodeRecord:
         last_id = int(parent.conversation.token_ids[-1])
         num_new = len(messages) - len(parent.messages)
         ids = self.texts.after_turn(last_id, messages, num_new, tools)
-        return Context(
-            self._longer(parent, torch.tensor(ids, dtype=torch.int64)),
-            parent,
-            tuple(messages),
-            tools,
-        )
+        longer = self._longer(parent, torch.tensor(ids, dtype=torch.int64))
+        return Context(longer, parent, sharing(messages, parent.messages), parent.context.tools)
 
     def text(self, prompt: str) -> Context:
         """Return the context of a prompt of plain text."""
@@ -122,7 +121,7 @@ class EpisodeRecord:
         if parent is None:
             return Context(self._begin(ids), None, tuple(messages), tools)
         new = prompt[len(parent.conversation.token_ids) :]
-        return Context(self._longer(parent, new), parent, tuple(messages), tools)
+        return Context(self._longer(parent, new), parent, sharing(messages, parent.messages), tools)
 
     def _begin(self, ids: Sequence[int]) -> Conversation:
         if not ids:
@@ -187,7 +186,7 @@ class EpisodeRecord:
                 )
             requests = []
             for ids, sampling in zip(prompts, limits, strict=True):
-                key = (ids.numpy().tobytes(), asked.seed)
+                key = hashlib.sha256(ids.numpy().tobytes()).digest(), asked.seed
                 for _ in range(asked.num_answers):
                     seed = self._seed_of(asked.seed, self._asked_before[key])
                     self._asked_before[key] += 1

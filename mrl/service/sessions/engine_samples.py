@@ -11,7 +11,7 @@ from mrl.collect.single_turn import SingleTurnRollout
 from mrl.engines.base import EndsEngine, EngineLost, PolicyEndpoint
 from mrl.engines.sampling import SamplingParams
 from mrl.errors import WrongWeights
-from mrl.service.consensus import SERVICE_FAULTS
+from mrl.service.consensus import SERVICE_FAULTS, describe
 from mrl.service.sessions.prompt_scores import PromptScores, score_prompts
 from mrl.system.memory_error import out_of_memory
 from mrl.types import SampleGroup
@@ -153,7 +153,7 @@ class EngineSamples:
             )
         except EngineLost as error:
             if name in self._has_lost:  # otherwise it is tried once more, on the next engine
-                failures[name] = " ".join(str(error).split())
+                failures[name] = describe(error)
                 self._found.num_ended += 1
                 del self._unscored[name]
             self._has_lost.add(name)
@@ -163,7 +163,7 @@ class EngineSamples:
         except (ValueError, RuntimeError) as error:
             if out_of_memory(error):
                 raise
-            failures[name] = " ".join(str(error).split())
+            failures[name] = describe(error)
             del self._unscored[name]
             return
         ids = [group.samples[0].group_id for group in groups]
@@ -181,7 +181,7 @@ class EngineSamples:
         """Record the error of the only operation of `rollout`. After MAX_ENDED operations that
         killed an engine, the remaining operations fail without being tried."""
         failures = self._found.failures
-        failures[rollout.partial[0].prompt.source] = " ".join(str(error).split())
+        failures[rollout.partial[0].prompt.source] = describe(error)
         if not isinstance(error, EndsEngine):
             return
         self._found.num_ended += 1

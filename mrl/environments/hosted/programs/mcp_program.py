@@ -328,8 +328,8 @@ def _calls(said: dict[str, Any], *, is_parsed: bool) -> tuple[str, list[tuple[st
 
 
 def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
+    try:  # half of a surrogate pair, which no server could read, raises UnicodeEncodeError
+        return json.loads(json.dumps(json.loads(text or "{}"), ensure_ascii=False).encode())
     except (ValueError, RecursionError):
         return None
 
