@@ -86,15 +86,16 @@ def _replace_torch() -> None:
     TORCH.take("_device_constructors")()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    type_name = Tensor.type
+    tensor_class: Any = Tensor
+    type_name = tensor_class.type
 
     def cuda_type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Megatron groups gradients by type string and knows only the torch.cuda.* types.
         found = type_name(tensor, *args, **kwargs)
         return found if args or kwargs else found.replace("torch.", "torch.cuda.")
 
-    Tensor.type = cuda_type_name
-    Tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor_class.type = cuda_type_name
+    tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
