@@ -266,9 +266,8 @@ def test_a_run_that_cannot_be_closed_ends_no_other(
     def fail(*_: object) -> None:
         raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(world.service.all[-1], "close", fail)
-        world.service._pause(world.service._runs["a"], "it failed")
+    monkeypatch.setattr(world.service.all[-1], "close", fail)
+    world.service._pause(world.service._runs["a"], "it failed")
     world.do("resume")
     with monkeypatch.context() as patch:  # it cannot be opened on another rank
         patch.setattr(FakeRun, "close", fail)
@@ -278,9 +277,8 @@ def test_a_run_that_cannot_be_closed_ends_no_other(
     assert (record.state, record.reason, world.service._runs) == ("paused", "no room", {})
     world.do("resume")
     world.service.follow_registry()
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeRun, "close", fail)
-        world.service.close()
+    monkeypatch.setattr(FakeRun, "close", fail)
+    world.service.close()
     world.registry.close()
 
 
