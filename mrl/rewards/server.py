@@ -250,6 +250,11 @@ def _checked(request: Any) -> dict[str, Any]:
         raise ValueError("completions must be a list of strings")
     if not isinstance(columns, dict):
         raise ValueError("columns must be an object")
+    for name in ("prompts", "completions"):
+        if name in columns:
+            raise ValueError(
+                f"columns has {name}, which is an argument of its own; rename the column"
+            )
     for name, values in {**columns, "prompts": prompts}.items():
         if not isinstance(values, list) or len(values) != len(completions):
             raise ValueError(f"{name} must be a list of {len(completions)}, one per completion")

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mrl.errors import InputError, RunFailed
 from mrl.service.record import check_name
@@ -107,7 +108,9 @@ class ControlClient:
         return self.call("POST", address, body, may_repeat="key" in body)
 
     def operation(self, name: str, operation: str) -> dict[str, Any]:
-        return self.call("GET", f"/tenants/{check_name(name)}/operations/{operation}")
+        """Return an object with the `state` of a session's operation, and its `result` or `reason`."""
+        part = quote(operation, safe="")
+        return self.call("GET", f"/tenants/{check_name(name)}/operations/{part}")
 
     def metrics(self) -> dict[str, Any]:
         return self.call("GET", "/metrics")

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from mrl.config import Recipe, ServiceConfig, dump_recipe
-from mrl.errors import DiskFailed, InputError
+from mrl.errors import InputError
 from mrl.run import console
 from mrl.service.agreement import resolve_tenant
 from mrl.service.crashes import REASON, Crashes
@@ -38,6 +38,7 @@ from mrl.service.record import (
 )
 from mrl.service.sessions.operations import Operations
 from mrl.service.sessions.recipe import check_session, session_tree
+from mrl.system import disk
 from mrl.system.disk import refusing
 from mrl.system.files import lock_folder, sync, write_whole
 from mrl.system.printable import encodable
@@ -77,9 +78,9 @@ class Registry(Closing):
         self._changing = threading.RLock()
         self.operations = Operations()
         """The operations of all sessions; they are not on disk."""
-        self.kept: set[str] = set()
-        """Names of tenants whose newest state could not be written to disk. Such a state is only in
-        memory until `write_kept` succeeds."""
+        self.kept: dict[str, str] = {}
+        """For each tenant whose newest state could not be written to disk, the reason in one line. Such
+        a state is only in memory until `write_kept` succeeds."""
         with ExitStack() as undo, refusing(self.root):
             (self.root / "tenants" / REMOVED).mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.root, "service")
@@ -212,23 +213,25 @@ class Registry(Closing):
 
     def try_move(self, incarnation: str, state: State, reason: str = "") -> bool:
         """Change the state of the tenant that has the id `incarnation` (see `Tenant.incarnation`),
-        as `move` does. Return whether the state was changed.
+        as `move` does. Return whether the state was changed. `state` is not "queued", because only
+        `move` checks the recipe.
 
         Nothing is changed if a user has changed the tenant meanwhile, so that its id or state no
-        longer allows the change. If the new state cannot be written to disk, it is kept in memory:
-        see `kept`.
+        longer allows the change. If the new state cannot be written to disk, for whatever reason, it
+        is kept in memory: see `kept`.
         """
         name = name_of(incarnation)
         try:
             with self._changing:
                 if (tenant := self.get(name)).incarnation != incarnation:
                     return False
+                moved = self._moved(tenant, state, reason)
                 try:
-                    self.move(name, state, reason)
-                except DiskFailed:
-                    self._tenants[name] = moved = self._moved(tenant, state, reason)
-                    self.kept.add(name)
-                    self._close_unless_active(moved)
+                    self._write(moved)
+                except OSError as error:
+                    self._tenants[name] = moved
+                    self.kept[name] = disk.describe(error, self.root)
+                self._close_unless_active(moved)
         except (NoTenant, WrongState):
             return False
         return True
@@ -313,4 +316,4 @@ class Registry(Closing):
         file = tenant_folder(self.root, tenant.name) / STATE
         write_whole(file, tenant.model_dump_json() + "\n", durable=True)
         self._tenants[tenant.name] = tenant
-        self.kept.discard(tenant.name)
+        self.kept.pop(tenant.name, None)

@@ -120,8 +120,7 @@ class Service(ABC):
         """Close the tenants' runs without saving them, and stop the engines. Harmless when
         repeated."""
         for run in self._runs.values():
-            with contextlib.suppress(RuntimeError):
-                run.close()
+            _close(run)
         self._runs.clear()
         self._shared.engines.close()
 
@@ -217,7 +216,7 @@ class Service(ABC):
 
         if failure := self._failure_of(name, open_run):
             for run in opened:
-                run.close()
+                _close(run)
             self._note(wanted.incarnation, "paused", failure)
             return
         (self._runs[name],) = opened
@@ -290,8 +289,7 @@ class Service(ABC):
     def _pause(self, run: Run, reason: str) -> None:
         """Close a run that failed, and pause its tenant. If the tenant is resumed, the run
         continues from its newest checkpoint."""
-        with contextlib.suppress(RuntimeError, OSError):
-            run.close()
+        _close(run)
         self._forget(run.name)
         self._note(self._opened[run.name], "paused", reason)
 
@@ -309,10 +307,10 @@ class Service(ABC):
             if reason:
                 is_now = "is paused" if is_moved else "was paused or removed, and had failed"
                 console.warning(f"tenant {name} {is_now}: {reason}")
-            if is_moved and name in self._registry.kept:
+            if is_moved and (why := self._registry.kept.get(name)):
                 console.warning(
-                    f"the disk refuses the state of tenant {name} ({state}): it is written as soon as "
-                    f"there is room in {self._registry.root}, and lost where the service ends before"
+                    f"the state of tenant {name} ({state}) is only in memory: {why}; it is written as "
+                    "soon as that is possible, and lost if the service ends before"
                 )
 
     def _write_kept(self) -> None:
@@ -340,3 +338,12 @@ class Service(ABC):
                 console.warning(f"{why}; rows are left out until there is room")
             self._loses_rows = True
         self._publish(row)
+
+
+def _close(run: Run) -> None:
+    """Close a run without saving. An error, which may be one of the tenant's code, is only reported,
+    so that it ends neither the service nor the runs of other tenants."""
+    try:
+        run.close()
+    except (Exception, SystemExit) as error:
+        console.warning(f"the run of tenant {run.name} was closed with an error: {describe(error)}")

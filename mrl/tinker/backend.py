@@ -41,6 +41,8 @@ FOLDERS: dict[Kind, saved.Kind] = {
 EXPORTED = "export."
 """Prefix of the names of samplers that are written for an export. Clients cannot use it."""
 NOT_YOURS = "there is no {what} {key!r} that this key owns"
+USES = ("models", "samplers", "hosts")
+"""The tables whose rows name a session of the service, and a client's session that uses it."""
 UNFINISHED = ("queued", "running")
 """States of an operation, and of a session of the service, that others follow."""
 WILL_FAIL = (
@@ -119,14 +121,16 @@ class Backend:
             raise Refused(410, f"session {key} is finished; make a new ServiceClient")
         self._seen[key] = time.monotonic()
 
-    def tenant(self, name: str, *, or_removed: bool = False) -> Tenant | None:
-        """Return the session of the service that has this name; None if there is none, or if it was
-        removed, unless `or_removed`."""
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the session of the service that was made for this API under this name; None if there
+        is none, if it was removed, or if an administrator has given its name to another tenant."""
         try:
             found = self.registry.get(name)
         except NoTenant:
             return None
-        return None if found.state == "removed" and not or_removed else found
+        made = self.ledger.find("models", tenant=name) or self.ledger.find("hosts", tenant=name)
+        is_same = not made or made[0]["sequence"] in (None, found.sequence)
+        return found if is_same and found.state != "removed" else None
 
     def is_open(self, tenant: Tenant) -> bool:
         """Whether a session of the service is open, so that the state of its operations is known."""
@@ -161,22 +165,17 @@ class Backend:
     def _make_room(self) -> bool:
         """Close the oldest session of the service whose clients have ended. Return whether there was
         one."""
-        for table in ("models", "samplers"):
-            for row in self.ledger.find(table):
-                tenant = self.tenant(row["tenant"] or "")
-                if tenant is not None and tenant.is_active and self._is_left(tenant.name):
-                    self.end(tenant.name)
-                    return True
+        for row in (row for table in USES for row in self.ledger.find(table)):
+            tenant = self.tenant(row["tenant"] or "")
+            if tenant is not None and tenant.is_active and self._is_left(tenant.name):
+                self.end(tenant.name)
+                return True
         return False
 
     def _is_left(self, tenant: str) -> bool:
         """Whether all clients of a session of the service have ended."""
-        users = {
-            row["session"]
-            for table in ("models", "samplers")
-            for row in self.ledger.find(table, tenant=tenant)
-        }
-        return all(map(self._has_ended, users))
+        rows = (row for table in USES for row in self.ledger.find(table, tenant=tenant))
+        return all(self._has_ended(row["session"]) for row in rows)
 
     def _has_ended(self, session: str) -> bool:
         """Whether the client of a session has ended. Clients could not say that they are alive while
@@ -190,7 +189,7 @@ class Backend:
         tenant = self.tenant(name)
         if tenant is not None and tenant.is_active:
             with suppress(WrongState):  # another thread was first
-                self.registry.move(name, "done")
+                self.registry.move(name, "done", number=tenant.sequence)
 
     def post(
         self,

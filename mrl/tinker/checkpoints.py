@@ -106,6 +106,12 @@ class Checkpoints:
             raise Refused(404, PENDING)
         return row
 
+    def is_of(self, path: str, request: str) -> bool:
+        """Whether a path names the checkpoint that the request `request` has written or will write. If
+        not, the checkpoint was removed, and another may have its path."""
+        row = self._ledger.get("checkpoints", str(paths.parse(path)))
+        return row is not None and row["request"] == request
+
     def of_run(self, run: str) -> list[Answer]:
         """Return the complete checkpoints of a model as the SDK's Checkpoint, the oldest first."""
         rows = [self._settled(row) for row in self._ledger.find("checkpoints", run=run)]

@@ -27,8 +27,9 @@ TABLES: dict[str, tuple[str, ...]] = {
     ),
     "samplers": (
         *("id", "session", "owner", "base", "model", "name", "path", "tenant", "clones"),
-        "created",
+        *("created", "saved"),
     ),
+    "hosts": ("tenant", "sequence", "session", "created"),
     "requests": ("id", "owner", "kind", "digest", "tenant", "operation", "about", "created"),
     "checkpoints": (
         *("path", "run", "kind", "name", "owner", "folder", "size", "created", "expires"),
@@ -41,6 +42,7 @@ INDEXES: dict[str, tuple[str, ...]] = {
     "sessions": ("owner",),
     "models": ("session", "owner", "tenant"),
     "samplers": ("session", "tenant"),
+    "hosts": (),
     "requests": ("tenant", "created"),
     "checkpoints": ("run", "owner"),
     "refused": (),
@@ -66,6 +68,7 @@ class Ledger(Closing):
             for table, columns in TABLES.items():
                 names = ", ".join([f"{columns[0]} primary key", *columns[1:]])
                 self._base.execute(f"create table if not exists {table} ({names})")
+                self._add_missing(table, columns)
                 for column in INDEXES[table]:
                     name = f"{table}_by_{column}"
                     self._base.execute(f"create index if not exists {name} on {table} ({column})")
@@ -74,6 +77,13 @@ class Ledger(Closing):
                 f"{file} cannot be used: {error}; bring it back from a copy, or move it away to forget "
                 "the models and checkpoints of the Tinker API"
             ) from None
+
+    def _add_missing(self, table: str, columns: tuple[str, ...]) -> None:
+        """Add the columns that a file of an earlier mrl lacks. They are null in its rows."""
+        there = {row["name"] for row in self._base.execute(f"pragma table_info({table})")}
+        for column in columns:
+            if column not in there:
+                self._base.execute(f"alter table {table} add column {column}")
 
     def close(self) -> None:
         """Close the file. Harmless when repeated."""

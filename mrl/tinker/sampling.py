@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import DiskFailed, InputError
+from mrl.service.registry import NoTenant, Registry
 from mrl.service.sessions.bodies import BASE, MAX_TOP
 from mrl.service.sessions.saved import folder_of
 from mrl.system.disk import refusal
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import UNFINISHED, Backend, Row
-from mrl.tinker.checkpoints import Checkpoints, copy_name
+from mrl.tinker.checkpoints import COPIED, Checkpoints, copy_name
 from mrl.tinker.data import BadDatum
 from mrl.web.limits import NotYet, Refused
 
@@ -47,27 +48,19 @@ class Samplers:
         if body.model_path is None:
             if body.base_model is None:
                 raise Refused(400, "give base_model or model_path")
-            tenant, name = self._host(owner, self._smallest()), BASE
-            base, model = body.base_model, None
+            tenant = self._host(owner, self._smallest(), body.session_id)
+            about = {"tenant": tenant, "name": BASE, "base": body.base_model}
+            about |= {"model": None, "saved": None}
         else:
-            tenant, name, saved = self._saved(owner, body.model_path)
-            base, model = saved["base"], saved["id"]
-        self.note(
-            owner,
-            body.session_id,
-            sampler,
-            base=base,
-            model=model,
-            name=name,
-            path=body.model_path,
-            tenant=tenant,
-        )
+            about = self._saved(owner, body.model_path, body.session_id)
+        self.note(owner, body.session_id, sampler, path=body.model_path, **about)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def note(self, owner: str, session: str, sampler: str, **more: str | None) -> None:
-        """Record a sampler. `more`: the name of its `base` model, the `model` that was saved and
-        the `path` under which it was (None for the base model), the `tenant`, which is the session of
-        the service that samples, and the `name` of the adapter in it."""
+        """Record a sampler. `more`: the name of its `base` model, the `model` that was saved, the
+        `path` under which it was and the id of the request by which it was `saved` (None for the base
+        model), the `tenant`, which is the session of the service that samples, and the `name` of the
+        adapter in it."""
         known = self._ledger.add(
             "samplers",
             id=sampler,
@@ -82,22 +75,23 @@ class Samplers:
                 400, f"sampler {sampler} was created before from {known['path'] or known['base']}"
             )
 
-    def _saved(self, owner: str, path: str) -> tuple[str, str, Row]:
-        """Return the session of the service that samples from a saved adapter, the adapter's name in
-        it, and the model that was saved."""
+    def _saved(self, owner: str, path: str, session: str) -> dict[str, str | None]:
+        """Return what `note` records of a sampler that samples from a saved adapter, other than its
+        path. `session`: the client's session."""
         parsed, saved = paths.parse(path), self._checkpoints.require(owner, path)
         model = self._backend.owned("models", owner, parsed.run)
+        about = {"base": model["base"], "model": model["id"], "saved": saved["request"]}
         tenant = self._backend.tenant(model["tenant"])
         is_open = tenant is not None and tenant.state in UNFINISHED
         if is_open and parsed.kind == "sampler":
-            return model["tenant"], parsed.name, model
+            return {**about, "tenant": model["tenant"], "name": parsed.name}
         lora = bodies.Lora(
             rank=model["rank"], train_attn=bool(model["attn"]), train_mlp=bool(model["mlp"])
         )
         name = copy_name(saved)
-        where = model["tenant"] if is_open else self._host(owner, lora)
+        where = model["tenant"] if is_open else self._host(owner, lora, session)
         self._copy(Path(saved["folder"]), where, name)
-        return where, name, model
+        return {**about, "tenant": where, "name": name}
 
     def _copy(self, folder: Path, tenant: str, name: str) -> None:
         """Copy a checkpoint to the samplers of a session of the service, unless it is there. The
@@ -131,14 +125,30 @@ class Samplers:
         removed, another one samples in its place from now on, from the checkpoint."""
         tenant = self._backend.tenant(row["tenant"])
         if tenant is not None and tenant.state in UNFINISHED:
+            if not _is_copy(row):
+                self._require_same(row)
             return row
         if row["path"] is None:
-            moved = {"tenant": self._host(owner, self._smallest()), "name": BASE}
+            host = self._host(owner, self._smallest(), row["session"])
+            moved: dict[str, str | None] = {"tenant": host, "name": BASE}
         else:
-            where, name, _ = self._saved(owner, row["path"])
-            moved = {"tenant": where, "name": name}
+            self._require_same(row)
+            about = self._saved(owner, row["path"], row["session"])
+            self._require_same(row)  # it was not replaced meanwhile
+            moved = {"tenant": about["tenant"], "name": about["name"]}
         self._ledger.set("samplers", row["id"], **moved)
         return {**row, **moved}
+
+    def _require_same(self, row: Row) -> None:
+        """Raise Refused unless the path of a sampler still names the checkpoint that the sampler was
+        created from."""
+        if row["saved"] is None or self._checkpoints.is_of(row["path"], row["saved"]):
+            return
+        raise Refused(
+            404,
+            f"the checkpoint {row['path']} that this sampler was created from was removed or replaced; "
+            "create a sampling client of one that is there",
+        )
 
     def _smallest(self) -> bodies.Lora:
         """Return the smallest adapter that the service allows, for a session that samples from the
@@ -150,22 +160,31 @@ class Samplers:
             return bodies.Lora(rank=1)
         return small
 
-    def _host(self, owner: str, lora: bodies.Lora) -> str:
+    def _host(self, owner: str, lora: bodies.Lora, session: str) -> str:
         """Return a session of the service that is never trained, and only samples for a user: from the
-        base model, and from adapters of models that are closed."""
+        base model, and from adapters of models that are closed. It keeps its place as long as the
+        client's session `session` has not ended, even if that makes no sampler of it."""
         shape = f"{owner}/{lora.rank}/{lora.train_attn}/{lora.train_mlp}"
         name = f"tk-host-{hashlib.sha256(shape.encode()).hexdigest()[:24]}"
         with self._backend.making:
-            number = 0
+            number, tenant = 0, None
             # A name of a removed session is not free: its run folder is that session's.
-            while tenant := self._backend.tenant(f"{name}-{number}", or_removed=True):
-                if tenant.state in UNFINISHED:
-                    return tenant.name
-                number += 1
+            while not _is_free(self._backend.registry, f"{name}-{number}"):
+                tenant = self._backend.tenant(f"{name}-{number}")
+                if tenant is not None and tenant.state in UNFINISHED:
+                    break
+                number, tenant = number + 1, None
+            host = f"{name}-{number}"
+            # Before it is added, so that it gives its place even if the service is killed now.
+            self._ledger.add("hosts", tenant=host, created=time.time())
+            self._ledger.set("hosts", host, session=session)
             try:
-                return self._backend.add_tenant(f"{name}-{number}", self._lora(lora), 0).name
+                if tenant is None:
+                    tenant = self._backend.add_tenant(host, self._lora(lora), 0)
             except InputError as error:
                 raise Refused(400, str(error)) from None
+            self._ledger.set("hosts", host, sequence=tenant.sequence)
+            return host
 
     def join(self, owner: str, body: bodies.JoinSampler) -> Answer:
         """Return a number for one more client of a sampler."""
@@ -219,10 +238,14 @@ class Samplers:
             row = self._reopened(owner, row)
             asked = self._operation(row, body, tokens)
             try:
-                return self._backend.post(owner, request, "sample", row["tenant"], asked, about)
+                posted = self._backend.post(owner, request, "sample", row["tenant"], asked, about)
             except Refused as error:
                 if error.status != 410:  # otherwise it was closed in this moment
                     raise
+            else:
+                if not _is_copy(row):  # what replaces it from now on is saved after this operation
+                    self._require_same(row)
+                return posted
         raise Refused(503, "the sampler is being opened again; try again")
 
     def _operation(self, row: Row, body: bodies.Sample, tokens: list[int]) -> dict[str, Any]:
@@ -274,3 +297,18 @@ class Samplers:
             case texts:
                 asked["stop"] = texts
         return asked
+
+
+def _is_copy(row: Row) -> bool:
+    """Whether a sampler samples from a copy of its checkpoint, which stays what it is, whatever the
+    path of the checkpoint names now."""
+    return row["name"].startswith(COPIED)
+
+
+def _is_free(registry: Registry, name: str) -> bool:
+    """Whether no tenant of the service ever had this name."""
+    try:
+        registry.get(name)
+    except NoTenant:
+        return True
+    return False

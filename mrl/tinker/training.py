@@ -143,6 +143,7 @@ class Training:
             name=name,
             path=str(path),
             tenant=model["tenant"],
+            saved=answer["request_id"],
         )
         return answer
 

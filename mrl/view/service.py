@@ -137,11 +137,14 @@ def table(
     empty if there is nothing to link to.
     """
     rows = []
+    of_past = {tenant.incarnation for tenant in past}
     found = totals.of({tenant.name: tenant.sequence for tenant in present})
     for tenant in sorted([*present, *past], key=lambda t: (t.state == "removed", t.sequence)):
         shown = describe(tenant)
         newest = [_short(shown["metrics"].get(key)) for _, key in NEWEST]
-        whole = [NOTHING] * len(OVER_ROUNDS) if tenant in past else _in_words(found[tenant.name])
+        whole = [NOTHING] * len(OVER_ROUNDS)
+        if tenant.incarnation not in of_past:
+            whole = _in_words(found[tenant.name])
         target, words = link(tenant)
         done = NOTHING if not target and tenant.state != "queued" else shown["steps_done"]
         rows.append(

@@ -221,6 +221,10 @@ def test_the_server_refuses_what_is_no_request():
         json.dumps({**good, "completions": [1]}): "completions must be a list of strings",
         json.dumps({**good, "columns": {"x": 1}}): "x must be a list of 1",
         json.dumps({**good, "columns": [1]}): "columns must be an object",
+        json.dumps({**good, "columns": {"prompts": ["x"]}}): "columns has prompts, which is",
+        json.dumps(
+            {**good, "columns": {"completions": ["x"]}}
+        ): "columns has completions, which is",
     }
     with served(f"{ZOO}:lengths") as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))

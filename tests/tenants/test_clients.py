@@ -116,6 +116,16 @@ def test_a_key_is_that_of_one_operation_of_one_life(ann: Session, control: Contr
     assert client.post("ann", {**body, "life": ann.life}) != first
 
 
+@pytest.mark.parametrize("operation", ["a b", "a\nb", "a?b#c", "\u00e4", "%41"])
+def test_an_id_that_is_none_is_refused_at_once(
+    ann: Session, control: Control, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    monkeypatch.setattr(client_module, "AGAIN_S", 0.0)
+    with pytest.raises(InputError) as error:
+        ControlClient(control.registry.root).operation("ann", operation)
+    assert repr(operation) in str(error.value)
+
+
 def test_a_busy_service_is_asked_again(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     client, call = ControlClient(control.registry.root), ControlClient._call
     refusals = [1, 2]

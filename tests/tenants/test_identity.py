@@ -254,6 +254,35 @@ def test_every_error_pauses_its_tenant_and_no_error_ends_the_service(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("error", [SystemExit(3), Untold()])
+def test_a_run_that_cannot_be_closed_ends_no_other(
+    made_once: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    world = World(tmp_path, made_once("tenants_model", make_model), "recipe")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(world.service.all[-1], "close", fail)
+    world.service._pause(world.service._runs["a"], "it failed")
+    world.do("resume")
+    with monkeypatch.context() as patch:  # it cannot be opened on another rank
+        patch.setattr(FakeRun, "close", fail)
+        patch.setattr(world.service._consensus, "first", lambda *_, **__: "no room")
+        world.service.follow_registry()
+    record = world.registry.get("a")
+    assert (record.state, record.reason, world.service._runs) == ("paused", "no room", {})
+    world.do("resume")
+    world.service.follow_registry()
+    monkeypatch.setattr(FakeRun, "close", fail)
+    world.service.close()
+    world.registry.close()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_clock_that_is_set_back_changes_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The training queue compares times."""
     wall_clock = itertools.count(1e9, -3600.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -182,6 +183,30 @@ def test_a_reason_that_no_file_can_have_is_escaped(registry: Registry, tmp_path:
     assert registry.try_move(registry.get("a").incarnation, "paused", "no \udce9")
     with reopened(registry) as again:
         assert again.get("a").reason == "no \\udce9"
+
+
+def test_a_state_that_cannot_be_written_for_any_reason_is_kept(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        registry.add(name, tenant(tmp_path / name))
+    folder = registry.root / "tenants/a"
+    folder.rename(tmp_path / "away")  # an administrator has moved it
+    assert registry.try_move(registry.get("a").incarnation, "running")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "state.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mrl.service.registry.write_whole", refused)
+        assert registry.try_move(registry.get("b").incarnation, "paused", "why")
+        assert registry.write_kept() == []
+    assert [each.state for each in registry.tenants()] == ["running", "paused"]
+    assert "Permission denied" in registry.kept["b"]
+    assert registry.write_kept() == ["b"]
+    (tmp_path / "away").rename(folder)
+    assert registry.write_kept() == ["a"]
+    assert [each.state for each in read_tenants(registry.root)] == ["running", "paused"]
 
 
 def test_tenants_that_no_longer_agree_are_paused(tmp_path: Path, model: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_service_goes_on_while_the_disk_of_its_folder_is_full(
     (found,) = run_ranks(1, a_service_on_a_full_disk, tmp_path, model, folder=tmp_path / "rank")
     assert {state for state, _ in found["full"].values()} == {"running"}  # of both, on the disk
     for name in ("ann", "bob"):
-        assert f"the disk refuses the state of tenant {name} (done)" in found["said"]
+        assert f"the state of tenant {name} (done) is only in memory: " in found["said"]
     assert found["said"].count("rows are left out until there is room") == 1
     assert "metrics.jsonl could not be written: the disk is full" in found["said"]
     assert "the disk is full" in found["refused"]

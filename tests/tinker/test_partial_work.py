@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from mrl.errors import DiskFailed
+from mrl.tinker.backend import Backend
+from mrl.tinker.bodies import CreateSampler
 from mrl.tinker.ledger import INDEXES, TABLES, Ledger
 from mrl.tinker.server import TinkerServer
+from mrl.web.limits import NotYet
 from parallel.checkpoint.manifest import write_manifest
+from tests.tenants.parts import session as client_session
 from tests.tinker.conftest import Api
 from tests.tinker.test_requests import PROTO, json_pass, request, sample
 from tests.tinker.test_wire import tensor
@@ -136,6 +140,128 @@ def test_a_sampler_goes_on_from_its_checkpoint(api: Api, state: Any) -> None:
     checkpoint = api.server.calls.checkpoints
     checkpoint.delete("ann", row["path"])  # and its copy
     assert api.server.calls.backend.saved(host.name, "sampler", row["name"]) is None
+
+
+def save_named(api: Api, model: str, seq_id: int, kind: str = "save_weights_for_sampler") -> None:
+    """Save a checkpoint under the name a, replacing a state of that name."""
+    more = {"overwrite": True} if kind == "save_weights" else {}
+    api.ask(kind, {"model_id": model, "seq_id": seq_id, "path": "a", **more})
+    *_, operation = api.taken(model)
+    folder = "states" if kind == "save_weights" else "samplers"
+    place = api.server.calls.backend.run_folder(api.tenant(model).name) / folder / "a/iter_0000000"
+    place.mkdir(parents=True, exist_ok=True)
+    write_manifest(place, {"trainer": {"weights_only": True}}, {})
+    api.answer(model, operation, {"version": 0, "folder": str(place), "name": "a"})
+    api.result(f"{model}:{seq_id}")
+
+
+def new_sampler(api: Api, session: str, number: int, path: str) -> str:
+    body = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
+    return api.ask("create_sampling_session", body)["sampling_session_id"]
+
+
+def test_a_sampler_never_samples_what_replaces_its_checkpoint(api: Api) -> None:
+    session = api.session()
+    model = api.model(session)
+    path, checkpoints = f"tinker://{model}/sampler_weights/a", api.server.calls.checkpoints
+    save_named(api, model, 1)
+    old = new_sampler(api, session, 0, path)
+    api.ask("asample", sample(old, 0))
+    checkpoints.delete("ann", path)
+    save_named(api, model, 2)
+    new = new_sampler(api, session, 1, path)
+    status, why = api.refused("asample", sample(old, 1))
+    assert (status, "was removed or replaced" in why) == (404, True)
+    api.ask("asample", sample(new, 1))
+    api.registry.move(api.tenant(model).name, "done")
+    assert api.refused("asample", sample(old, 2))[0] == 404
+    assert [each.name for each in api.registry.tenants() if "host" in each.name] == []
+
+
+def test_a_sampler_of_a_state_keeps_its_copy(api: Api) -> None:
+    session = api.session()
+    model = api.model(session)
+    save_named(api, model, 1, "save_weights")
+    sampler = new_sampler(api, session, 0, f"tinker://{model}/weights/a")
+    save_named(api, model, 2, "save_weights")
+    api.ask("asample", sample(sampler, 0))
+    (operation,) = api.taken(model)
+    assert operation.body.model_dump()["sampler"].startswith("copy.")
+    api.registry.move(api.tenant(model).name, "done")
+    assert api.refused("asample", sample(sampler, 1))[0] == 404
+
+
+def test_a_checkpoint_that_is_replaced_in_this_moment_is_not_sampled(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = api.session()
+    model = api.model(session)
+    save_named(api, model, 1)
+    path = f"tinker://{model}/sampler_weights/a"
+    sampler, post = new_sampler(api, session, 0, path), Backend.post
+
+    def late(backend: Backend, *arguments: Any) -> str:
+        monkeypatch.setattr(Backend, "post", post)
+        api.server.calls.checkpoints.delete("ann", path)
+        save_named(api, model, 2)
+        return post(backend, *arguments)
+
+    monkeypatch.setattr(Backend, "post", late)
+    assert api.refused("asample", sample(sampler, 0))[0] == 404
+
+
+def test_a_model_is_no_other_tenant_of_its_name(api: Api) -> None:
+    session = api.session()
+    model, base = api.model(session), api.server.calls.backend.model_name
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
+    sampler = api.ask("create_sampling_session", body)["sampling_session_id"]
+    api.ask("asample", sample(sampler, 0))
+    names = [each.name for each in api.registry.tenants()]
+    for name in names:
+        api.registry.move(name, "removed")
+        output = api.registry.root / "runs" / f"other-{name}"
+        other = api.registry.add(name, client_session(output), loop="client")
+        api.registry.operations.begin(other.incarnation, 0)
+    status, why = api.refused("optim_step", step(model, 1))
+    assert (status, "the model is removed" in why) == (410, True)
+    api.ask("unload_model", {"model_id": model})
+    api.ask("asample", sample(sampler, 1))
+    assert [each.state for each in api.registry.tenants()] == ["queued"] * 3
+    for name in names:
+        assert api.registry.operations.take(api.registry.get(name).incarnation) == []
+
+
+def test_a_host_that_nobody_waits_for_gives_its_place(api: Api) -> None:
+    """The service has room for three tenants."""
+    calls, sessions = api.server.calls, [api.session() for _ in range(3)]
+    model = api.model(sessions[0])
+    save_named(api, model, 1)
+    api.ask("unload_model", {"model_id": model})
+    path = f"tinker://{model}/sampler_weights/a"
+    asked = CreateSampler(session_id=sessions[0], sampling_session_seq_id=0, model_path=path)
+    with pytest.raises(NotYet):  # its client gives up
+        calls.samplers.create("ann", asked)
+    (host,) = [each.name for each in api.registry.tenants() if "host" in each.name]
+    for number in range(2):
+        api.model(sessions[1], number)
+    body = {
+        "session_id": sessions[2], "model_seq_id": 0, "lora_config": {"rank": 2},
+        "base_model": calls.backend.model_name,
+    }  # fmt: skip
+    assert "tenants.max_number=3" in api.refused("create_model", body)[1]
+    api.ask(f"sessions/{sessions[0]}/finish", {"reason": {"type": "success"}})
+    api.ask("create_model", body)
+    assert api.registry.get(host).state == "done"
+
+
+def test_a_ledger_without_a_column_gets_it(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.add("samplers", id="a", session="s")
+        ledger._run("alter table samplers drop column saved")
+    with Ledger(tmp_path) as ledger:
+        row = ledger.get("samplers", "a")
+    assert row is not None
+    assert (row["session"], row["saved"]) == ("s", None)
 
 
 def test_rows_are_looked_up_by_an_index(api: Api) -> None:

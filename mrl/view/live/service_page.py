@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from mrl.service.metrics import RoundTotals
-from mrl.service.record import STATE, Tenant, describe, read_past, read_tenants
+from mrl.service.record import REMOVED, STATE, Tenant, describe, read_past, read_tenants
 from mrl.system.json_text import is_number
 from mrl.view.facts import local_time, named_values, read_config
 from mrl.view.live.growing import GrowingCurves, drawn_values
@@ -19,6 +20,10 @@ from mrl.view.outcome import Row
 from mrl.view.series import notes_of, object_in
 from mrl.view.service import NEWEST, OVER_ROUNDS, SUMMARY, RoundNumbers, table
 from mrl.view.units import units_of
+
+REMOVED_S = 10.0
+"""Seconds between two looks at the files of removed tenants, which hardly change any more. A service
+may have thousands of them."""
 
 
 class ServicePage(LivePage):
@@ -39,8 +44,17 @@ class ServicePage(LivePage):
         self._summary: list[tuple[str, str]] = []
         self._config_text = ""
         self._config_notes: list[str] = []
-        self._records: Any = None
+        self._records: dict[Path, Signature] = {}
+        """The files and folders of all records, as they were when they were read last."""
+        self._watched: dict[Path, Signature] = {}
+        """Those of `_records` that are looked at in each poll: the ones of tenants that were not
+        removed, and the folders, which change when a tenant is added."""
+        self._due = 0.0
+        """When the files of removed tenants are looked at again (`time.monotonic`)."""
+        self._is_due = True
+        """Whether that is now."""
         self._described: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._linked: dict[str, tuple[str, str]] = {}
         self._table: list[dict[str, Any]] = []
 
     def _begin(self) -> None:
@@ -64,7 +78,7 @@ class ServicePage(LivePage):
             self._summary = named_values(tree, SUMMARY)
         self._read_tenants()
         self._table = table(
-            list(self.tenants.values()), self._past, self._totals, _link, self._describe
+            list(self.tenants.values()), self._past, self._totals, self._link, self._describe
         )
 
     def _read_rounds(self) -> None:
@@ -94,22 +108,45 @@ class ServicePage(LivePage):
         self.add_row({"step": row["step"], "values": values, "units": new})
 
     def _read_tenants(self) -> None:
+        is_same = all(signature(place) == seen for place, seen in self._watched.items())
+        self._is_due = not is_same or time.monotonic() >= self._due
+        if not self._is_due:
+            return
         folder = self.folder / "tenants"
-        files = sorted(folder.glob(f"*/{STATE}")) + sorted(folder.glob(f".removed/*/{STATE}"))
-        records = [(file, signature(file)) for file in files]
+        folders = [folder, folder / REMOVED]
+        files = [*folder.glob(f"*/{STATE}"), *folder.glob(f"{REMOVED}/*/{STATE}")]
+        records = {place: signature(place) for place in (*folders, *files)}
         if records != self._records:
             self.tenants = {tenant.name: tenant for tenant in read_tenants(self.folder)}
             self._past = read_past(self.folder)
             self._records = records
+        present = [each.name for each in self.tenants.values() if each.state != "removed"]
+        places = [*folders, *(folder / name / STATE for name in present)]
+        self._watched = {place: records.get(place) for place in places}
+        self._due = time.monotonic() + REMOVED_S
 
     def _describe(self, tenant: Tenant) -> dict[str, Any]:
         """Return `describe(tenant)`, which reads the end of the tenant's metrics, if they have changed
         since the last call."""
-        key = tenant, signature(Path(tenant.output_dir) / "metrics.jsonl")
         kept = self._described.get(tenant.incarnation)
+        if kept is not None and not self._is_due and tenant.state == "removed":
+            return kept[1]
+        key = tenant, signature(Path(tenant.output_dir) / "metrics.jsonl")
         if kept is None or kept[0] != key:
             kept = self._described[tenant.incarnation] = key, describe(tenant)
         return kept[1]
+
+    def _link(self, tenant: Tenant) -> tuple[str, str]:
+        """Return the query of the tenant's page, and the path of its run folder."""
+        kept = self._linked.get(tenant.incarnation)
+        if kept is not None and not self._is_due and tenant.state == "removed":
+            return kept
+        is_there = Path(tenant.output_dir).is_dir()
+        missing = f" (not there{' yet' * (tenant.state == 'queued')})"
+        words = tenant.output_dir + ("" if is_there else missing)
+        found = f"tenant={quote(tenant.name)}" if is_there else "", words
+        self._linked[tenant.incarnation] = found
+        return found
 
     def parts(self) -> dict[str, Any]:
         word = self.status.word(is_done=False, has_rows=self._num_rounds > 0)
@@ -166,11 +203,3 @@ class ServicePage(LivePage):
         drawn = self._curves.data()
         self._known = set(drawn["series"])
         return drawn | {"step": "round", "units": units_of(drawn["series"])}
-
-
-def _link(tenant: Tenant) -> tuple[str, str]:
-    """Return the query of the tenant's page, and the path of its run folder."""
-    is_there = Path(tenant.output_dir).is_dir()
-    missing = f" (not there{' yet' * (tenant.state == 'queued')})"
-    words = tenant.output_dir + ("" if is_there else missing)
-    return f"tenant={quote(tenant.name)}" if is_there else "", words

@@ -1,7 +1,8 @@
-"""The live page of a service and of a tenant, in a real browser."""
+"""The live page of a service and of a tenant, most of it in a real browser."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from mrl.run.json_lines import add_line
 from mrl.service.registry import Registry
 from mrl.view.live.server import LiveServer
-from tests.tenants.parts import make_model, service
+from mrl.view.live.service_page import ServicePage
+from tests.tenants.parts import make_model, service, tenant
 from tests.view.browser import open_browser
 from tests.view.invented import HOSTILE, metrics
 from tests.view.live.test_page import says, write_phase
@@ -67,3 +69,43 @@ def test_tenants_come_train_and_leave(registry: Registry) -> None:
         page.evaluate("document.querySelector('nav a').click()")
         says(page, "#tenant-table", "bob")
         assert page.errors == []
+
+
+def test_files_of_removed_tenants_are_seldom_looked_at(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(registry, "ann", *(f"gone{n}" for n in range(4)))
+    for number in range(4):
+        registry.move(f"gone{number}", "removed")
+    add_again(registry, "gone0")
+    registry.move("gone0", "removed")
+    page, looked = ServicePage(registry.root), list[Path]()
+    page.poll()
+    stat = Path.stat
+
+    def counted(path: Path, **more: bool) -> os.stat_result:
+        looked.append(path)
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", counted)
+    page.poll()
+    assert any("ann" in each.parts for each in looked)
+    assert [each for each in looked if "gone" in str(each)] == []
+    registry.move("ann", "paused", "why")
+    add_again(registry, "gone1")
+    page.poll()
+    assert {(each.name, each.state) for each in page.tenants.values()} == {
+        ("ann", "paused"), ("gone0", "removed"), ("gone1", "queued"), ("gone2", "removed"),
+        ("gone3", "removed"),
+    }  # fmt: skip
+    metrics_of = registry.root / "runs/gone2/metrics.jsonl"
+    metrics_of.parent.mkdir(parents=True)
+    add_line(metrics_of, {"step": 6})
+    page._due = 0.0  # it is time
+    page.poll()
+    shown = {row["name"]: row["steps"] for row in page.parts()["tenants"]["rows"]}
+    assert shown["gone2"].startswith("7 of ")
+
+
+def add_again(registry: Registry, name: str) -> None:
+    registry.add(name, tenant(registry.root / "runs" / f"{name}-again"))
