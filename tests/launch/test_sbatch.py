@@ -289,6 +289,18 @@ def test_restarts_by_slurm_itself_are_bounded_too(cluster, tmp_path):
     assert not (seen / "torchrun.json").exists()
 
 
+@pytest.mark.parametrize("torn", ["", "0", "0 x\n"])
+def test_a_count_of_restarts_that_was_cut_short_starts_anew(torn, cluster, tmp_path):
+    """The node that wrote it may have died; the job must not end without a word for that."""
+    environ, seen = cluster
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    (out / "logs/restarts_42").write_text(torn)
+    code, _ = submit(out, environ)
+    assert code == 0
+    assert (seen / "torchrun.json").exists()
+
+
 def test_a_slurm_that_does_not_requeue_is_asked_again(cluster, tmp_path):
     environ, seen = cluster
     sleep = tmp_path / "shims/sleep"
