@@ -35,6 +35,20 @@ def test_usage(cluster):
     assert run.stderr.startswith("usage: ")
 
 
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST"])
+def test_a_script_outside_of_a_job_says_so_and_writes_nothing(missing, cluster, tmp_path):
+    environ, _ = cluster
+    del environ[missing]
+    run = subprocess.run(
+        ["bash", SBATCH, "r.yaml", tmp_path / "out"],
+        env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"mrl: {SBATCH} is not in a job of SLURM; submit it: sbatch ")
+    assert len(run.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
     environ, seen = cluster
     out = tmp_path / "run folder"
