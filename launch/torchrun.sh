@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train on this machine:  launch/torchrun.sh RECIPE [key=value ...]
-# NPROC sets the number of processes; the default is one per GPU, or one if there are no GPUs. With a
-# disaggregated recipe (docs/async.md) the last rollout.num_ranks processes lead engines; without GPUs set
-# NPROC, because one process is too few.
+# NPROC sets the number of processes; the default is one per GPU (of CUDA_VISIBLE_DEVICES, if that is set),
+# or one if there are no GPUs. With a disaggregated recipe (docs/async.md) the last rollout.num_ranks
+# processes lead engines; without GPUs set NPROC, because one process is too few.
 # OMP_NUM_THREADS sets the threads of each process. With GPUs the default is the number of cores divided by
 # the number of processes (torchrun's default of one thread would make packing and loading slow); without
 # GPUs train.cpu_threads in the recipe applies.
@@ -25,6 +25,10 @@ num_gpus=0
 if command -v nvidia-smi > /dev/null; then
   # nvidia-smi fails if it is installed and there is no GPU; that counts as no GPU.
   num_gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l) || num_gpus=0
+fi
+if [[ $num_gpus -gt 0 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then # nvidia-smi lists hidden GPUs, too
+  IFS=, read -ra visible <<< "$CUDA_VISIBLE_DEVICES"
+  num_gpus=${#visible[@]}
 fi
 nproc="${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"
 if [[ ! $nproc =~ ^[1-9][0-9]*$ ]]; then

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -197,22 +197,30 @@ def _check_script(args: Any) -> None:
 
 
 def _check_flags(args: Any) -> None:
-    """Raise InputError if a flag has a value that torch would refuse with a traceback."""
+    """Raise InputError if a flag has a value that torch would refuse with a traceback, or with which no
+    rank would be started."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-    checks = [
-        ("--nnodes", args.nnodes, parse_min_max_nnodes, "a number of nodes, or MIN:MAX"),
-        ("--nproc-per-node", args.nproc_per_node, determine_local_world_size,
-         "a number of ranks, or gpu where there are GPUs"),
+    def are_nodes(text: str) -> bool:
+        least, most = parse_min_max_nnodes(text)
+        return 0 < least <= most
+
+    checks: list[tuple[str, Any, Callable[[Any], Any], str]] = [
+        ("--nnodes", args.nnodes, are_nodes, "a number of nodes above 0, or MIN:MAX"),
+        ("--nproc-per-node", args.nproc_per_node, lambda text: determine_local_world_size(text) > 0,
+         "a number of ranks above 0, or gpu where there are GPUs"),
+        ("--max-restarts", args.max_restarts, lambda number: number >= 0, "a number, 0 or above"),
+        ("--monitor-interval", args.monitor_interval, lambda seconds: seconds > 0,
+         "a number of seconds above 0"),
         ("--rdzv-endpoint", args.rdzv_endpoint, lambda text: parse_rendezvous_endpoint(text, 0),
          "HOST:PORT"),
     ]  # fmt: skip
-    for flag, given, read, expected in checks:
-        try:
-            read(given)
-        except (ValueError, RuntimeError):
-            raise InputError(f"{flag}: got {given!r}, expected {expected}") from None
+    for flag, given, accepts, expected in checks:
+        with suppress(ValueError, RuntimeError):
+            if accepts(given):
+                continue
+        raise InputError(f"{flag}: got {given!r}, expected {expected}")
 
 
 def _check_endpoint(args: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe.provenance import without_stale_tokens
 from moe.routes import Replay
+from moe.trace import joined_spans
 from mrl.config import AlgorithmConfig
 from mrl.exchange.rollouts import RolloutExchange
 from mrl.exchange.sharing import share_bytes
@@ -23,7 +24,15 @@ from mrl.learn.batching import make_train_batches
 from mrl.learn.guards import UpdateGuard, check_finite
 from mrl.learn.named_losses import LossOptions, NamedLoss
 from mrl.learn.packs import shared_tokens
-from mrl.types import LossOutput, MicroBatch, RoutingTrace, Sample, TrainBatch, VersionSpan
+from mrl.types import (
+    UNKNOWN_VERSION,
+    LossOutput,
+    MicroBatch,
+    RoutingTrace,
+    Sample,
+    TrainBatch,
+    VersionSpan,
+)
 from parallel.mesh import Mesh
 from parallel.policy import Policy
 from parallel.reduce import reduce_statistics
@@ -218,10 +227,24 @@ def _sample(group: int, prompt_len: int, given: Weighted) -> Sample:
         prompt_len=prompt_len,
         loss_mask=_in_loss(given),
         rollout_logprobs=torch.zeros(num_tokens) if old is None else old,
-        weight_versions=tuple(VersionSpan(row.version, prompt_len, num_tokens) for row in rows[:1]),
+        weight_versions=_token_versions(rows, prompt_len),
         finish_reason="length",
         routing=routing,
     )
+
+
+def _token_versions(rows: Sequence[VersionSpan], prompt_len: int) -> tuple[VersionSpan, ...]:
+    """Return the version spans of the tokens after the prompt, given those of the routes' rows: a token
+    was sampled by the weights that computed the row before it. Rows before the prompt's last one may be
+    older, as those of a cached prefix. For a row of unknown version, which is not replayed, the last
+    version stands in."""
+    known = [rows[-1].version if r.version == UNKNOWN_VERSION else r.version for r in rows]
+    spans = [
+        VersionSpan(version, max(row.start + 1, prompt_len), row.end + 1)
+        for version, row in zip(known, rows, strict=True)
+        if row.end + 1 > prompt_len
+    ]
+    return joined_spans((), spans)
 
 
 def _with_factors(batch: MicroBatch, sequences: Sequence[Weighted], scores_all: bool) -> MicroBatch:

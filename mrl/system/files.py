@@ -6,6 +6,7 @@ A process that is killed meanwhile leaves the hidden file behind; the next write
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ from typing import IO
 from mrl.errors import DISK_ERRORS, InputError
 
 _BY_WORDS = {os.strerror(number): number for number in DISK_ERRORS}
+_LIBC = ctypes.CDLL(None)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
@@ -70,6 +73,16 @@ def write_whole(
         content = content.encode()
     with replaced(file, durable=durable) as partial, partial.open("wb") as stream:
         stream.writelines([content] if isinstance(content, bytes) else content)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Let two files or folders in one folder exchange their names, in a single step. Return whether
+    that was done; some systems and file systems, such as network file systems, do not offer it."""
+    call = getattr(_LIBC, "renameat2", None)
+    if call is None:
+        return False
+    paths = os.fsencode(first), os.fsencode(second)
+    return call(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
 
 
 def disk_errno(error: BaseException) -> int | None:

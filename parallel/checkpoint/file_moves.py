@@ -59,6 +59,8 @@ def move_files(mesh: Mesh, moves: list[Move], folder: Path, listed: dict[str, Fi
         for file in files:
             if reason is None and not file.sends:
                 reason = _finish(file, folder, listed[file.move.name])
+    except OSError as error:  # the other ranks wait for this one's reason
+        reason = describe(error, folder)
     finally:
         _close(files, folder)
     if reason := first_reason(reason):

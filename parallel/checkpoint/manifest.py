@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.errors import InputError
-from mrl.system.files import sync, write_whole
+from mrl.system.files import exchange, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -204,9 +204,12 @@ def publish(root: Path, step: int, keep: int) -> Path:
     replaced = root / f".{final.name}.replaced"
     sync(partial)
     shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():  # the run was set back to an earlier step
-        final.rename(replaced)
-    partial.rename(final)
+    # There is a checkpoint of this step if the run was set back, or if a name is used again. Where the
+    # two cannot be exchanged, a crash between the renames would leave neither under the name.
+    if not (final.exists() and exchange(partial, final)):
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
     point_to(root, step)
     # Later checkpoints of a run that was set back are kept. Interrupted saves leave hidden folders.
     upto = [number for number in steps(root) if number <= step]

@@ -251,9 +251,13 @@ class Snapshots(Checkpoints):
     def _spread(self, folder: Path, step: int) -> None:
         """Send the small files to every node, and copies of each node's shares to the next node.
         Then write the note of the snapshot, and remove older snapshots."""
-        first = [(small_files(folder), listed_files(folder)) if self.mesh.rank == 0 else None]
+        first: list[Any] = [None]
+
+        def read() -> None:
+            first[0] = small_files(folder), listed_files(folder)
+
+        on_ranks(self.mesh, (0,), folder, read)
         dist.broadcast_object_list(first)
-        assert first[0] is not None
         small, listed = first[0]
         if len(self.nodes) > 1:
             unnamed = manifest.partial_folder(self.root, step)
@@ -272,9 +276,12 @@ class Snapshots(Checkpoints):
             self._copy_bytes = sum(listed[move.name].num_bytes for move in moves)
         places = gather_objects((socket.gethostname(), str(self.root)))
         nodes = [{"host": places[r][0], "folder": places[r][1]} for r in self.folder_ranks]
-        digest = manifest.record(folder / manifest.MANIFEST).sha256
-        note = Note(step, digest, newest_checkpoint(self.run), nodes)
-        on_ranks(self.mesh, (0,), self.run, lambda: write_note(self.run, note))
+
+        def write() -> None:
+            digest = manifest.record(folder / manifest.MANIFEST).sha256
+            write_note(self.run, Note(step, digest, newest_checkpoint(self.run), nodes))
+
+        on_ranks(self.mesh, (0,), self.run, write)
         on_ranks(self.mesh, self.folder_ranks, folder, lambda: self._node.clear(folder.name))
         self._num_bytes = sum(record.num_bytes for record in listed.values())
 

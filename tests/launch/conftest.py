@@ -58,6 +58,9 @@ fi
 """
 
 
+UNSET = ("OMP_NUM_THREADS", "NPROC", "CUDA_VISIBLE_DEVICES")
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> tuple[dict[str, str], Path]:
     """An environment with the stand-ins first in PATH, and the folder of what they saw."""
@@ -74,7 +77,7 @@ def cluster(tmp_path: Path) -> tuple[dict[str, str], Path]:
     ):
         (shims / name).write_text(text)
         (shims / name).chmod(0o755)
-    environ = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "NPROC")}
+    environ = {k: v for k, v in os.environ.items() if k not in UNSET}
     environ |= {
         "PATH": f"{shims}:{os.environ['PATH']}",
         "SEEN": str(seen),

@@ -46,6 +46,9 @@ def test_torchrun_counts_gpus_unless_told(cluster):
         ({"NPROC": "2"}, ("2", "13")),
         ({"NPROC": "40"}, ("40", "1")),
         ({"OMP_NUM_THREADS": "5"}, ("3", "5")),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, ("2", "13")),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, ("1", "26")),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ("1", None)),
     ):
         subprocess.run([TORCHRUN, "r.yaml"], env=environ | variables, check=True)
         words, threads = torchrun_saw(seen)

@@ -122,6 +122,21 @@ def test_a_flag_that_torch_cannot_read_is_one_line(flag: str) -> None:
     _check_flags(parse_args(["--nnodes=1:4", "--rdzv-endpoint=node1", "script.py"]))
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--max-restarts=-1", "--nproc-per-node=0", "--nproc-per-node=-2", "--nnodes=0"),
+        *("--nnodes=3:1", "--monitor-interval=0"),
+    ],
+)
+def test_a_number_with_which_no_rank_starts_is_one_line(flag: str) -> None:
+    """With -1 restarts the launcher would end with code 0 at once; torch refuses the others late."""
+    name, _, given = flag.partition("=")
+    with pytest.raises(InputError, match=f"^{name}: got '?{given}'?(\\.0)?, expected "):
+        _check_flags(parse_args([flag, "script.py"]))
+    _check_flags(parse_args(["--max-restarts=0", "--nproc-per-node=1", "script.py"]))
+
+
 @pytest.mark.release
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

@@ -35,6 +35,20 @@ def test_usage(cluster):
     assert run.stderr.startswith("usage: ")
 
 
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST"])
+def test_a_script_outside_of_a_job_says_so_and_writes_nothing(missing, cluster, tmp_path):
+    environ, _ = cluster
+    del environ[missing]
+    run = subprocess.run(
+        ["bash", SBATCH, "r.yaml", tmp_path / "out"],
+        env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"mrl: {SBATCH} is not in a job of SLURM; submit it: sbatch ")
+    assert len(run.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_sbatch_forms_the_multi_node_command(cluster, tmp_path):
     environ, seen = cluster
     out = tmp_path / "run folder"
@@ -287,6 +301,18 @@ def test_restarts_by_slurm_itself_are_bounded_too(cluster, tmp_path):
     assert code == 70
     assert "mrl: not started, as 4 restarts in a row kept no step after step 0" in log
     assert not (seen / "torchrun.json").exists()
+
+
+@pytest.mark.parametrize("torn", ["", "0", "0 x\n"])
+def test_a_count_of_restarts_that_was_cut_short_starts_anew(torn, cluster, tmp_path):
+    """The node that wrote it may have died; the job must not end without a word for that."""
+    environ, seen = cluster
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    (out / "logs/restarts_42").write_text(torn)
+    code, _ = submit(out, environ)
+    assert code == 0
+    assert (seen / "torchrun.json").exists()
 
 
 def test_a_slurm_that_does_not_requeue_is_asked_again(cluster, tmp_path):

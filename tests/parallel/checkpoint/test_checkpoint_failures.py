@@ -13,10 +13,12 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from mrl.errors import RunFailed
+from parallel.checkpoint import manifest
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.checkpoint.manifest import LATEST, damage, folder_name, latest_step
 from tests.parallel.checkpoint.test_checkpoint_layouts import build
@@ -264,3 +266,35 @@ def test_a_damaged_checkpoint_is_set_aside_and_pushes_no_good_one_out(
     assert "__1_0.distcp has" in outs[0]["said"][0]
     assert f"{folder_name(20)} is kept as {aside[0]}" in outs[0]["said"][1]
     assert len(outs[0]["said"]) == 4
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_crash_while_a_checkpoint_replaces_one_of_its_step_leaves_one_of_both(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a session saves the same version under the same name again."""
+
+    def publish(text: str) -> Path:
+        unnamed = manifest.partial_folder(tmp_path, 10)
+        unnamed.mkdir()
+        (unnamed / "weights").write_text(text)
+        files = {"weights": manifest.record(unnamed / "weights")}
+        manifest.write_manifest(unnamed, {"step": 10}, files)
+        return manifest.publish(tmp_path, 10, keep=1)
+
+    final, seen = publish("old"), list[bool]()
+    rename = Path.rename
+
+    def noting(self: Path, target: Path) -> Path:
+        done = rename(self, target)
+        seen.append(final.exists())
+        return done
+
+    monkeypatch.setattr(Path, "rename", noting)
+    if not can_exchange:  # as on a network file system
+        monkeypatch.setattr(manifest, "exchange", lambda first, second: False)
+    assert publish("new") == final
+    assert all(seen) == can_exchange
+    assert manifest.damage(final) is None
+    assert (final / "weights").read_text() == "new"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [final.name, manifest.LATEST]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moe.routes import Replay
-from mrl.errors import InputError
+from mrl.errors import DiskFailed, InputError
 from mrl.types import Sample
-from parallel.checkpoint import manifest, node_folder
+from parallel.checkpoint import file_moves, manifest, node_folder
 from parallel.checkpoint import snapshots as module
-from parallel.checkpoint.manifest import MANIFEST, damage, point_to, record
+from parallel.checkpoint.file_moves import Move
+from parallel.checkpoint.manifest import MANIFEST, FileRecord, damage, point_to, record
 from parallel.checkpoint.node_folder import SWEPT_AFTER_S, NodeFolder
 from parallel.checkpoint.snapshot_note import NOTE, Note, note_to_resume, read_note, write_note
 from parallel.checkpoint.snapshots import Snapshots
@@ -133,6 +137,30 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_received_file_that_cannot_be_synced_is_a_reason_for_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other ranks wait for the reason of this one, and the run continues without the snapshot."""
+    mesh: Any = SimpleNamespace(rank=0)
+    told: list[str | None] = []
+
+    def agreed(reason: str | None) -> str | None:
+        told.append(reason)
+        return reason
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file_moves, "first_reason", agreed)
+    monkeypatch.setattr(os, "fsync", full)
+    empty = FileRecord(0, hashlib.sha256().hexdigest())  # nothing has to be sent for it
+    with pytest.raises(DiskFailed, match="the disk is full"):
+        file_moves.move_files(mesh, [Move(1, 0, "a")], tmp_path, {"a": empty})
+    assert told[0] is None
+    assert "the disk is full" in str(told[1])
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_node_has_its_shares_and_a_neighbours(
