@@ -41,10 +41,14 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, folder: Path
         try:
             for rank in range(world):
                 ranks.append(start_fork(_rank, rank, world, port, function, args, folder))
-            while running := [rank for rank in ranks if rank.exitcode is None]:
-                wait([rank.sentinel for rank in running])
-                if any(rank.exitcode for rank in ranks):  # the others wait for it in a collective
-                    raise AssertionError(_tracebacks(folder))
+            # Where one rank fails, the others wait for it in a collective.
+            while not any(rank.exitcode for rank in ranks):
+                running = [rank.sentinel for rank in ranks if rank.exitcode is None]
+                if not running:
+                    break
+                wait(running)
+            if any(rank.exitcode for rank in ranks):
+                raise AssertionError(_tracebacks(folder))
         finally:
             for rank in ranks:
                 rank.kill()

@@ -55,7 +55,6 @@ def test_the_engine_computes_in_the_trainers_dtype_unless_told() -> None:
         ("log_level", "info", "would print the key"),
         ("preferred_sampling_params", '{"min_p": 0.1}', "log-probs and masks rely on it"),
         ("attention_backnd", "triton", "did you mean 'attention_backend'?"),
-        ("watchdog_timeout", {1}, "expected a JSON value"),
         ("moe_runner_backend", "tritn", "SGLang expects one of auto, deep_gemm, triton"),
         ("moe_a2a_backend", "deep_ep", "SGLang expects one of none, deepep"),
         ("chunked_prefill_size", "4096", "SGLang expects int or null"),
