@@ -140,7 +140,7 @@ def test_the_record_of_a_run_whose_output_was_closed_has_the_exit_code_of_the_co
         found = read_failure(tmp_path)
         assert found is not None
         assert found.exit_code == code
-        del error.__mrl_failure__  # type: ignore[attr-defined]
+        del vars(error)["__mrl_failure__"]
         if code == ExitCode.UNFORESEEN:  # the pipe is still open: another one broke
             os.close(read)
     os.close(write)

@@ -211,8 +211,8 @@ def test_how_a_run_ends_is_noted_in_no_other_record(
     assert found == {"failed": "queued", "finished": "queued"}
 
 
-class Untold(Exception):
-    """An error of a tenant's code that cannot be told."""
+class WithoutText(Exception):
+    """An error of a tenant's code whose text cannot be read."""
 
     def __str__(self) -> str:
         raise KeyError("no text")
@@ -237,7 +237,7 @@ def test_every_error_pauses_its_tenant_and_no_error_ends_the_service(
         (ValueError(" "), "ValueError"),
         (ValueError("no \udce9"), "no \\udce9"),
         (KeyError("a"), "KeyError: 'a'"),
-        (Untold(), "Untold: its str() raises KeyError"),
+        (WithoutText(), "WithoutText: its str() raises KeyError"),
     ):
         run = world.service._runs["a"]
 
@@ -254,7 +254,7 @@ def test_every_error_pauses_its_tenant_and_no_error_ends_the_service(
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("error", [SystemExit(3), Untold()])
+@pytest.mark.parametrize("error", [SystemExit(3), WithoutText()])
 def test_a_run_that_cannot_be_closed_ends_no_other(
     made_once: Callable[..., Path],
     tmp_path: Path,

@@ -144,10 +144,10 @@ def test_a_received_file_that_cannot_be_synced_is_a_reason_for_all_ranks(
 ) -> None:
     """The other ranks wait for the reason of this one, and the run continues without the snapshot."""
     mesh: Any = SimpleNamespace(rank=0)
-    told: list[str | None] = []
+    reasons: list[str | None] = []
 
     def agreed(reason: str | None) -> str | None:
-        told.append(reason)
+        reasons.append(reason)
         return reason
 
     def full(descriptor: int) -> None:
@@ -158,8 +158,8 @@ def test_a_received_file_that_cannot_be_synced_is_a_reason_for_all_ranks(
     empty = FileRecord(0, hashlib.sha256().hexdigest())  # nothing has to be sent for it
     with pytest.raises(DiskFailed, match="the disk is full"):
         file_moves.move_files(mesh, [Move(1, 0, "a")], tmp_path, {"a": empty})
-    assert told[0] is None
-    assert "the disk is full" in str(told[1])
+    assert reasons[0] is None
+    assert "the disk is full" in str(reasons[1])
     assert not list(tmp_path.iterdir())
 
 
