@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from mrl.collect.endpoint.answers import chat_response
+from mrl.collect.endpoint.app import _parsed
 from mrl.collect.endpoint.bodies import Wanted
 from mrl.collect.endpoint.generation import Generation
-from mrl.collect.endpoint.messages import read_messages
+from mrl.collect.endpoint.messages import for_template, read_messages
 from mrl.collect.endpoint.refused import Refused
 from mrl.collect.endpoint.texts import as_text
 from mrl.collect.endpoint.turns import Asked, Caller
@@ -87,6 +88,16 @@ def test_a_tool_call_may_have_no_arguments(engine, arguments):
         "name": "now",
         "arguments": "{}",
     }
+
+
+def test_json_of_any_depth_is_no_fault():
+    """At some depth Python can still read it, and can no longer write it."""
+    for depth in range(700, 1010):
+        deep = "[" * depth + "]" * depth
+        call = {"function": {"name": "add", "arguments": deep}}
+        for_template([{"role": "assistant", "tool_calls": [call]}])
+        with pytest.raises(Refused, match=r"the body is (not JSON|a list)"):
+            _parsed(deep.encode())
 
 
 @pytest.mark.parametrize(

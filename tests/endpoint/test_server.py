@@ -7,6 +7,7 @@ import threading
 import httpx
 import pytest
 
+from mrl.collect.endpoint import answers
 from mrl.collect.endpoint.server import EndpointServer
 from mrl.engines.sampling import SamplingParams
 from tests.endpoint.speaking import (
@@ -89,6 +90,23 @@ def test_a_stream_and_tools(client, engine, record):
     result = {"role": "tool", "tool_call_id": whole.tool_calls[0].id, "content": "2"}
     client.chat.completions.create(model="x", messages=[*QUESTION, whole, result], tools=TOOLS)
     assert [len(leaf.messages) for leaf in record.leaves] == [2, 4]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_stream_that_its_agent_closes_is_not_recorded(server, record, monkeypatch, *, is_read):
+    """It is larger than the buffers of a connection, so the server notices that it is closed."""
+    events = [b": " + b"x" * (1 << 20) + b"\n\n"] * 24
+    monkeypatch.setattr(answers, "chat_events", lambda *_: iter([*events, answers.DONE]))
+    url, headers = f"{server.address}/chat/completions", {"Authorization": "Bearer the key"}
+    body = {"model": "x", "messages": QUESTION, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=headers) as answer:
+        assert answer.is_success
+        num_bytes = sum(map(len, answer.iter_raw())) if is_read else 0
+    if is_read:
+        assert num_bytes > 24 << 20
+    else:
+        wait_until(lambda: not record.leaves)
+    assert len(record.leaves) == is_read
 
 
 def test_completions(client, engine):

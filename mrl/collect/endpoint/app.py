@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from mrl.collect.endpoint import answers, bodies
 from mrl.collect.endpoint.messages import read_messages
@@ -113,7 +114,8 @@ class App:
         episode: EpisodeRecord,
         body: dict[str, Any],
     ) -> Response:
-        """Run `call` in a thread. If the caller goes away meanwhile, abort what it asked for."""
+        """Run `call` in a thread. If the caller goes away meanwhile, abort what it asked for; if it
+        goes away before the response is sent, forget the answers."""
         caller, loop = Caller(), asyncio.get_running_loop()
         future = loop.run_in_executor(self._threads, call, episode, body, caller)
         while True:
@@ -121,7 +123,7 @@ class App:
             if caller.is_gone or await request.is_disconnected():
                 await asyncio.to_thread(episode.drop, caller)
             if done:
-                return future.result()
+                return _Dropping(future.result(), episode, caller)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -205,6 +207,21 @@ def _tokenize(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> R
     )
 
 
+class _Dropping(Response):
+    """A response whose answers are forgotten if the caller goes away before the response is sent."""
+
+    def __init__(self, response: Response, episode: EpisodeRecord, caller: Caller) -> None:
+        self._response, self._episode, self._caller = response, episode, caller
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = scope["state"]["connection"].cycle
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            if not cycle.response_complete:
+                await asyncio.to_thread(self._episode.drop, self._caller)
+
+
 def _stream(events: Iterator[bytes]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream")
 
@@ -222,11 +239,12 @@ async def _content(request: Request) -> bytes:
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         body = json.loads(content)
+        half = unpaired_surrogate(body)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON") from None
     if not isinstance(body, dict):
         raise Refused(400, f"the body is a {type(body).__name__}, expected a JSON object")
-    if half := unpaired_surrogate(body):
+    if half:
         raise Refused(400, f"the body has {half}, half of a surrogate pair and not a character")
     return body
 

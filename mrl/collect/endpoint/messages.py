@@ -150,9 +150,9 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
+        if unpaired_surrogate(arguments):
+            return call
     except (ValueError, RecursionError):
-        return call
-    if unpaired_surrogate(arguments):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
