@@ -274,9 +274,9 @@ class Registry(Closing):
     def _settle_all(self) -> None:
         """Update the stored recipes of queued and running tenants with the service's values.
 
-        Tenants whose recipe no longer fits are paused. Reading a recipe can run code of its tenant,
-        so `Crashes` counts it as the tenant's work. Tenants during whose work the service ended too
-        often are paused, and their recipes are not read.
+        Tenants whose recipe no longer fits, or cannot be written, are paused. Reading a recipe can run
+        code of its tenant, so `Crashes` counts it as the tenant's work. Tenants during whose work the
+        service ended too often are paused, and their recipes are not read.
         """
         crashes = Crashes(self.root)
         crash_looping = crashes.pop_crash_looping()
@@ -290,10 +290,15 @@ class Registry(Closing):
             crashes.begin(tenant.incarnation, -1)
             try:
                 recipe = self.recipe(tenant.name)  # can import code of the tenant
-            except InputError as error:
-                self.move(tenant.name, "paused", str(error))
-            else:
                 dump_recipe(recipe, tenant_folder(self.root, tenant.name) / RECIPE)
+            except InputError as error:
+                self.try_move(tenant.incarnation, "paused", str(error))
+            except OSError as error:
+                if disk.refusal(error, self.root):  # then no tenant could write anything
+                    raise
+                why = disk.describe(error, self.root)
+                self.try_move(tenant.incarnation, "paused", why)
+                console.warning(f"tenant {tenant.name} is paused: {why}")
         crashes.end()
 
     def _write_new(self, tenant: Tenant, recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.config.suggest import all_keys
 from mrl.errors import InputError
 from mrl.service.agreement import resolve_tenant
+from mrl.service.registry import Registry
 from tests.tenants.parts import service, tenant
 
 
@@ -203,3 +204,22 @@ def test_whatever_a_key_holds_is_refused_in_one_line_or_stored(tmp_path: Path, m
             assert resolve_tenant(ours, stored, "a", is_record=True) == recipe
     assert len(refusals) > 150
     assert not [each for each in refusals if "\n" in each]
+
+
+def test_a_tenant_whose_files_cannot_be_written_hinders_no_other_at_a_start(
+    tmp_path: Path, model: Path
+) -> None:
+    with Registry(service(tmp_path, model)) as registry:
+        for name in ("a", "b", "c"):
+            registry.add(name, tenant(tmp_path / name))
+        blocked = [
+            registry.root / "tenants/a/.recipe.yaml.partial",
+            registry.root / "tenants/b/.state.json.partial",
+        ]
+    (registry.root / "tenants/b/recipe.yaml").write_text("damaged")
+    for folder in blocked:
+        folder.mkdir()
+    with Registry(registry.service) as again:
+        assert [each.state for each in again.tenants()] == ["paused", "paused", "queued"]
+        assert "Is a directory" in again.get("a").reason
+        assert list(again.kept) == ["b"]
