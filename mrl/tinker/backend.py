@@ -42,7 +42,8 @@ EXPORTED = "export."
 """Prefix of the names of samplers that are written for an export. Clients cannot use it."""
 NOT_YOURS = "there is no {what} {key!r} that this key owns"
 USES = ("models", "samplers", "hosts")
-"""The tables whose rows name a session of the service, and a client's session that uses it."""
+"""The tables whose rows name a session of the service, and a client's session that uses it. `hosts` has
+those that only sample, and those of models that are being created."""
 UNFINISHED = ("queued", "running")
 """States of an operation, and of a session of the service, that others follow."""
 WILL_FAIL = (

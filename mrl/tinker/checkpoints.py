@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from mrl.errors import DiskFailed
+from mrl.run import console
 from mrl.service.sessions.saved import remove_saved
 from mrl.tinker import bodies, paths
 from mrl.tinker.backend import FOLDERS, NOT_YOURS, UNFINISHED, Backend, Row, saved_name
@@ -168,21 +170,35 @@ class Checkpoints:
         if row is None:
             return None
         if has_expired(row):
-            self._remove(row)
+            self._expire(row)
             return None
         model = self._ledger.get("models", row["run"])
         row["tenant"] = "" if model is None else model["tenant"]
         if row["folder"]:
             return row if Path(row["folder"]).is_dir() else None
-        request = self._ledger.get("requests", row["request"])
-        if request is not None and self._backend.look(request)["state"] in UNFINISHED:
+        if self._is_pending(row):
             return row
         if (found := self._backend.saved(row["tenant"], row["kind"], row["name"])) is None:
-            self._ledger.remove("checkpoints", row["path"])
+            self._forget(row)
             return None
         row["folder"], row["size"] = str(found.folder), found.num_bytes
         self._ledger.set("checkpoints", row["path"], folder=row["folder"], size=row["size"])
         return row
+
+    def _is_pending(self, row: Row) -> bool:
+        """Whether the operation that writes a checkpoint is under way."""
+        request = None if row["folder"] else self._ledger.get("requests", row["request"])
+        return request is not None and self._backend.look(request)["state"] in UNFINISHED
+
+    def _expire(self, row: Row) -> None:
+        """Remove a checkpoint that its user no longer asks for. One that is being written, or whose
+        files cannot be removed, is removed by a later call."""
+        if self._is_pending(row):
+            return
+        try:
+            self._remove(row)
+        except (DiskFailed, OSError) as error:
+            console.warning(f"{row['path']} is not removed: {' '.join(str(error).split())[:300]}")
 
     def _remove(self, row: Row) -> None:
         """Remove a checkpoint: its record last, without which its files could not be removed."""
@@ -194,9 +210,13 @@ class Checkpoints:
         name = copy_name(row)
         for copy in (self._backend.registry.root / "runs").glob(f"*/samplers/{name}"):
             remove_saved(copy.parents[1], "samplers", name)
+        self._forget(row)
+
+    def _forget(self, row: Row) -> None:
+        """Remove the record of a checkpoint, unless another one has its path now."""
         with self._ledger.together():
             now = self._ledger.get("checkpoints", row["path"])
-            if now is not None and now["created"] == row["created"]:  # no other has its path now
+            if now is not None and now["created"] == row["created"]:
                 self._ledger.remove("checkpoints", row["path"])
 
     def _remove_export(self, row: Row) -> None:
@@ -214,11 +234,11 @@ class Checkpoints:
         """Remove what has expired of a model, and the oldest of its samplers without a name."""
         rows = self._ledger.find("checkpoints", run=run)
         for row in filter(has_expired, rows):
-            self._remove(row)
+            self._expire(row)
         unnamed = [row for row in rows if is_ephemeral(row) and not has_expired(row)]
         for row in unnamed[:-KEPT_EPHEMERAL]:
             if (settled := self._settled(row)) is not None and settled["folder"]:
-                self._remove(settled)
+                self._expire(settled)
 
 
 def copy_name(row: Row) -> str:

@@ -138,6 +138,8 @@ class Models:
             if seed is None:  # the same again if the request is repeated
                 named = int(hashlib.sha256(model.encode()).hexdigest()[:7], 16)
                 seed = named if known is None else known["seed"]
+            # Before it is added, so that it gives its place even if the service is killed now.
+            self._ledger.add("hosts", tenant=name, session=session, created=time.time())
             try:
                 tenant = self._backend.add_tenant(
                     name,
@@ -147,22 +149,24 @@ class Models:
                 )
             except InputError as error:
                 raise Refused(400, str(error)) from None
-            self._ledger.add(
-                "models",
-                id=model,
-                session=session,
-                owner=owner,
-                base=base,
-                tenant=name,
-                sequence=tenant.sequence,
-                rank=lora.rank,
-                seed=seed,
-                attn=lora.train_attn,
-                mlp=lora.train_mlp,
-                unembed=lora.train_unembed,
-                metadata=metadata,
-                created=time.time(),
-            )
+            with self._ledger.together():
+                self._ledger.add(
+                    "models",
+                    id=model,
+                    session=session,
+                    owner=owner,
+                    base=base,
+                    tenant=name,
+                    sequence=tenant.sequence,
+                    rank=lora.rank,
+                    seed=seed,
+                    attn=lora.train_attn,
+                    mlp=lora.train_mlp,
+                    unembed=lora.train_unembed,
+                    metadata=metadata,
+                    created=time.time(),
+                )
+                self._ledger.remove("hosts", name)
             post(name)
         if lora.train_unembed:
             console.warning(f"model {model} of {owner}: {UNEMBED}")
