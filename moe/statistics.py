@@ -262,8 +262,11 @@ def load_ratios(loads: Mapping[int, Tensor]) -> Statistics:
     """Compute the statistics that `RoutingCounter.load_statistics` describes.
 
     loads: maps a layer number to i64[E], the load of each expert in this layer, summed over all
-    ranks.
+    ranks. A layer without a counted token has no ratios, so it is left out.
     """
+    loads = {number: load for number, load in loads.items() if load.any()}
+    if not loads:
+        return {}
     counts = torch.stack(list(loads.values())).double()  # [L, E]
     num_experts = counts.shape[-1]
     shares = counts / counts.sum(-1, keepdim=True)

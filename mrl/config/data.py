@@ -94,7 +94,7 @@ class DataConfig(Branch):
     splits, such as a file, `train` is all rows, and another split is refused."""
     subset: str | None = None
     """The subset, such as `main`, of a data set on the Hugging Face hub that has several subsets
-    (`name` in `datasets.load_dataset`)."""
+    (`name` in `datasets.load_dataset`). For any other data it is refused."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """For the path `environment:tasks`: keys merged over `environment.arguments` when the tasks are
     loaded, such as `{taskset: {split: test}}` or `{select: {limit: 100}}`."""

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from mrl.config.data import ENVIRONMENT_TASKS
 from mrl.data import arrow
-from mrl.data.splits import check_split
+from mrl.data.splits import check_no_subset, check_split
 from mrl.errors import InputError
 from mrl.system.json_text import each_key_once, unpaired_surrogate
 
@@ -47,11 +47,13 @@ def read_all_rows(
     A path is a file, a folder written by `save_to_disk`, a glob pattern, or a hub id
     (`owner/name`). The files of a glob are read in the order of their names. `split` applies to
     folders and hub ids, `subset` to hub ids. `tasks` returns the rows of ENVIRONMENT_TASKS. Raises
-    InputError if a path does not exist, cannot be read as data, has no rows, or has no splits
-    although `split` is not `train`.
+    InputError if a path does not exist, cannot be read as data, has no rows, has no splits although
+    `split` is not `train`, or is no hub id although there is a `subset`.
     """
     for path in paths:
         text = str(path)
+        if text == ENVIRONMENT_TASKS or os.path.exists(text) or glob.has_magic(text):
+            check_no_subset(text, subset)
         if text == ENVIRONMENT_TASKS:
             check_split(text, split, "the tasks of an environment have")
             yield from _some(_read_tasks(tasks), text)

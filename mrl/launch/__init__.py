@@ -206,6 +206,10 @@ def _check_flags(args: Any) -> None:
         least, most = parse_min_max_nnodes(text)
         return 0 < least <= most
 
+    def are_pairs(text: str) -> bool:
+        pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
+        return all(key.strip() and value.strip() for key, _, value in pairs)
+
     checks: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         ("--nnodes", args.nnodes, are_nodes, "a number of nodes above 0, or MIN:MAX"),
         ("--nproc-per-node", args.nproc_per_node, lambda text: determine_local_world_size(text) > 0,
@@ -215,6 +219,7 @@ def _check_flags(args: Any) -> None:
          "a number of seconds above 0"),
         ("--rdzv-endpoint", args.rdzv_endpoint, lambda text: parse_rendezvous_endpoint(text, 0),
          "HOST:PORT"),
+        ("--rdzv-conf", args.rdzv_conf, are_pairs, "KEY=VALUE, or several with commas between them"),
     ]  # fmt: skip
     for flag, given, accepts, expected in checks:
         with suppress(ValueError, RuntimeError):

@@ -39,7 +39,7 @@ NOT_ASKED = ("output_dir",)
 @dataclass(frozen=True)
 class Pair:
     """A named value in each of the two runs. For a run that has no such value, it is None, or NOT_GIVEN
-    for a free key of the recipe, where null is a value."""
+    for a free key of the recipe and for a metric, where null is a value."""
 
     key: str
     a: Any
@@ -167,7 +167,12 @@ def _versions(folder: RunFolder) -> dict[str, str]:
 
 def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Divergence | None:
     for step in sorted(a.keys() & b.keys()):
-        if pairs := differences(a[step], b[step], MACHINE):
+        # The keys of a row depend on the step. A metric that is null was computed, and is not finite.
+        rows = [
+            {**dict.fromkeys(a[step].keys() | b[step].keys(), NOT_GIVEN), **row}
+            for row in (a[step], b[step])
+        ]
+        if pairs := differences(*rows, MACHINE):
             return Divergence(step, sorted(pairs, key=lambda p: -(p.difference or 0.0)))
     return None
 

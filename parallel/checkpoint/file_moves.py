@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -128,9 +129,11 @@ def _finish(file: _File, folder: Path, listed: FileRecord) -> str | None:
 
 def _close(files: list[_File], folder: Path) -> None:
     for file in files:
-        os.close(file.descriptor)
+        with suppress(OSError):  # the other ranks wait for this one's reason
+            os.close(file.descriptor)
         if not file.sends:
-            _partial(folder, file.move.name).unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only disk; the file is then left over
+                _partial(folder, file.move.name).unlink(missing_ok=True)
 
 
 def _partial(folder: Path, name: str) -> Path:

@@ -139,7 +139,7 @@ class ShardWriter:
             if time.monotonic() > deadline:
                 raise RunFailed(f"rank {missing[0]} has not written its share in {timeout_s:g} s")
             time.sleep(POLL_S)
-        self._accept([self._read_report(rank) or {} for rank in ranks])
+        self._accept([self._read_report(rank) or {} for rank in ranks], ranks[0])
 
     def all_have_reported(self) -> bool:
         """Return, on rank 0, whether all ranks have reported. If so, `wait` does not block."""
@@ -162,8 +162,9 @@ class ShardWriter:
             self._report_file(rank).unlink(missing_ok=True)
         return {n: FileRecord(*r) for report in self._reports for n, r in report["files"].items()}
 
-    def _accept(self, reports: list[Report]) -> None:
-        for rank, report in enumerate(reports):
+    def _accept(self, reports: list[Report], first: int = 0) -> None:
+        """Keep `reports`, of the ranks from `first` on. Raises RunFailed for one with an error."""
+        for rank, report in enumerate(reports, first):
             if "error" in report:
                 raise failed(self.folder, f"rank {rank}: {report['error']}")
         self._reports = reports

@@ -29,8 +29,10 @@ def is_share(name: str) -> bool:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return, by file name, the contents of all files in `folder` except the ranks' large files."""
-    return {f.name: f.read_bytes() for f in folder.iterdir() if not is_share(f.name)}
+    """Return, by file name, the contents of the manifest and of all files that it lists except the
+    ranks' large files. Other files, such as partial output of a killed process, are left out."""
+    names = [manifest.MANIFEST, *(name for name in listed_files(folder) if not is_share(name))]
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 def write_small(folder: Path, contents: dict[str, bytes]) -> None:

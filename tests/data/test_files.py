@@ -125,6 +125,16 @@ def test_a_split_of_data_without_splits_is_refused(tmp_path):
     assert rows_of(tmp_path / "plain", split="test") == ROWS  # it was saved from this split
 
 
+def test_a_subset_of_data_that_is_not_on_the_hub_is_refused(tmp_path):
+    write_lines(tmp_path / "a.jsonl")
+    write_saved(tmp_path / "plain")
+    for path in (tmp_path / "a.jsonl", tmp_path / "*.jsonl", tmp_path / "plain"):
+        with pytest.raises(InputError, match=r"got the subset 'main', but only .* hub has subsets"):
+            rows_of(path, subset="main")
+    with pytest.raises(InputError, match="environment:tasks: got the subset 'main'"):
+        list(read_all_rows(["environment:tasks"], subset="main", tasks=lambda: ROWS))
+
+
 def test_csv_keeps_text_as_it_is(tmp_path):
     rows = [
         {"prompt": 'two\nlines, "quoted"', "answer": ""},

@@ -113,13 +113,18 @@ def test_ranks_have_time_to_save_and_then_the_code_is_75(number: int, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "flag", ["--nnodes=two", "--nproc-per-node=many", "--rdzv-endpoint=node1:port"]
+    "flag",
+    [
+        *("--nnodes=two", "--nproc-per-node=many", "--rdzv-endpoint=node1:port"),
+        *("--rdzv-conf=timeout", "--rdzv-conf==9", "--rdzv-conf=timeout=9,"),
+    ],
 )
 def test_a_flag_that_torch_cannot_read_is_one_line(flag: str) -> None:
     name, _, given = flag.partition("=")
     with pytest.raises(InputError, match=f"^{name}: got '{given}', expected "):
         _check_flags(parse_args([flag, "script.py"]))
     _check_flags(parse_args(["--nnodes=1:4", "--rdzv-endpoint=node1", "script.py"]))
+    _check_flags(parse_args(["--rdzv-conf=timeout=9, is_host=1", "script.py"]))
 
 
 @pytest.mark.parametrize(

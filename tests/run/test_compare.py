@@ -24,3 +24,14 @@ def test_a_free_key_that_is_null_is_not_one_that_is_missing(tmp_path: Path) -> N
     assert Pair("data.columns.image", "(not given)", None) in found
     assert Pair("environment.name", None, "guess") in found  # of a section that is null
     assert not compare_runs(other, other).config
+
+
+def test_a_metric_that_is_null_is_not_one_that_is_missing(tmp_path: Path) -> None:
+    """A metric is null where it was computed and is not a finite number."""
+    one, other = run_of(tmp_path / "one"), run_of(tmp_path / "other")
+    (one / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0, "ratio/max": null}\n')
+    (other / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    found = compare_runs(one, other).metrics
+    assert found is not None
+    assert found.pairs == [Pair("ratio/max", None, "(not given)")]
+    assert compare_runs(one, one).metrics is None

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, default_planner
 
 from benchmarks.shard_layout import as_item
+from mrl.errors import RunFailed
 from parallel.checkpoint.shard_writer import Item, ShardWriter, joined_metadata
 
 WHOLE = (4, 6)
@@ -49,6 +50,12 @@ def test_joined_shares_are_what_torch_plans_for_all_ranks(tmp_path: Path) -> Non
     assert [share.storage_data.prefix for share in own] == ["__0_", "__1_", "__2_"]
     _, expected = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(own)
     assert joined_metadata([items(share) for share in own]) == expected
+
+
+def test_the_error_of_a_rank_names_that_rank(tmp_path: Path) -> None:
+    (tmp_path / "written_00002.json").write_text('{"error": "the disk is full"}')
+    with pytest.raises(RunFailed, match="rank 2: the disk is full"):
+        ShardWriter(tmp_path, 2, 3).wait(0.0)
 
 
 @pytest.mark.parametrize(
