@@ -29,9 +29,11 @@ def is_share(name: str) -> bool:
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """Return, by file name, the contents of the manifest and of all files that it lists except the
-    ranks' large files. Other files, such as partial output of a killed process, are left out."""
-    names = [manifest.MANIFEST, *(name for name in listed_files(folder) if not is_share(name))]
+    """Return, by file name, the contents of the manifest, of its digest and of all files that it lists
+    except the ranks' large files. Other files, such as partial output of a killed process, are left
+    out."""
+    listed = [name for name in listed_files(folder) if not is_share(name)]
+    names = [*listed, manifest.MANIFEST, manifest.DIGEST]
     return {name: (folder / name).read_bytes() for name in names}
 
 

@@ -268,13 +268,8 @@ def test_load_ratios_by_hand() -> None:
 
 
 def test_a_layer_without_counted_tokens_has_no_load_ratios() -> None:
-    none = torch.zeros(4, dtype=torch.int64)
-    assert load_ratios({1: none}) == {}
-    found = load_ratios({1: none, 2: none + 5})
-    assert {key for key in found if "layer" in key} == {
-        f"moe/{name}/layer_02" for name in ("load_max", "load_entropy", "dead_experts")
-    }
-    assert float(found["moe/load_max"].value) == 1.0  # pyright: ignore
+    assert load_ratios({1: torch.zeros(4)}) == {}
+    assert load_ratios({1: torch.zeros(4), 2: torch.ones(4)}) == load_ratios({2: torch.ones(4)})
 
 
 def with_bias(model_path: Path) -> HfModel:
