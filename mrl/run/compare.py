@@ -172,7 +172,7 @@ def _metrics(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> Dive
             {**dict.fromkeys(a[step].keys() | b[step].keys(), NOT_GIVEN), **row}
             for row in (a[step], b[step])
         ]
-        if pairs := differences(*rows, MACHINE):
+        if pairs := differences(rows[0], rows[1], MACHINE):
             return Divergence(step, sorted(pairs, key=lambda p: -(p.difference or 0.0)))
     return None
 
