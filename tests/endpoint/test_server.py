@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import httpx
 import pytest
@@ -107,6 +108,22 @@ def test_a_stream_that_its_agent_closes_is_not_recorded(server, record, monkeypa
     else:
         wait_until(lambda: not record.leaves)
     assert len(record.leaves) == is_read
+
+
+def test_a_stream_that_is_closed_after_its_last_event_is_recorded(server, record, monkeypatch):
+    """As the OpenAI client does, which does not wait for the end of the response."""
+
+    def events(*_):
+        yield answers.DONE
+        time.sleep(0.3)
+
+    monkeypatch.setattr(answers, "chat_events", events)
+    url, headers = f"{server.address}/chat/completions", {"Authorization": "Bearer the key"}
+    body = {"model": "x", "messages": QUESTION, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=headers) as answer:
+        assert next(answer.iter_raw()) == answers.DONE
+    time.sleep(0.6)
+    assert len(record.leaves) == 1
 
 
 def test_completions(client, engine):

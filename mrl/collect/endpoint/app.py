@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mrl.collect.endpoint import answers, bodies
 from mrl.collect.endpoint.messages import read_messages
@@ -208,17 +208,26 @@ def _tokenize(episode: EpisodeRecord, body: dict[str, Any], caller: Caller) -> R
 
 
 class _Dropping(Response):
-    """A response whose answers are forgotten if the caller goes away before the response is sent."""
+    """A response whose answers are forgotten if the caller goes away before the response is sent. A
+    stream is sent with its last event: clients close the connection once they have read that."""
 
     def __init__(self, response: Response, episode: EpisodeRecord, caller: Caller) -> None:
         self._response, self._episode, self._caller = response, episode, caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = scope["state"]["connection"].cycle
+        cycle, is_sent = scope["state"]["connection"].cycle, False
+
+        async def sending(message: Message) -> None:
+            nonlocal is_sent
+            await send(message)  # nothing is sent, and nothing raised, if the caller has gone away
+            if message["type"] == "http.response.body" and not cycle.disconnected:
+                is_last = not message.get("more_body") or message["body"] == answers.DONE
+                is_sent = is_sent or is_last
+
         try:
-            await self._response(scope, receive, send)
+            await self._response(scope, receive, sending)
         finally:
-            if not cycle.response_complete:
+            if not is_sent:
                 await asyncio.to_thread(self._episode.drop, self._caller)
 
 
