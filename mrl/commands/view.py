@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
+from mrl.planner.units import size
 from mrl.system.files import write_whole
 from mrl.system.printable import escape
 
@@ -85,9 +86,7 @@ def run(args: argparse.Namespace) -> None:
     for note in data["notes"]:
         print(escape(note))
     shown = escape(str(target))
-    print(
-        f"wrote {shown}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
-    )
+    print(f"wrote {shown}, {size(len(page))}: open it in a browser, here or copied elsewhere")
 
 
 def follow(args: argparse.Namespace) -> None:

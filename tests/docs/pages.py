@@ -87,6 +87,8 @@ def _command(place: str, line: str, *, is_mention: bool) -> Iterator[Command]:
         return
     while words and ASSIGNMENT.fullmatch(words[0]):
         words = words[1:]
+    if "||" in words:
+        words = words[: words.index("||")]
     if not words:
         return
     words[0] = words[0].removeprefix(".venv/bin/")

@@ -74,7 +74,7 @@ def python_problem(command: Command) -> str | None:
             return paths_problem(words[2:])
         if words[1] == "mrl":
             return mrl_problem(Command(command.place, ("mrl", *words[2:]), command.is_mention))
-        if words[1] == "pip":
+        if words[1] in ("pip", "venv"):
             return None
         file, options = ROOT / (words[1].replace(".", "/") + ".py"), words[2:]
         package = ROOT / words[1].replace(".", "/") / "__main__.py"
@@ -84,11 +84,19 @@ def python_problem(command: Command) -> str | None:
     else:
         file, options = ROOT / words[0], words[1:]
     if not file.is_file():
-        return f"{file.relative_to(ROOT)} does not exist"
+        name = str(file.relative_to(ROOT))
+        is_written = any(text.startswith(f"# {name}\n") for text in _blocks())
+        return None if is_written else f"{name} does not exist"
     source = file.read_text()
     given = [word.split("=")[0] for word in options if word.startswith("--")]
     missing = [option for option in given if f'"{option}"' not in source]
     return f"{file.relative_to(ROOT)} has no {missing}" if missing else None
+
+
+@cache
+def _blocks() -> list[str]:
+    """The fenced blocks of all pages; one that begins with `# PATH` is the content of that file."""
+    return [block.text for page in pages() for block in page.blocks]
 
 
 def paths_problem(words: list[str]) -> str | None:
