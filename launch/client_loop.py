@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def reinforced(session: Session, num_steps: int, group: int = 16) -> list[float]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on a service with your own loop.")
     parser.add_argument("service", type=Path, help="the output_dir of a service")
-    parser.add_argument("--name", default="loop", help="the name of the session")
+    parser.add_argument("--name", default=f"loop-{int(time.time())}", help="name of the session")
     parser.add_argument("--steps", type=int, default=12, help="of each of the two loops")
     args = parser.parse_args()
     try:

@@ -38,7 +38,8 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--until-done", action="store_true", help="end when no tenant is queued or running"
     )
-    command.set_defaults(run=run, after_interrupt="start again to continue with all tenants")
+    after = "start again to continue with all tenants, each from its last checkpoint"
+    command.set_defaults(run=run, after_interrupt=after)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -148,6 +149,10 @@ def _serve(
         if registry is None:
             made.append(build_service(config, roles, mesh, None))
         else:
+            # Before there are threads of callers. transformers replaces its own module while it is
+            # imported, so a second thread that imports it then gets a module without its names.
+            from transformers import AutoConfig, AutoTokenizer  # noqa: F401
+
             from mrl.service.control import Control  # with the HTTP library, which rank 0 needs
 
             control = undo.enter_context(Control(registry))

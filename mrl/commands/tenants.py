@@ -164,9 +164,9 @@ def run_status(args: argparse.Namespace) -> None:
     if "session" in tenant:
         rows.append(("waiting", f"{tenant['session']['queued']} operation(s)"))
     metrics = tenant["metrics"]
-    rows += [
-        (key, _number(metrics[key])) for key in ("reward/mean", "loss/total") if key in metrics
-    ]
+    of_session, of_recipe = ("loss/policy", "grad_norm"), ("reward/mean", "loss/total")
+    keys = of_session if "session" in tenant else of_recipe
+    rows += [(key, _number(metrics[key])) for key in keys if key in metrics]
     console.pairs(rows)
     if note:
         print(note)

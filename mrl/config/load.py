@@ -25,8 +25,10 @@ RENAMED = {
     "rollout.unfinished": "rollout.partial_rollouts",
 }
 """Maps former names of keys to the current names. A recipe with a former name is refused."""
-
-
+OF_RECIPES = frozenset({"algorithm", "data", "optimizer"})
+"""Sections that a recipe has and the configuration of a service has not."""
+OF_SERVICES = frozenset({"control", "schedule", "tenants"})
+"""Sections that the configuration of a service has and a recipe has not."""
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9._]+)+)")
 """Matches numbers that YAML 1.1 reads in base 8 (`010`) or 60 (`10:00`)."""
 
@@ -127,6 +129,10 @@ def load_recipe(
     known key.
     """
     tree = resolve_paths(_read_yaml(Path(path)), Path(path))
+    if _is_service(tree):
+        raise InputError(
+            f"{path} configures a service, and is no recipe; start it: mrl serve {path}"
+        )
     if prepare is not None:
         prepare(tree)
     return recipe_of(tree, overrides, str(path))
@@ -173,12 +179,24 @@ def load_service(path: str | Path, overrides: list[str] | None = None) -> Servic
     """Read the configuration of a service. Overrides, paths and errors are handled as in
     `load_recipe`."""
     tree = resolve_paths(_read_yaml(Path(path)), Path(path))
+    if not OF_RECIPES.isdisjoint(tree):
+        raise InputError(
+            f"{path} is a recipe, and configures no service; train it alone: mrl train {path}, or "
+            f"in a service that runs: mrl tenants add {path} --service FOLDER"
+        )
     for item in overrides or []:
         _apply_override(tree, item)
     try:
         return ServiceConfig.model_validate(resolve_paths(tree, None))
     except ValidationError as error:
         raise InputError(f"{path}: {explain(error, keys_below(ServiceConfig))}") from None
+
+
+def _is_service(tree: dict[str, Any]) -> bool:
+    """Return whether the parsed file has keys of a service, and no section of recipes alone."""
+    lora = tree.get("lora")
+    own = OF_SERVICES & tree.keys() or (isinstance(lora, dict) and "max_rank" in lora)
+    return bool(own) and OF_RECIPES.isdisjoint(tree)
 
 
 def dump_recipe(recipe: Recipe | ServiceConfig, path: Path) -> None:

@@ -110,7 +110,8 @@ def step_line(
     is_first: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print the metrics of a step in one aligned line; a missing metric is shown as `-`.
+    """Print the metrics of a step in one aligned line; a missing metric is shown as `-`. The loss
+    of a client's session, which has no router loss, is `loss/policy`.
 
     Column `step` is counted from 0, as in metrics.jsonl, in file names and in `mrl why RUN STEP`.
     Column `done` is the number of completed steps, out of `num_steps` if that is given. The heading
@@ -119,6 +120,7 @@ def step_line(
     engine's gap has the text of `gap_by_cause` on a line of its own.
     """
     console = console or _console()
+    metrics = {"loss/total": metrics.get("loss/policy")} | dict(metrics)
     step, is_wide = int(metrics["step"]), console.width >= WIDE
     columns = [each for each in COLUMNS if is_wide or each[0] not in ONLY_WIDE]
     gap = 2 if is_wide else 1

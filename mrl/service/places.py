@@ -37,8 +37,9 @@ def check_place(
     `output`: the run folder. `present`: tenants that were not removed. `known`: both the present
     and the removed tenants. `limit`: the maximum number of active tenants.
     """
-    if any(tenant.name == name for tenant in present):
-        raise InputError(f"there is a tenant {name} already; give another name")
+    if (own := next((tenant for tenant in present if tenant.name == name), None)) is not None:
+        attach = f", or attach to it: client.session({name!r})" if own.loop == "client" else ""
+        raise InputError(f"there is a tenant {name} already; give another name{attach}")
     for other in present:
         if _overlap(output, Path(other.output_dir)):
             raise InputError(

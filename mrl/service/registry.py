@@ -264,8 +264,10 @@ class Registry(Closing):
         does not allow it."""
         if state not in AFTER[tenant.state]:
             why = f" ({tenant.reason})" if tenant.reason else ""
+            before = " or ".join(each for each, after in AFTER.items() if state in after)
             raise WrongState(
-                f"tenant {tenant.name} is {tenant.state}{why}; it cannot become {state} from there"
+                f"tenant {tenant.name} is {tenant.state}{why}; it cannot become {state} from there, "
+                f"only from {before}"
             )
         words = encodable(" ".join(reason.split())[:MAX_REASON_CHARS]) if state == "paused" else ""
         again = tenant.resumed + (state == "queued")

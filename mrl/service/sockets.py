@@ -15,16 +15,16 @@ TOKEN = "token"
 TOKEN_BYTES = 32
 
 
-def open_tcp(port: int) -> socket.socket:
+def open_tcp(port: int, key: str = "control.tcp") -> socket.socket:
     """Return a socket bound to a port of loopback. Raises InputError if the port is not
-    available."""
+    available; the message names the configuration's `key` that gave it."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
     except OSError as error:
         listener.close()
-        raise InputError(f"control.tcp={port}: {error.strerror}; choose another port") from None
+        raise InputError(f"{key}={port}: {error.strerror}; choose another port") from None
     return listener
 
 

@@ -114,11 +114,11 @@ class App:
             raise Refused(403, "not for web pages: leave Origin out and call localhost")
         if path in OPEN or path.startswith(FILES):
             return None
-        owner = self._calls.keys.owner(headers.get("x-api-key"))
+        given = headers.get("x-api-key")
+        owner = self._calls.keys.owner(given)
         if owner is None:
-            raise Refused(
-                401, "expected the header X-API-Key with a key of `mrl tenants key add NAME`"
-            )
+            problem = "the key in X-API-Key is none of this service" if given else "no X-API-Key"
+            raise Refused(401, f"{problem}; make one: mrl tenants key add NAME --service FOLDER")
         return owner
 
     def _pass(self, incoming: Incoming, *, forward_only: bool) -> Any:

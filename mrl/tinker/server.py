@@ -30,7 +30,7 @@ class TinkerServer(Closing):
         with ExitStack() as undo:
             ledger = undo.enter_context(Ledger(folder))
             self.calls = Calls(registry, ledger, Keys(registry.root))
-            listener = undo.enter_context(open_tcp(port))
+            listener = undo.enter_context(open_tcp(port, "control.tinker"))
             self.address = self.calls.address = _address(listener)
             app = App(self.calls, LIMITS).asgi
             server = HttpServer(app, listener, LIMITS, name="the Tinker API", as_error=_as_error)

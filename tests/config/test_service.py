@@ -37,6 +37,13 @@ def test_errors_are_one_line_that_names_the_key(tmp_path: Path, override: str, s
     assert "\n" not in str(error.value)
 
 
+def test_a_recipe_and_a_service_are_not_mistaken_for_each_other() -> None:
+    with pytest.raises(InputError, match=r"is a recipe, and .*: mrl train .*: mrl tenants add "):
+        load_service(ROOT / "launch/recipes/toy_lora.yaml")
+    with pytest.raises(InputError, match=r"configures a service, and is no recipe; .*: mrl serve "):
+        load_recipe(ROOT / "launch/services/toy.yaml")
+
+
 def test_short_forms_and_overrides(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text(MINIMAL + "lora: {experts: per_expert}\n")

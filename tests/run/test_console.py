@@ -52,6 +52,12 @@ def test_logs_are_plain_and_escaped():
         assert part in shown
 
 
+def test_a_session_without_a_router_loss_shows_its_loss():
+    log = capture()
+    console.step_line({"step": 3, "loss/policy": 2.5, "grad_norm": 0.75}, console=log)
+    assert "2.500e+00" in text_of(log)
+
+
 def test_a_terminal_gets_no_code_of_the_sample():
     terminal = capture(force_terminal=True)
     console.summary([0.5], {"completion": HOSTILE, "reward": 1}, {}, "r", "n", console=terminal)

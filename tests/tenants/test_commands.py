@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from threading import Timer
 
@@ -222,3 +226,26 @@ def test_which_service_has_to_be_said(
 ) -> None:
     monkeypatch.delenv("MRL_SERVICE", raising=False)
     assert "give --service FOLDER" in refusal(capsys, "list")
+
+
+BEFORE_CALLERS = """
+import sys
+from mrl.cli import main
+from mrl.service import control
+
+def listen(registry):
+    print("ready:", "AutoTokenizer" in dir(sys.modules.get("transformers")))
+    raise KeyboardInterrupt
+
+control.Control = listen
+main(["serve", "service.yaml"])
+"""
+
+
+def test_a_service_has_imported_transformers_before_it_listens(tmp_path: Path, model: Path) -> None:
+    """A caller's thread that imports it beside the start would end the start by an ImportError."""
+    dump_recipe(service(tmp_path, model), tmp_path / "service.yaml")
+    words, home = [sys.executable, "-c", BEFORE_CALLERS], Path(__file__).parents[2]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, check=False)
+    done = run(words, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(home)})
+    assert "ready: True" in done.stdout, done.stdout + done.stderr

@@ -91,7 +91,7 @@ def test_refusals_reach_the_user_in_one_line(client: ControlClient, tmp_path: Pa
     with pytest.raises(InputError, match="there is no tenant 'b'; there are: none"):
         client.tenant("b")
     client.add("a", tenant(tmp_path / "a"))
-    with pytest.raises(InputError, match="a is queued; it cannot become queued from there"):
+    with pytest.raises(InputError, match="it cannot become queued from there, only from paused"):
         client.resume("a")
     with pytest.raises(InputError, match="expected no body"):
         client.call("POST", "/tenants/a/pause", {"reason": 3})

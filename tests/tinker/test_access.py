@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,8 @@ def test_callers_without_a_key_and_web_pages(api: Api) -> None:
     ):
         found = httpx.get(f"{api.server.address}/api/v1/sessions", headers=headers)
         assert (found.status_code, "detail" in found.json()) == (status, True), headers
+        if headers["X-API-Key"] == "tml-wrong":
+            assert found.json()["detail"].startswith("the key in X-API-Key is none of this service")
     assert httpx.get(f"{api.server.address}/api/v1/healthz").json() == {"status": "ok"}
     Keys(api.registry.root).remove("ann")
     assert api.refused("sessions", method="GET")[0] == 401
@@ -259,6 +262,15 @@ def test_flags_of_an_adapter(api: Api) -> None:
     made = api.ask("create_session", {"tags": [], "sdk_version": "0"})
     assert "train_unembed" in made["warning_message"]
     assert "train_mlp" in made["warning_message"]
+
+
+def test_a_port_in_use_is_named_by_its_key(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = service(tmp_path, model, control={"tinker": port})
+        says = f"^control.tinker={port}: .*choose another port"
+        with Registry(config) as registry, pytest.raises(InputError, match=says):
+            TinkerServer(registry)
 
 
 def test_what_was_lost_stops_a_client(tmp_path: Path, model: Path) -> None:

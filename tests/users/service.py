@@ -31,7 +31,7 @@ def toy_service(user: User) -> str:
     serve.send_signal(signal.SIGINT)
     done = serve.finish(COMMAND_TIMEOUT_S)
     assert done.returncode == 130, done.stderr
-    assert "interrupted; start again to continue with all tenants" in done.stderr
+    assert "interrupted; start again to continue with all tenants, each from its" in done.stderr
     lines = (
         *("starting the engine ...", f"mrl tenants add RECIPE --service {folder}"),
         *(f"{name}: loading the model ..." for name in ("ann", "bob")),
