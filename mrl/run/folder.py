@@ -40,7 +40,7 @@ from mrl.run.json_lines import add_line, as_line
 from mrl.run.timeline import Timeline
 from mrl.system.disk import refusing
 from mrl.system.files import lock_folder, sync, write_whole
-from parallel.checkpoint.manifest import folder_name
+from parallel.checkpoint.manifest import folder_name, restore
 from parallel.checkpoint.node_folder import node_folder
 
 if TYPE_CHECKING:
@@ -115,6 +115,13 @@ class RunFolder:
         if has_lock:
             with suppress(PermissionError):  # `check` reports a folder that cannot be written
                 self._take_lock()
+        if self._lock is not None:
+            with refusing(self.root):
+                saved = (
+                    each for kind in ("states", "samplers") for each in self.root.glob(f"{kind}/*")
+                )
+                for folder in (self.checkpoints, *saved):
+                    restore(folder)
         self._had_begun = self.has_begun
 
     def _take_lock(self) -> None:
