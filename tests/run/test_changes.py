@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shlex
 import shutil
@@ -195,7 +196,8 @@ def test_a_copied_run_is_itself(run: Path) -> None:
         load_run(copy, [f"output_dir={run}"])
 
 
-def test_paths_with_a_prefix_or_a_suffix_move_with_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["new", "new [1]*"])
+def test_paths_with_a_prefix_or_a_suffix_move_with_the_run(name: str, tmp_path: Path) -> None:
     old = tmp_path / "old"
     (old / "judge").mkdir(parents=True)
     (old / "a.jsonl").write_text('{"prompt": "a"}\n')
@@ -207,9 +209,9 @@ def test_paths_with_a_prefix_or_a_suffix_move_with_the_run(tmp_path: Path) -> No
     listed = json.dumps([{"name": f"r{i}", "path": each} for i, each in enumerate(rewards)])
     given = [f"output_dir={old}", f"data.path={old}/*.jsonl", f"reward={listed}"]
     dump_recipe(load_recipe(TOY_RECIPE, given), old / "config.yaml")
-    new = old.rename(tmp_path / "new")
+    new = old.rename(tmp_path / name)
     recipe = load_run(new)
-    assert recipe.data.path == f"{new}/*.jsonl"
+    assert recipe.data.path == f"{glob.escape(str(new))}/*.jsonl"
     texts = [each["path"] for each in recipe.model_dump()["reward"]]
     assert texts == [each.replace(f"{old}/", f"{new}/") for each in rewards[:4]] + rewards[4:]
 
