@@ -209,15 +209,11 @@ def _check_flags(args: Any) -> None:
     def are_pairs(text: str) -> bool:
         given = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
         pairs = [(key.strip(), value.strip()) for key, _, value in given]
-        of_time = [
-            value for key, value in pairs if key.endswith(("timeout", "_interval", "_attempt"))
-        ]
+        ends = ("timeout", "_interval", "_attempt")
+        numbers = [int(value) for key, value in pairs if key.endswith(ends)]
         is_host = dict(pairs).get("is_host", "yes").lower()
-        return (
-            all(key and value for key, value in pairs)
-            and all(int(value) > 0 for value in of_time)
-            and is_host in ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
-        )
+        is_word = is_host in ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
+        return is_word and min(numbers, default=1) > 0 and all(map(all, pairs))
 
     checks: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         ("--nnodes", args.nnodes, are_nodes, "a number of nodes above 0, or MIN:MAX"),

@@ -117,10 +117,8 @@ class RunFolder:
                 self._take_lock()
         if self._lock is not None:
             with refusing(self.root):
-                saved = (
-                    each for kind in ("states", "samplers") for each in self.root.glob(f"{kind}/*")
-                )
-                for folder in (self.checkpoints, *saved):
+                of_session = [*self.root.glob("states/*"), *self.root.glob("samplers/*")]
+                for folder in (self.checkpoints, *of_session):
                     restore(folder)
         self._had_begun = self.has_begun
 
