@@ -279,7 +279,7 @@ def test_short_names_of_dtypes():
         ("eval.sets=[{name: a, path: []}]", "eval.sets.0.path: the list is empty"),
         ("data.path=''", "data.path: the path is empty; give the path of a file or folder"),
         ("reward=''", "reward: expected the name of a reward, or a list of rewards, got ''"),
-        (f"seed={2**62}", "seed: expected a number of at most 62 bits"),
+        (f"seed={2**63 - 1}", "seed: expected a number of at most 62 bits"),
         ("train.num_steps=010", "got 010, which YAML reads as 8; write 8, or put text in quotes"),
         ("rollout.start_timeout_s=10:00", "got 10:00, which YAML reads as 600; write 600"),
         ("rollout.start_timeout_s=1:30.5", "got 1:30.5, which YAML reads as 90.5"),
