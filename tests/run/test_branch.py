@@ -79,10 +79,10 @@ def test_a_branch_into_the_same_folder_leaves_the_other_one(
 
     def late(recipe: Recipe) -> dict[str, str]:
         monkeypatch.setattr(branch_run, "contents_of", contents_of)
-        branch(str(run), new, ["seed=3"])  # by another process
+        branch(str(run), new, ["optimizer.lr=0.5"])  # by another process
         return contents_of(recipe)
 
     monkeypatch.setattr(branch_run, "contents_of", late)
     with pytest.raises(InputError, match=f"another process is making {new}; give another folder"):
         branch(str(run), new, [])
-    assert load_run(new).seed == 3
+    assert load_run(new).optimizer.lr == 0.5
