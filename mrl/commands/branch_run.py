@@ -22,7 +22,7 @@ from mrl.run.history import changes_to
 from mrl.run.source import is_run, load_run
 from mrl.system.disk import refusal
 from mrl.system.files import write_whole
-from parallel.checkpoint.manifest import candidates, damage, folder_name, point_to, step_of
+from parallel.checkpoint.manifest import candidates, damage, folder_name, point_to, staying, step_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
         raise InputError(f"another process is making {target}; give another folder") from None
     except OSError as error:
         raise _refused(error, target) from None
-    with _removing(target, was_there=was_there):
+    with staying(checkpoint), _removing(target, was_there=was_there):
         _link(checkpoint, folder.checkpoints / checkpoint.name)
         point_to(folder.checkpoints, step)
         write_whole(folder.metrics, as_lines(rows))

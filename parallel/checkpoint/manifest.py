@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,6 +237,21 @@ def sweep(root: Path) -> None:
     for hidden in root.glob(".iter_*"):
         if hidden.suffix in (".partial", ".replaced", ".removed"):
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def staying(folder: Path) -> Iterator[None]:
+    """Say so, in place of the `with` block's error, if the checkpoint `folder` was removed meanwhile,
+    as a running job removes its older checkpoints. Raises InputError."""
+    try:
+        yield
+    except Exception:
+        if folder.is_dir():
+            raise
+        raise InputError(
+            f"{folder} was removed meanwhile: a run keeps its newest checkpoint.keep checkpoints; "
+            "give the command again"
+        ) from None
 
 
 def point_to(root: Path, step: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from mrl.commands import branch_run
 from mrl.commands.branch_run import branch
+from mrl.commands.export_checkpoint import export
 from mrl.config import Recipe, dump_recipe, load_recipe
 from mrl.errors import DiskFailed, InputError
 from mrl.run.folder import RunFolder
@@ -86,3 +88,25 @@ def test_a_branch_into_the_same_folder_leaves_the_other_one(
     with pytest.raises(InputError, match=f"another process is making {new}; give another folder"):
         branch(str(run), new, [])
     assert load_run(new).optimizer.lr == 0.5
+
+
+def test_a_checkpoint_that_its_running_job_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", 2)
+    gone = RunFolder(run).checkpoints / folder_name(2)
+
+    def late(*_: object, **__: object) -> None:
+        shutil.rmtree(gone, ignore_errors=True)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone))
+
+    monkeypatch.setattr(branch_run, "_link", late)
+    monkeypatch.setattr("parallel.checkpoint.hf_export.export_checkpoint", late)
+    with pytest.raises(
+        InputError, match=f"^{gone} was removed meanwhile: .* give the command again"
+    ):
+        branch(str(run), tmp_path / "new", [])
+    assert not (tmp_path / "new").exists()
+    write_run(run, 2)  # again
+    with pytest.raises(InputError, match=f"^{gone} was removed meanwhile"):
+        export(run, tmp_path / "exported", None, 1)
