@@ -27,7 +27,8 @@ if command -v nvidia-smi > /dev/null; then
   num_gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l) || num_gpus=0
 fi
 if [[ $num_gpus -gt 0 && -n ${CUDA_VISIBLE_DEVICES+set} ]]; then # nvidia-smi lists hidden GPUs, too
-  IFS=, read -ra visible <<< "$CUDA_VISIBLE_DEVICES"
+  listed=",$CUDA_VISIBLE_DEVICES" listed=${listed%%,-*} # CUDA hides the GPUs from the first -1 on
+  IFS=, read -ra visible <<< "${listed#,}"
   num_gpus=${#visible[@]}
 fi
 nproc="${NPROC:-$((num_gpus > 0 ? num_gpus : 1))}"

@@ -22,7 +22,7 @@ from mrl.run.history import changes_to
 from mrl.run.source import is_run, load_run
 from mrl.system.disk import refusal
 from mrl.system.files import write_whole
-from parallel.checkpoint.manifest import candidates, damage, folder_name, point_to, step_of
+from parallel.checkpoint.manifest import candidates, damage, folder_name, point_to, staying, step_of
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,14 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
     check_critic_stays(changes, needs_critic)
     rows = [row for row in RunFolder(parent).read_metrics() if row["step"] < step]
     folder = RunFolder(target)
-    with _removing(target):
+    was_there = target.exists()
+    try:
         folder.checkpoints.mkdir(parents=True)
+    except FileExistsError:
+        raise InputError(f"another process is making {target}; give another folder") from None
+    except OSError as error:
+        raise _refused(error, target) from None
+    with staying(checkpoint), _removing(target, was_there=was_there):
         _link(checkpoint, folder.checkpoints / checkpoint.name)
         point_to(folder.checkpoints, step)
         write_whole(folder.metrics, as_lines(rows))
@@ -82,10 +88,9 @@ def branch(source: str, target: Path, overrides: list[str]) -> Branched:
 
 
 @contextmanager
-def _removing(target: Path) -> Iterator[None]:
-    """Remove what the `with` block has written into the folder `target` if the block fails, so that
-    the same command can be given again. An OSError becomes the error of `_refused`."""
-    was_there = target.exists()
+def _removing(target: Path, *, was_there: bool) -> Iterator[None]:
+    """Remove what is in the folder `target`, and the folder unless it `was_there`, if the `with` block
+    fails, so that the same command can be given again. An OSError becomes the error of `_refused`."""
     try:
         yield
     except BaseException as error:

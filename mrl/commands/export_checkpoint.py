@@ -9,7 +9,7 @@ from mrl.errors import InputError
 from mrl.run import console
 from mrl.run.contents import digest_of
 from mrl.run.folder import RunFolder
-from parallel.checkpoint.manifest import candidates, damage, folder_name, newest_good
+from parallel.checkpoint.manifest import candidates, damage, folder_name, newest_good, staying
 
 
 def export(
@@ -36,7 +36,7 @@ def export(
         _warn_of_other_base(_run_of(folder), base)
     from parallel.checkpoint.hf_export import export_checkpoint  # with torch
 
-    with console.progress(f"exporting {folder}"):
+    with staying(folder), console.progress(f"exporting {folder}"):
         done = export_checkpoint(
             folder,
             target,

@@ -34,6 +34,8 @@ EXAMPLES = {
     "output_dir": "first_run",
 }
 """Example values of required keys, for the message about a required key without a value."""
+SHOWN = 300
+"""Largest number of characters of a value in a message."""
 USUAL_KEYS = ("path", "name")
 """If a recipe has a string where a section is expected, the string is probably the value of one of
 these keys of the section."""
@@ -51,7 +53,7 @@ def explain(error: ValidationError, known: Sequence[str] = ()) -> str:
     for key, members in _of_unions(problems).items():
         messages = ", or: ".join(member["msg"] for member in members)
         given = members[0]["input"]
-        lines.append(_empty(key) if given is None else f"{key}: {messages}, got {given!r}")
+        lines.append(_empty(key) if given is None else f"{key}: {messages}, got {_shown(given)}")
         problems = [problem for problem in problems if problem not in members]
     return "; ".join([*lines, *(_line(problem, known) for problem in problems)])
 
@@ -73,6 +75,10 @@ def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
         named = ".".join(part for part in place if isinstance(part, str))
         if named.startswith("reward.") and not known:
             known = [f"reward.{name}" for name in keys_below(RewardConfig)]
+        if "." in str(place[-1]) and named in (known or all_keys()):
+            branch, _, leaf = named.rpartition(".")
+            nested = f"{{{leaf}: {_shown(given)}}}"
+            return f"unknown key {key!r}: dots are for overrides; write {branch}: {nested}"
         return f"unknown key {key!r}{suggest(named, given, known)}"
     if problem["type"] == "missing":
         return f"{key}: required, and not given"
@@ -83,10 +89,16 @@ def _line(problem: ErrorDetails, known: Sequence[str]) -> str:
         # The message names the keys; printing the whole branch too would obscure it.
         return f"{key}: {message}"
     if problem["type"] == "model_type":
-        return f"{key}: {_keys_below(key, given)}, got {given!r}"
+        return f"{key}: {_keys_below(key, given)}, got {_shown(given)}"
     if problem["loc"][-1] == TAGS[0]:
-        return f"{key}: expected the name of a reward, or a list of rewards, got {given!r}"
-    return f"{key}: {EXPECTED.get(problem['type'], message)}, got {given!r}"
+        return f"{key}: expected the name of a reward, or a list of rewards, got {_shown(given)}"
+    return f"{key}: {EXPECTED.get(problem['type'], message)}, got {_shown(given)}"
+
+
+def _shown(given: Any) -> str:
+    """Return a value as a message shows it: the ends of a long one."""
+    text = repr(given)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
 
 
 def _empty(key: str) -> str:

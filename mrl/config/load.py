@@ -29,6 +29,8 @@ OF_RECIPES = frozenset({"algorithm", "data", "optimizer"})
 """Sections that a recipe has and the configuration of a service has not."""
 OF_SERVICES = frozenset({"control", "schedule", "tenants"})
 """Sections that the configuration of a service has and a recipe has not."""
+LARGEST = 2**63
+"""Whole numbers are below this one; no tensor takes larger ones."""
 _SURPRISING = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-9._]+)+)")
 """Matches numbers that YAML 1.1 reads in base 8 (`010`) or 60 (`10:00`)."""
 
@@ -70,6 +72,8 @@ class _Loader(yaml.SafeLoader):
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         is_whole = node.tag == "tag:yaml.org,2002:int"
         value = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+        if is_whole and abs(value) >= LARGEST:
+            raise BadMapping(f"got {node.value[:40]}, expected a number of at most 63 bits")
         if _SURPRISING.fullmatch(node.value):
             raise BadMapping(
                 f"got {node.value}, which YAML reads as {value}; write {value}, or put text in quotes"
@@ -86,7 +90,7 @@ def _parse(text: str) -> Any:
     try:
         value = yaml.load(text, _Loader)
         _refuse_cycles(value, (), set())
-    except (ValueError, AttributeError) as error:  # such as the 45th of a month
+    except (ValueError, AttributeError, KeyError) as error:  # such as the 45th of a month, !!bool x
         raise yaml.YAMLError(f"a value cannot be read: {error}") from None
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
@@ -275,7 +279,18 @@ def _apply_override(tree: dict[str, Any], item: str) -> None:
         tree = child
     try:
         tree[leaf] = _parse(value)
+        _refuse_comment(value)
     except BadMapping as error:
         raise InputError(f"override {item!r}: {error}") from None
     except yaml.YAMLError:
         raise InputError(f"override {item!r}: {value!r} is not a YAML value") from None
+
+
+def _refuse_comment(text: str) -> None:
+    """Raise BadMapping if a YAML text ends with a comment, as in `output_dir=runs/a #3`."""
+    tokens = [each for each in yaml.scan(text) if not isinstance(each, yaml.StreamEndToken)]
+    rest = text[max(each.end_mark.index for each in tokens) :].strip()
+    if rest.startswith("#"):
+        raise BadMapping(
+            f"YAML reads {rest!r} as a comment; put the text in quotes, or leave it out"
+        )

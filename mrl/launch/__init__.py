@@ -207,8 +207,13 @@ def _check_flags(args: Any) -> None:
         return 0 < least <= most
 
     def are_pairs(text: str) -> bool:
-        pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
-        return all(key.strip() and value.strip() for key, _, value in pairs)
+        given = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
+        pairs = [(key.strip(), value.strip()) for key, _, value in given]
+        ends = ("timeout", "_interval", "_attempt")
+        numbers = [int(value) for key, value in pairs if key.endswith(ends)]
+        is_host = dict(pairs).get("is_host", "yes").lower()
+        is_word = is_host in ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")
+        return is_word and min(numbers, default=1) > 0 and all(map(all, pairs))
 
     checks: list[tuple[str, Any, Callable[[Any], Any], str]] = [
         ("--nnodes", args.nnodes, are_nodes, "a number of nodes above 0, or MIN:MAX"),
@@ -219,7 +224,8 @@ def _check_flags(args: Any) -> None:
          "a number of seconds above 0"),
         ("--rdzv-endpoint", args.rdzv_endpoint, lambda text: parse_rendezvous_endpoint(text, 0),
          "HOST:PORT"),
-        ("--rdzv-conf", args.rdzv_conf, are_pairs, "KEY=VALUE, or several with commas between them"),
+        ("--rdzv-conf", args.rdzv_conf, are_pairs,
+         "KEY=VALUE, or several with commas between them; timeouts in whole seconds above 0"),
     ]  # fmt: skip
     for flag, given, accepts, expected in checks:
         with suppress(ValueError, RuntimeError):

@@ -40,7 +40,7 @@ from mrl.run.json_lines import add_line, as_line
 from mrl.run.timeline import Timeline
 from mrl.system.disk import refusing
 from mrl.system.files import lock_folder, sync, write_whole
-from parallel.checkpoint.manifest import folder_name
+from parallel.checkpoint.manifest import folder_name, restore
 from parallel.checkpoint.node_folder import node_folder
 
 if TYPE_CHECKING:
@@ -115,6 +115,11 @@ class RunFolder:
         if has_lock:
             with suppress(PermissionError):  # `check` reports a folder that cannot be written
                 self._take_lock()
+        if self._lock is not None:
+            with refusing(self.root):
+                of_session = [*self.root.glob("states/*"), *self.root.glob("samplers/*")]
+                for folder in (self.checkpoints, *of_session):
+                    restore(folder)
         self._had_begun = self.has_begun
 
     def _take_lock(self) -> None:

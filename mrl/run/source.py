@@ -109,6 +109,9 @@ def _moved_text(value: str, old: str, folder: Path) -> str:
     if not path.startswith(old):
         return value
     file, colon, name = path.rpartition(":") if ".py:" in path else (path, "", "")
-    here = str(folder / os.path.relpath(file, old))
-    is_there = os.path.exists(here) or (glob.has_magic(here) and glob.glob(here, recursive=True))
-    return f"{form}{here}{colon}{name}" if is_there else value
+    inner = os.path.relpath(file, old)
+    here, pattern = str(folder / inner), os.path.join(glob.escape(str(folder)), inner)
+    if os.path.exists(here):
+        return f"{form}{here}{colon}{name}"
+    is_there = glob.has_magic(inner) and glob.glob(pattern, recursive=True)
+    return f"{form}{pattern}" if is_there else value

@@ -144,8 +144,10 @@ def _is_left(lock: Path) -> bool:
 
 def _unlink_noted(folder: Path, shared_memory: Path) -> None:
     noted = folder / FILES_FILE
-    for name in noted.read_text().splitlines() if noted.is_file() else ():
+    # A crash of the machine may have left other bytes in the file.
+    names = noted.read_text(errors="replace").splitlines() if noted.is_file() else ()
+    for name in names:
         file = shared_memory / Path(name).name
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             if _is_own(file, stat.S_ISREG):
                 file.unlink()

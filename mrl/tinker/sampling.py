@@ -234,8 +234,10 @@ class Samplers:
         about: dict[str, Any],
     ) -> str:
         """Post a request to sample; return the operation's id."""
+        # A request that was made before has its answer, whatever became of the checkpoint since.
+        is_new = self._ledger.get("requests", request) is None
         for _ in range(TRIES):
-            row = self._reopened(owner, row)
+            row = self._reopened(owner, row) if is_new else row
             asked = self._operation(row, body, tokens)
             try:
                 posted = self._backend.post(owner, request, "sample", row["tenant"], asked, about)
@@ -243,9 +245,15 @@ class Samplers:
                 if error.status != 410:  # otherwise it was closed in this moment
                     raise
             else:
-                if not _is_copy(row):  # what replaces it from now on is saved after this operation
-                    self._require_same(row)
-                return posted
+                try:
+                    if is_new and not _is_copy(row):
+                        self._require_same(row)
+                except Refused:
+                    self._ledger.remove("requests", request)
+                    raise
+                return (
+                    posted  # what replaces the checkpoint from now on is saved after this operation
+                )
         raise Refused(503, "the sampler is being opened again; try again")
 
     def _operation(self, row: Row, body: bodies.Sample, tokens: list[int]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,7 +206,7 @@ def publish(root: Path, step: int, keep: int) -> Path:
     sync(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     # There is a checkpoint of this step if the run was set back, or if a name is used again. Where the
-    # two cannot be exchanged, a crash between the renames would leave neither under the name.
+    # two cannot be exchanged, a crash between the renames leaves neither under the name (`restore`).
     if not (final.exists() and exchange(partial, final)):
         if final.exists():
             final.rename(replaced)
@@ -221,11 +222,36 @@ def publish(root: Path, step: int, keep: int) -> Path:
     return final
 
 
+def restore(root: Path) -> None:
+    """Give a checkpoint its name back if a crash came between the two renames with which another one of
+    its step was to replace it. No save may be in progress."""
+    for hidden in root.glob(".iter_*.replaced"):
+        final = root / hidden.stem.removeprefix(".")
+        if not final.exists():
+            hidden.rename(final)
+
+
 def sweep(root: Path) -> None:
     """Remove the hidden folders that interrupted saves have left. No save may be in progress."""
+    restore(root)
     for hidden in root.glob(".iter_*"):
         if hidden.suffix in (".partial", ".replaced", ".removed"):
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def staying(folder: Path) -> Iterator[None]:
+    """Say so, in place of the `with` block's error, if the checkpoint `folder` was removed meanwhile,
+    as a running job removes its older checkpoints. Raises InputError."""
+    try:
+        yield
+    except Exception:
+        if folder.is_dir():
+            raise
+        raise InputError(
+            f"{folder} was removed meanwhile: a run keeps its newest checkpoint.keep checkpoints; "
+            "give the command again"
+        ) from None
 
 
 def point_to(root: Path, step: int) -> None:

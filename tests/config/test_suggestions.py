@@ -120,3 +120,11 @@ def test_algorithms_of_other_frameworks(name):
 
 def test_no_algorithm_of_ours_is_said_to_be_another_frameworks():
     assert not set(list_algorithms()) & set(ALGORITHMS)
+
+
+def test_a_key_with_a_dot_in_a_file_is_told_apart_from_the_key_it_looks_like(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.yaml").write_text(f"{TOY.read_text()}train.num_epochs: 4\n")
+    with pytest.raises(InputError, match=r"'train.num_epochs': .* write train: \{num_epochs: 4\}$"):
+        load_recipe(tmp_path / "a.yaml")

@@ -49,6 +49,9 @@ def test_torchrun_counts_gpus_unless_told(cluster):
         ({"CUDA_VISIBLE_DEVICES": "2,0"}, ("2", "13")),
         ({"CUDA_VISIBLE_DEVICES": "1"}, ("1", "26")),
         ({"CUDA_VISIBLE_DEVICES": ""}, ("1", None)),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ("1", None)),
+        ({"CUDA_VISIBLE_DEVICES": "2,0,-1,1"}, ("2", "13")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8d-1,GPU-9e-2"}, ("2", "13")),
     ):
         subprocess.run([TORCHRUN, "r.yaml"], env=environ | variables, check=True)
         words, threads = torchrun_saw(seen)

@@ -117,6 +117,11 @@ def test_ranks_have_time_to_save_and_then_the_code_is_75(number: int, tmp_path: 
     [
         *("--nnodes=two", "--nproc-per-node=many", "--rdzv-endpoint=node1:port"),
         *("--rdzv-conf=timeout", "--rdzv-conf==9", "--rdzv-conf=timeout=9,"),
+        *(
+            "--rdzv-conf=timeout=abc",
+            "--rdzv-conf=is_host=1,join_timeout=-1",
+            "--rdzv-conf=is_host=maybe",
+        ),
     ],
 )
 def test_a_flag_that_torch_cannot_read_is_one_line(flag: str) -> None:

@@ -296,10 +296,11 @@ def test_restarts_by_slurm_itself_are_bounded_too(cluster, tmp_path):
     environ, seen = cluster
     out = tmp_path / "out"
     (out / "logs").mkdir(parents=True)
-    (out / "logs/restarts_42").write_text("0 3\n")
-    code, log = submit(out, environ, SLURM_RESTART_COUNT="4")
+    (out / "logs/restarts_42").write_text("0 8\n")
+    given = {"SLURM_RESTART_COUNT": "4", "MAX_RESTARTS_WITHOUT_STEP": "08"}
+    code, log = submit(out, environ, **given)
     assert code == 70
-    assert "mrl: not started, as 4 restarts in a row kept no step after step 0" in log
+    assert "mrl: not started, as 9 restarts in a row kept no step after step 0" in log
     assert not (seen / "torchrun.json").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shlex
 import shutil
@@ -198,7 +199,7 @@ def test_a_copied_run_is_itself(run: Path) -> None:
 def test_paths_with_a_prefix_or_a_suffix_move_with_the_run(tmp_path: Path) -> None:
     old = tmp_path / "old"
     (old / "judge").mkdir(parents=True)
-    (old / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (old / "a.jsonl").touch()
     (old / "reward.py").write_text("def score(completions, **columns): ...\n")
     rewards = [
         f"{old}/reward.py:score", f"verl:{old}/reward.py", f"trl:{old}/reward.py:score",
@@ -207,11 +208,10 @@ def test_paths_with_a_prefix_or_a_suffix_move_with_the_run(tmp_path: Path) -> No
     listed = json.dumps([{"name": f"r{i}", "path": each} for i, each in enumerate(rewards)])
     given = [f"output_dir={old}", f"data.path={old}/*.jsonl", f"reward={listed}"]
     dump_recipe(load_recipe(TOY_RECIPE, given), old / "config.yaml")
-    new = old.rename(tmp_path / "new")
-    recipe = load_run(new)
-    assert recipe.data.path == f"{new}/*.jsonl"
-    texts = [each["path"] for each in recipe.model_dump()["reward"]]
-    assert texts == [each.replace(f"{old}/", f"{new}/") for each in rewards[:4]] + rewards[4:]
+    recipe = load_run(new := old.rename(tmp_path / "new [1]*"))
+    assert recipe.data.path == f"{glob.escape(str(new))}/*.jsonl"
+    expected = [each.replace(f"{old}/", f"{new}/") for each in rewards[:4]] + rewards[4:]
+    assert [each["path"] for each in recipe.model_dump()["reward"]] == expected
 
 
 def test_a_run_where_it_was_is_read_from_its_config_too(

@@ -66,6 +66,8 @@ def test_shared_memory_goes_with_the_folder(tmp_path: Path) -> None:
     alive, dead = Scratch("sglang"), Scratch("sglang")
     alive.note([memory / "sglang_loads_alive"])
     dead.note([memory / "sglang_loads_dead", memory / "link", tmp_path / "victim", memory / "no"])
+    with (dead.path / FILES_FILE).open("ab") as noted:
+        noted.write(b"\xff\n" + bytes(8))  # of a crash of the machine
     os.close(dead.descriptor)
     assert sweep(tmp_path, memory) == [dead.path]
     assert {each.name for each in memory.iterdir()} == {"sglang_loads_alive", "another", "link"}

@@ -166,8 +166,9 @@ def test_a_sampler_never_samples_what_replaces_its_checkpoint(api: Api) -> None:
     path, checkpoints = f"tinker://{model}/sampler_weights/a", api.server.calls.checkpoints
     save_named(api, model, 1)
     old = new_sampler(api, session, 0, path)
-    api.ask("asample", sample(old, 0))
+    first = api.ask("asample", sample(old, 0))
     checkpoints.delete("ann", path)
+    assert api.ask("asample", sample(old, 0)) == first  # a repetition, whose first answer was lost
     save_named(api, model, 2)
     new = new_sampler(api, session, 1, path)
     status, why = api.refused("asample", sample(old, 1))
@@ -207,7 +208,8 @@ def test_a_checkpoint_that_is_replaced_in_this_moment_is_not_sampled(
         return post(backend, *arguments)
 
     monkeypatch.setattr(Backend, "post", late)
-    assert api.refused("asample", sample(sampler, 0))[0] == 404
+    for _ in range(2):
+        assert api.refused("asample", sample(sampler, 0))[0] == 404
 
 
 def test_a_model_is_no_other_tenant_of_its_name(api: Api) -> None:

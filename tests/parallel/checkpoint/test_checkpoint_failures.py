@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from mrl.errors import RunFailed
+from mrl.run.folder import RunFolder
 from parallel.checkpoint import manifest
 from parallel.checkpoint.checkpoints import Checkpoints
 from parallel.checkpoint.manifest import LATEST, damage, folder_name, latest_step
@@ -298,3 +299,17 @@ def test_a_crash_while_a_checkpoint_replaces_one_of_its_step_leaves_one_of_both(
     assert manifest.damage(final) is None
     assert (final / "weights").read_text() == "new"
     assert sorted(each.name for each in tmp_path.iterdir()) == [final.name, manifest.LATEST]
+
+
+def test_a_kill_between_the_renames_of_a_replacement_loses_no_checkpoint(tmp_path: Path) -> None:
+    """Where names cannot be exchanged. The next start looks for checkpoints before the next save."""
+    (tmp_path / ".lock").touch()
+    kept = [tmp_path / each / folder_name(10) for each in ("checkpoints", "states/a", "samplers/b")]
+    for folder in kept:
+        (folder.parent / f".{folder.name}.replaced").mkdir(parents=True)
+    with contextlib.closing(RunFolder(tmp_path)) as run:
+        run.claim()
+    assert all(folder.exists() for folder in kept)
+    kept[0].rename(kept[0].parent / f".{kept[0].name}.replaced")
+    manifest.sweep(kept[0].parent)  # as by another save of this process
+    assert [each.name for each in kept[0].parent.iterdir()] == [kept[0].name]
