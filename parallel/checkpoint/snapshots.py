@@ -309,10 +309,10 @@ class Snapshots(Checkpoints):
         if not any(has_all):
             return f"no node has all of {', '.join(sorted(small))} whole"
         source = self.folder_ranks[has_all.index(True)]
-        sent = [small_files(folder) if self.mesh.rank == source else None]
+        sent: list[dict[str, bytes]] = [{}]
+        on_ranks(self.mesh, [source], folder, lambda: sent[0].update(small_files(folder)))
         dist.broadcast_object_list(sent, src=source)
         contents = sent[0]
-        assert contents is not None
         lacking = [
             rank for rank, is_there in zip(self.folder_ranks, has_all, strict=True) if not is_there
         ]
