@@ -251,9 +251,8 @@ class Samplers:
                 except Refused:
                     self._ledger.remove("requests", request)
                     raise
-                return (
-                    posted  # what replaces the checkpoint from now on is saved after this operation
-                )
+                # What replaces the checkpoint from now on is saved after this operation.
+                return posted
         raise Refused(503, "the sampler is being opened again; try again")
 
     def _operation(self, row: Row, body: bodies.Sample, tokens: list[int]) -> dict[str, Any]:
