@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
-from mrl.system.files import write_whole
+from mrl.system.files import bytes_in_words, write_whole
 from mrl.system.printable import escape
 
 MAX_SAMPLES = 16
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         print(escape(note))
     shown = escape(str(target))
     print(
-        f"wrote {shown}, {len(page) / 1e6:.1f} MB: open it in a browser, here or copied elsewhere"
+        f"wrote {shown}, {bytes_in_words(len(page))}: open it in a browser, here or copied elsewhere"
     )
 
 
