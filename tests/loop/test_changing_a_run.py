@@ -194,7 +194,11 @@ def test_the_engines_death_by_memory_is_told_from_others(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "overrides", "reason"),
     [
-        ("run@7", [], "has no checkpoint of step 7; it has checkpoints of these steps: 2, 4"),
+        (
+            "run@7",
+            [],
+            "no checkpoint of step 7; it has checkpoints of these steps: 2, 4; checkpoint.save_every",
+        ),
         ("nowhere", [], "is a folder without config.yaml"),
         ("run", ["seed=9"], "seed is 0 there and 9 now (never changes in a run)"),
         ("run", ["algorithm.name=ppo"], "ppo has a critic and gspo has none"),
