@@ -33,7 +33,7 @@ def ctrl_c(user: User) -> str:
     assert "Traceback" not in done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("mrl: ")]
     assert said.startswith("mrl: interrupted; saved: a checkpoint with ")
-    assert said.endswith(" train run/config.yaml"), said
+    assert said.endswith("run/config.yaml"), said
     gone, left = psutil.wait_procs(tree, 30)
     assert (len(gone), left) == (len(tree), [])
     assert not (user.folder / "run/failure.json").exists()
