@@ -48,6 +48,7 @@ def ctrl_c_at_any_moment(user: User) -> str:
             time.sleep(delay_s)
         tree = psutil.Process(command.pid).children(recursive=True)
         # The test's own server of engines outlives its commands.
+        tree = [process for process in tree if process.status() != psutil.STATUS_ZOMBIE]
         tree = [process for process in tree if "tests.engine_starts" not in process.cmdline()]
         for _ in range(presses):
             if command.poll() is None:
