@@ -139,7 +139,8 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         newest = [root / folder_name(step)]
     if not newest or not newest[0].is_dir():
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise InputError(f"{run} has {which}; it has checkpoints of these steps: {steps}")
+        why = "; checkpoint.save_every and checkpoint.keep decide which there are" if found else ""
+        raise InputError(f"{run} has {which}; it has checkpoints of these steps: {steps}{why}")
     if reason := damage(newest[0]):
         raise InputError(
             f"checkpoint {newest[0].name} is damaged: {reason}; name another step, {run}@STEP; it has "

@@ -35,6 +35,18 @@ def add_to(commands: Any) -> None:
         "data", type=Path, metavar="DATA", help="a data file with rows as for training"
     )
     test.add_argument(
+        "--prompt-key", metavar="COLUMN", help="the column of the prompt, as data.prompt_key"
+    )
+    test.add_argument(
+        "--columns",
+        type=_column,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="new names of columns, as data.columns, e.g. answer=solution",
+    )
+    test.add_argument(
         "--limit", type=_count, default=100, metavar="N", help="rows to try (default 100)"
     )
     test.add_argument("--timeout", type=_seconds, default=30.0, metavar="S", help=TIMEOUT_HELP)
@@ -96,7 +108,8 @@ def run_test(args: argparse.Namespace) -> None:
     from mrl.rewards.trial_cases import make_cases
     from mrl.rewards.worker_calls import reward_worker
 
-    cases = make_cases(list(islice(read_prompt_rows(args.data), args.limit)))
+    rows = read_prompt_rows(args.data, args.prompt_key, dict(args.columns))
+    cases = make_cases(list(islice(rows, args.limit)))
     encode = _encoder(args.model)
     worker = reward_worker(args.spec, args.timeout)
     try:
@@ -170,6 +183,13 @@ def _figures(trial: Any, num_cases: int) -> list[tuple[str, str]]:
         right = ", ".join(f"{name} {count}" for name, count in trial.num_right.items())
         rows.append(("gold highest", f"of {trial.num_gold} rows, written {right}"))
     return rows
+
+
+def _column(text: str) -> tuple[str, str]:
+    name, equals, column = text.partition("=")
+    if not (name and equals and column):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COLUMN, such as answer=solution")
+    return name, column
 
 
 def _count(text: str) -> int:

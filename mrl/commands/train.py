@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.commands.recipe_arguments import add_allow, add_recipe, read_recipe
 from mrl.errors import ExitCode
 from mrl.system.imports import importing
 from mrl.system.processes import die_with_torchrun
 from mrl.system.stop import remember_signals
+
+if TYPE_CHECKING:
+    from mrl.config import Recipe
 
 
 def add_to(commands: Any) -> None:
@@ -38,10 +41,26 @@ def run(args: argparse.Namespace) -> None:
         from mrl.jobs.train import train
         from parallel.mesh import destroy_mesh, world_size
 
-    stopped = train(recipe, world_size(), allowed=args.allow)
+    try:
+        stopped = train(recipe, world_size(), allowed=args.allow)
+    except KeyboardInterrupt:
+        args.after_interrupt = _how_to_continue(recipe) or args.after_interrupt
+        raise
     destroy_mesh()
     if stopped:
         if os.environ.get("RANK", "0") == "0":
             print(f"mrl: {stopped}", file=sys.stderr)
             note_saved()
         sys.exit(ExitCode.SAVED)
+
+
+def _how_to_continue(recipe: Recipe) -> str | None:
+    """Return what the run folder has and the command that continues; None if no run has begun there."""
+    from mrl.jobs.restart_command import train_command
+    from mrl.run.failure import saved_text
+    from mrl.run.folder import RunFolder
+
+    folder = RunFolder(recipe.output_dir)
+    if not folder.config.exists():
+        return None
+    return f"saved: {saved_text(folder.root)}; continue with: {train_command(folder)}"

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import InputError
-from mrl.planner.units import size
-from mrl.system.files import write_whole
+from mrl.system.files import bytes_in_words, write_whole
 from mrl.system.printable import escape
 
 MAX_SAMPLES = 16
@@ -86,7 +85,9 @@ def run(args: argparse.Namespace) -> None:
     for note in data["notes"]:
         print(escape(note))
     shown = escape(str(target))
-    print(f"wrote {shown}, {size(len(page))}: open it in a browser, here or copied elsewhere")
+    print(
+        f"wrote {shown}, {bytes_in_words(len(page))}: open it in a browser, here or copied elsewhere"
+    )
 
 
 def follow(args: argparse.Namespace) -> None:

@@ -13,11 +13,14 @@ from mrl.data.files import Tasks, read_all_rows
 from mrl.data.forms import Row, read_form
 
 
-def read_prompt_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_prompt_rows(
+    path: str | Path, prompt_key: str | None = None, columns: dict[str, str | None] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `(source, row)` for every row of a file. `source` names the row in messages. `row` is a
-    dict with `prompt` in the common form (`Row.prompt`) and the other columns. Raises InputError
-    for a bad row."""
-    for row in read_forms(SourceConfig(path=str(path))):
+    dict with `prompt` in the common form (`Row.prompt`) and the other columns. `prompt_key` and
+    `columns` are those of `data` in a recipe. Raises InputError for a bad row."""
+    config = SourceConfig(path=str(path), prompt_key=prompt_key, columns=columns or {})
+    for row in read_forms(config):
         yield row.source, {"prompt": row.prompt, **row.columns}
 
 

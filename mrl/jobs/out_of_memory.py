@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from mrl.config import Recipe, ServiceConfig
 from mrl.engines.base import EngineLost
+from mrl.errors import InputError
 from mrl.jobs.restart_command import train_command
 from mrl.run.folder import RunFolder
 from mrl.system.disk import chain
@@ -73,7 +75,7 @@ def _of_trainer(
     when = f" in phase {phase}" if phase else ""
     rank = os.environ.get("RANK", "0")
     owners = f" Rank {rank} holds: {held}." if held else ""
-    first_key, second_key = two_keys(phase, where, recipe)
+    first_key, second_key = two_keys(phase, where, recipe, _most_tokens(recipe, folder))
     command = train_command(folder, first_key.override, second_key.override)
     more = (
         ""
@@ -101,14 +103,33 @@ class Key(NamedTuple):
         return f"{self.override} ({_shown(self.old)} now)"
 
 
-def two_keys(phase: str, where: Where, recipe: Recipe) -> tuple[Key, Key]:
+def _most_tokens(recipe: Recipe, folder: RunFolder) -> int | None:
+    """Return a number of tokens that no step had more of; None if it is not known.
+
+    A larger `train.micro_batch_tokens` puts a whole step into one micro-batch.
+    """
+    with suppress(OSError, ValueError, InputError):
+        steps = [row.get("tokens/train") for row in folder.read_metrics()]
+        if counts := [int(each) for each in steps if each]:
+            return max(counts)
+    rollout = recipe.rollout
+    if rollout.context_len is None:
+        return None
+    return rollout.prompts_per_step * rollout.samples_per_prompt * rollout.context_len
+
+
+def two_keys(
+    phase: str, where: Where, recipe: Recipe, most_tokens: int | None = None
+) -> tuple[Key, Key]:
     """Return the two keys that best reduce the memory of a phase of a step, such as `rollout`.
 
-    `where` tells whether memory ran out on the device or on the host.
+    `where` tells whether memory ran out on the device or on the host. If `most_tokens`, the largest
+    number of tokens of a step, is known, the advised micro-batch holds at most half of it.
     """
     train, rollout = recipe.train, recipe.rollout
     tokens = train.micro_batch_tokens
-    micro_batch = Key(f"train.micro_batch_tokens={max(1, tokens // 2)}", tokens)
+    fewer = max(1, min(tokens, most_tokens or tokens) // 2)
+    micro_batch = Key(f"train.micro_batch_tokens={fewer}", tokens)
     share = rollout.mem_fraction_static
     engine = Key(f"rollout.mem_fraction_static={round(max(0.1, share - 0.1), 2)}", share)
     if phase in ("sync", "digest", "push"):

@@ -164,6 +164,8 @@ NOT_GIVEN = "(not given)"
 FEW = 3
 """If more keys than this have changed, the user probably meant another run in this folder, not this
 one with other settings."""
+OTHER_TASK = ("data", "reward")
+"""If one of these has changed, the user probably meant another run, too."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,8 @@ def check_allowed(changes: Sequence[Change], allowed: Sequence[str], run: str, w
     do = " ".join([shlex.quote(run), *overrides])
     allow = f"mrl train {do} --allow {' '.join(wanted)}"
     branch = f"mrl branch {shlex.quote(run)} NEW_DIR {' '.join(overrides)}"
-    new = "start a new run in another output_dir, or " if len(closed) > FEW else ""
+    is_other = len(closed) > FEW or any(is_in(c.key, n) for c in closed for n in OTHER_TASK)
+    new = "start a new run in another output_dir, or " if is_other else ""
     then = f"continue it with: {allow} (or try it in a copy: {branch})"
     raise InputError(f"{what}: {refused}; {new}{then}")
 

@@ -216,6 +216,11 @@ def _where(failure: Failure) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def saved_text(folder: str | Path) -> str:
+    """Return in words which checkpoints the folder of a run has."""
+    return _saved(Failure("", ExitCode.INTERRUPTED, **saved_in(folder)))
+
+
 def _saved(failure: Failure) -> str:
     step, snapshot = failure.saved_step, failure.snapshot_step
     if failure.is_service:

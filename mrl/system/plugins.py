@@ -139,10 +139,11 @@ def _pick(kind: Kind, spec: str, module: ModuleType, names: tuple[str, ...]) -> 
     near = difflib.get_close_matches(names[0], dir(module), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     wanted = " or ".join(map(repr, names))
-    if not hint and ":" not in spec and _is_file(spec):
+    if not hint and _is_file(spec):
         own = _own_names(kind, module)
-        has = f"; it has {', '.join(own)}" if own else ""
-        hint = f"{has}; write {spec}:{own[0] if len(own) == 1 else kind.example}"
+        hint = f"; it has {', '.join(own)}" if own else ""
+        if ":" not in spec:
+            hint = f"{hint}; write {spec}:{own[0] if len(own) == 1 else kind.example}"
     raise InputError(f"{kind.noun} {spec!r}: no {kind.form} {wanted} in it{hint}")
 
 
@@ -176,7 +177,7 @@ def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
     """Import a file as a module. The file is run again only if its contents have changed."""
     check_open(path, f"{kind.noun} {spec!r}")
     if not path.is_file():
-        raise InputError(f"{kind.noun} {spec!r}: no file {path}")
+        raise InputError(f"{kind.noun} {spec!r}: no file {path}{_near_file(path)}")
     path = path.resolve()
     # The folder's digest distinguishes files of the same name.
     digest = hashlib.sha256(str(path.parent).encode()).hexdigest()[:8]
@@ -201,6 +202,19 @@ def _import_file(kind: Kind, spec: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _near_file(path: Path) -> str:
+    """Return what to do about a missing file: a file with a similar name, or where paths begin."""
+    try:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+    except OSError:
+        near = []
+    if near:
+        return f"; did you mean {path.parent / near[0]}?"
+    if path.is_absolute():
+        return ""
+    return "; give its path from the current directory, or in a recipe from the recipe's folder"
 
 
 def _guarded(kind: Kind, spec: str, load: Callable[[], Any]) -> Any:

@@ -182,6 +182,11 @@ def test_the_engines_death_by_memory_is_told_from_others(tmp_path: Path) -> None
     assert "=0.7" in (memory_advice(EngineLost(words), recipe, folder) or "")
     host = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
     assert "the trainer ran out of memory" in (memory_advice(host, recipe, folder) or "")
+    folder.root.mkdir()  # whose step was one micro-batch, which half of 100,000 would not change
+    folder.metrics.write_text('{"step": 0, "tokens/train": 6000.0}\n')
+    large = load_recipe(TOY_RECIPE, ["train.micro_batch_tokens=100000"])
+    said = memory_advice(host, large, folder) or ""
+    assert "Change train.micro_batch_tokens=3000 (100000 now)" in said
     for other in (RuntimeError("boom"), EngineLost("engine: killed"), InputError("no such key")):
         assert memory_advice(other, recipe, folder) is None
 
@@ -189,7 +194,11 @@ def test_the_engines_death_by_memory_is_told_from_others(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "overrides", "reason"),
     [
-        ("run@7", [], "has no checkpoint of step 7; it has checkpoints of these steps: 2, 4"),
+        (
+            "run@7",
+            [],
+            "no checkpoint of step 7; it has checkpoints of these steps: 2, 4; checkpoint.save_every",
+        ),
         ("nowhere", [], "is a folder without config.yaml"),
         ("run", ["seed=9"], "seed is 0 there and 9 now (never changes in a run)"),
         ("run", ["algorithm.name=ppo"], "ppo has a critic and gspo has none"),

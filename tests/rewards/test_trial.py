@@ -147,3 +147,12 @@ def test_what_is_scored():
     assert request["columns"] == {"answer": [7], "info": [{"x": 1}], "completion_ids": [[9]]}
     with pytest.raises(InputError, match="f:5: `prompt`"):
         make_cases([("f:5", {})])
+
+
+def test_columns_of_other_names(reward_test):
+    rows = [{"question": row["prompt"], "solution": row["answer"]} for row in QUESTIONS]
+    options = ("--prompt-key", "question", "--columns", "answer=solution")
+    code, shown = reward_test(f"{ZOO}:right", rows, *options)
+    assert (code, shown.endswith("ok: no problem in 4 rows\n")) == (0, True), shown
+    code, shown = reward_test(f"{ZOO}:right", rows, "--columns", "answer")
+    assert (code, "'answer' is not NAME=COLUMN, such as answer=solution" in shown) == (2, True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cli import main
 from mrl.errors import MEANINGS, ExitCode
 from mrl.jobs.report import reporting
 from mrl.run.failure import (
@@ -23,6 +24,7 @@ from mrl.run.failure import (
     write_failure,
 )
 from parallel.checkpoint.snapshot_note import Note, write_note
+from tests.loop.conftest import TOY_RECIPE
 
 LOST = Failure("rank 1 was killed by SIGKILL", ExitCode.LOST_RANK, rank=1, host="node2", time=1.0)
 
@@ -158,3 +160,34 @@ def test_the_page_prints_the_table_of_exit_codes() -> None:
         f"| {int(code)} | {code.name.lower().replace('_', ' ')} | {MEANINGS[code]} |"
         for code in sorted(MEANINGS)
     ]
+
+
+def test_ctrl_c_says_what_is_saved_and_how_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mrl.jobs.train.train", interrupted)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", str(TOY_RECIPE), "output_dir=run"]
+
+    def said() -> str:
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == ExitCode.INTERRUPTED
+        return capsys.readouterr().err
+
+    assert said() == "mrl: interrupted; start again to continue from the last checkpoint\n"
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").touch()
+    then = "train run/config.yaml\n"
+    assert said().startswith(
+        "mrl: interrupted; saved: no checkpoint; the next start begins with step 0; "
+    )
+    (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text("4")
+    line = said()
+    assert line.startswith(
+        "mrl: interrupted; saved: a checkpoint with 4 steps done; continue with: "
+    )
+    assert line.endswith(then)

@@ -13,6 +13,7 @@ import pytest
 from mrl.config.load import load_recipe
 from mrl.errors import InputError
 from mrl.jobs.train import train
+from mrl.run.changes import Change, Kind, check_allowed
 from mrl.run.folder import RunFolder, rollout_lines
 from mrl.service.sessions.run import SessionRun
 from mrl.service.tenant_run import TenantRun
@@ -109,3 +110,9 @@ def test_the_rows_of_repeated_steps_are_kept_aside(tmp_path: Path) -> None:
         aside = sorted(tmp_path.glob("dropped_*/metrics.jsonl"))
         assert len(aside) == (0, 1, 1, 2)[number]
     assert [file.read_bytes() for file in aside] == [b"".join(rows[2:]), b"".join(rows[:2])]
+
+
+@pytest.mark.parametrize("key", ["data.path", "reward"])
+def test_another_task_is_another_run(key: str) -> None:
+    with pytest.raises(InputError, match="; start a new run in another output_dir, or continue it"):
+        check_allowed([Change(key, 1, 2, Kind.ALLOW)], (), "run", "what")

@@ -32,7 +32,8 @@ def ctrl_c(user: User) -> str:
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("mrl: ")]
-    assert said == "mrl: interrupted; start again to continue from the last checkpoint"
+    assert said.startswith("mrl: interrupted; saved: a checkpoint with ")
+    assert said.endswith("run/config.yaml"), said
     gone, left = psutil.wait_procs(tree, 30)
     assert (len(gone), left) == (len(tree), [])
     assert not (user.folder / "run/failure.json").exists()
