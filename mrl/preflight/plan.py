@@ -106,7 +106,7 @@ class Plan:
             *([("lora", self.adapter.describe())] if self.adapter else []),
             ("layout", self.dims.describe()),
             *([("roles", self.roles.describe())] if self.roles.num_rollout else []),
-            ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(recipe, elsewhere)}"),
+            ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(self, elsewhere)}"),
             ("rollout", f"saved: {source}" if source else
              f"{_engine_name(rollout.engine)}, {_engines(self)}, "
              f"{_dtype(rollout.engine_dtype(recipe.model), elsewhere)}"),
@@ -129,12 +129,17 @@ def _prefixes(plan: Plan, elsewhere: bool) -> str:
     return describe_prefixes(plan.recipe, plan.prompts, shape, elsewhere=elsewhere)
 
 
-def _trainer(recipe: Recipe, elsewhere: bool) -> str:
+def _trainer(plan: Plan, elsewhere: bool) -> str:
     """Describe the implementation of the trainer's layers and their dtype."""
-    config = recipe.model
+    config = plan.recipe.model
     if elsewhere:
         return f"{config.transformer_impl} layers, {_dtype(config.dtype, elsewhere)}"
     implementation, why = choose_implementation(config.transformer_impl)
+    # In these two cases the preflight set `local` in the recipe.
+    if plan.adapter is not None:
+        why = "LoRA needs them"
+    elif plan.model.architecture.needs_native:
+        why = "this model needs them"
     return f"{implementation} layers ({why}), {_dtype(config.dtype, elsewhere)}"
 
 

@@ -87,6 +87,11 @@ def test_what_does_not_go_with_an_adapter_is_refused(
     assert all(part in line for part in parts), line
 
 
+def test_the_plan_says_whose_wish_the_layers_are(command: list[str]) -> None:
+    plan = check(load_recipe(RECIPE, command[2:]), 1)
+    assert "local layers (LoRA needs them)" in dict(plan.rows())["trainer"]
+
+
 def test_the_rank_of_the_smallest_matrix_is_the_limit_also_of_a_service(command: list[str]) -> None:
     recipe = load_recipe(RECIPE, [*command[2:], "lora.rank=32"])
     model = HfModel.read(recipe.model.path)
