@@ -103,7 +103,7 @@ class Plan:
         source = recipe.debug.load_rollouts
         return [
             ("model", f"{model.path}: {model.describe()}"),
-            *([("lora", self.adapter.describe())] if self.adapter else []),
+            *([("lora", f"{self.adapter.describe()}{_begin(recipe)}")] if self.adapter else []),
             ("layout", self.dims.describe()),
             *([("roles", self.roles.describe())] if self.roles.num_rollout else []),
             ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(self, elsewhere)}"),
@@ -122,6 +122,12 @@ class Plan:
             ("steps", f"{recipe.train.num_steps}{resumed}, {_passes(self)}"),
             ("run folder", recipe.output_dir),
         ]  # fmt: skip
+
+
+def _begin(recipe: Recipe) -> str:
+    """Name the adapter that training begins with; empty if it begins with random values."""
+    path = recipe.lora.path if recipe.lora is not None else None
+    return f"; begins with {path}" if path else ""
 
 
 def _prefixes(plan: Plan, elsewhere: bool) -> str:
