@@ -173,7 +173,10 @@ class HfModel:
         folder = Path(path)
         config = read_config(folder)
         if not has_weights(folder):
-            raise InputError(f"model.path: {folder} has no *.safetensors weights")
+            raise InputError(
+                f"model.path: {folder} has no *.safetensors weights; download them, or, where they "
+                "are *.bin files, load the model with transformers and save it with save_pretrained"
+            )
         model = cls(folder, config, find_architecture(config, named), named)
         try:
             _ = model.sizes, model.context_len

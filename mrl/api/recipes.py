@@ -19,7 +19,7 @@ as on the command line."""
 
 
 def load_recipe(
-    recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides = ()
+    recipe: Recipe | str | Path | Mapping[str, Any], overrides: Overrides | None = None
 ) -> Recipe:
     """Return a complete recipe from a YAML file, the folder of a run, a dict, or another recipe.
 
@@ -27,7 +27,7 @@ def load_recipe(
     dotted. Missing keys get their defaults, and relative paths that exist become absolute. Raises
     InputError if the recipe is not valid; the message is one line and names the key.
     """
-    items = _items(overrides)
+    items = [] if overrides is None else _items(overrides)
     if isinstance(recipe, (str, Path)):
         return read_source(Path(recipe), items)
     if isinstance(recipe, Recipe):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mrl.api.recipes import load_recipe
 from mrl.config import Recipe
@@ -102,6 +104,7 @@ def _session() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         raise InputError("mrl: train and evaluate in the main thread, one call after the other")
     die_with_torchrun()
+    hook = sys.excepthook  # torch puts another around it each time that it joins process groups
     with _one_thread():
         try:
             yield
@@ -112,6 +115,8 @@ def _session() -> Iterator[None]:
         else:
             destroy_mesh()
         finally:
+            if not dist.is_initialized():
+                sys.excepthook = hook
             gc.collect()  # the policy is in reference cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -55,6 +55,8 @@ class Source:
     """Number of prompts whose beginning was cut off (`data.overlong: truncate_left`)."""
     num_with_tools: int = 0
     """Number of prompts whose column `tools` was passed to the chat template."""
+    skips_template: bool = False
+    """Whether prompts are strings although the tokenizer has a chat template, which they do not get."""
 
     def describe(self) -> str:
         """Return the counts in words, for the terminal."""
@@ -65,6 +67,8 @@ class Source:
             parts.append(f"{self.num_truncated} cut at the beginning")
         if self.num_with_tools:
             parts.append(f"{self.num_with_tools} with tools")
+        if self.skips_template:
+            parts.append("strings do not go through the chat template")
         return ", ".join(parts)
 
 
@@ -114,6 +118,7 @@ def read_sources(
             Source(
                 name, prompts, each.weight, forms, reading.num_filtered, reading.num_truncated,
                 reading.num_with_tools,
+                bool(tokenizer.chat_template) and any(isinstance(p.content, str) for p in prompts),
             )
         )  # fmt: skip
     total = sum(len(source.prompts) for source in found)

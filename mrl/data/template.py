@@ -95,7 +95,7 @@ class PromptEncoder:
         if not self.tokenizer.chat_template:
             raise InputError(
                 f"{source}: `prompt` is a list of messages and this tokenizer has no chat template; "
-                "use a string"
+                "give a string, or put the chat_template.jinja of its chat version into model.path"
             )
         self._check_roles(messages, source)
         try:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mrl.diagnosis.gather import gather_tokens
 from mrl.diagnosis.pieces import token_pieces
 from mrl.diagnosis.tokens import TokenRecord, save_tokens
 from mrl.quantization import SCHEMES, fake_quantize
+from mrl.run import console
 from mrl.run.folder import RunFolder
 from mrl.system.files import write_whole
 from mrl.types import MicroBatch, Sample
@@ -32,6 +34,9 @@ from parallel.implementation import choose_dtype
 from parallel.mesh import Mesh
 from parallel.pass_output import Observe, PassOutput
 from parallel.policy import Policy
+
+LONG_S = 60.0
+"""Seconds of a decomposition above which the run says, once, how to shorten it."""
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Diagnosis:
     policy: Policy
     folder: RunFolder
     _pieces: dict[int, str] = field(default_factory=dict)
+    _said_long: bool = False
 
     def observe(self, step: int) -> Observe | None:
         """Return what the forward pass before the update must record about the routers.
@@ -168,7 +174,7 @@ class Diagnosis:
 
         All ranks must call this together. Returns the metrics `decompose/*`.
         """
-        config = self.recipe.diagnosis
+        config, start = self.recipe.diagnosis, monotonic()
         (captured,) = self.policy.runner.captured([batch])
         layers = self.model.moe_layer_numbers
         most = config.decompose_layers
@@ -178,4 +184,17 @@ class Diagnosis:
             text = json.dumps({"step": step, **found.as_json()}, allow_nan=False)
             # The write is atomic, because `mrl why` and `mrl view` may read the file at any time.
             write_whole(self.folder.diagnosis_file(step), text + "\n")
+            self._say_long(step, monotonic() - start)
         return found.metrics()
+
+    def _say_long(self, step: int, seconds: float) -> None:
+        """Print, once in a run, how to shorten decompositions that take longer than `LONG_S`."""
+        if seconds <= LONG_S or self._said_long:
+            return
+        self._said_long = True
+        config = self.recipe.diagnosis
+        console.note(
+            f"step {step}: {seconds:.0f} s of this step went into the decomposition of the mismatch, "
+            f"which every {config.decompose_every} steps have; a smaller diagnosis.decompose_layers "
+            f"(now {config.decompose_layers}) or a larger diagnosis.decompose_every takes less"
+        )

@@ -24,6 +24,7 @@ from mrl.algorithms.advantages import SPREAD_KEYS
 from mrl.algorithms.base import Algorithm, or_default, traits
 from mrl.algorithms.episodes import of_episodes, of_samples
 from mrl.config import AlgorithmConfig
+from mrl.errors import InputError
 from mrl.learn.kl_control import Penalties
 from mrl.types import MicroBatch, SampleGroup
 from parallel.mesh import Mesh
@@ -142,11 +143,30 @@ def compare_rewards(
     of = episodes or [None] * len(rewards)
     compared = [of_episodes(own, each) for own, each in zip(rewards, of, strict=True)]
     found = algorithm.advantages(compared, config)
+    _check_shapes(found, compared, config)
     samples = torch.cat([of_samples(own, each) for own, each in zip(found, of, strict=True)])
     whitens, has_values = traits(algorithm).whitens, traits(algorithm).needs_critic
     if not whitens or has_values:  # with a critic these are rewards, not yet advantages
         return samples
     return _whitened(samples, num_loss_tokens, algorithm, config)
+
+
+def _check_shapes(found: object, rewards: Sequence[Tensor], config: AlgorithmConfig) -> None:
+    """Raise InputError unless `found` holds one tensor for each group, of the shape of its rewards."""
+    listed = isinstance(found, (list, tuple))
+    got = [getattr(each, "shape", None) for each in found] if listed else []
+    if got != [each.shape for each in rewards]:
+        first = f" whose first element is {_kind(found[0])}" if listed and found else ""
+        what = f"a {type(found).__name__} of {len(found)}{first}" if listed else _kind(found)
+        raise InputError(
+            f"algorithm.name {config.name!r}: advantages() returned {what}; return a list with one "
+            f"tensor for each of the {len(rewards)} groups, of the shape of its rewards, "
+            f"{list(rewards[0].shape)}"
+        )
+
+
+def _kind(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _whitened(

@@ -103,10 +103,10 @@ class Plan:
         source = recipe.debug.load_rollouts
         return [
             ("model", f"{model.path}: {model.describe()}"),
-            *([("lora", self.adapter.describe())] if self.adapter else []),
+            *([("lora", f"{self.adapter.describe()}{_begin(recipe)}")] if self.adapter else []),
             ("layout", self.dims.describe()),
             *([("roles", self.roles.describe())] if self.roles.num_rollout else []),
-            ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(recipe, elsewhere)}"),
+            ("trainer", f"megatron-core {_version('megatron-core')}, {_trainer(self, elsewhere)}"),
             ("rollout", f"saved: {source}" if source else
              f"{_engine_name(rollout.engine)}, {_engines(self)}, "
              f"{_dtype(rollout.engine_dtype(recipe.model), elsewhere)}"),
@@ -124,17 +124,28 @@ class Plan:
         ]  # fmt: skip
 
 
+def _begin(recipe: Recipe) -> str:
+    """Name the adapter that training begins with; empty if it begins with random values."""
+    path = recipe.lora.path if recipe.lora is not None else None
+    return f"; begins with {path}" if path else ""
+
+
 def _prefixes(plan: Plan, elsewhere: bool) -> str:
     shape = read_shape(plan.model.config, plan.model.architecture)
     return describe_prefixes(plan.recipe, plan.prompts, shape, elsewhere=elsewhere)
 
 
-def _trainer(recipe: Recipe, elsewhere: bool) -> str:
+def _trainer(plan: Plan, elsewhere: bool) -> str:
     """Describe the implementation of the trainer's layers and their dtype."""
-    config = recipe.model
+    config = plan.recipe.model
     if elsewhere:
         return f"{config.transformer_impl} layers, {_dtype(config.dtype, elsewhere)}"
     implementation, why = choose_implementation(config.transformer_impl)
+    # In these two cases the preflight set `local` in the recipe.
+    if plan.adapter is not None:
+        why = "LoRA needs them"
+    elif plan.model.architecture.needs_native:
+        why = "this model needs them"
     return f"{implementation} layers ({why}), {_dtype(config.dtype, elsewhere)}"
 
 

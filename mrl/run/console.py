@@ -260,9 +260,12 @@ def curve(values: list[float], *, width: int, unicode: bool = True) -> list[str]
     full = len(levels) - 1
     heights = [_height(value, low, high, PLOT_HEIGHT * full) for value in columns]
     edge = "┤" if unicode else "|"
+    labels = {PLOT_HEIGHT - 1: f"{high:.4g}", 0: f"{low:.4g}"}
+    if low == high:  # the bars end in the middle, and so does the only number
+        labels = {PLOT_HEIGHT // 2 - 1: f"{low:.4g}"}
     lines = []
     for row in reversed(range(PLOT_HEIGHT)):
-        label = {PLOT_HEIGHT - 1: f"{high:.4g}", 0: f"{low:.4g}"}.get(row, "")
+        label = labels.get(row, "")
         bars = "".join(levels[min(max(height - row * full, 0), full)] for height in heights)
         lines.append(f"{label:>{label_width}} {edge}{bars}".rstrip())
     lines.append(f"{'':>{label_width}}  reward over {len(values)} steps"[:width])

@@ -52,6 +52,7 @@ def test_a_recipe_comes_from_a_file_a_dict_or_a_recipe(tmp_path):
         TOY_RECIPE, ["optimizer.lr=0.000001", f"output_dir={tmp_path}/run"]
     )
     assert base.optimizer.lr != 1e-6
+    assert mrl.load_recipe(base, None) == base
     keys = base.model_dump(mode="json")
     assert mrl.load_recipe(keys) == base
     assert mrl.load_recipe({**keys, "seed": 7}).seed == 7
@@ -147,7 +148,9 @@ def runs_in_a_row(overrides: list[str], folder: str) -> list[Any]:
     def recipe(name: str, *more: str) -> mrl.Recipe:
         return mrl.load_recipe(TOY_RECIPE, [*overrides, f"output_dir={folder}/{name}", *more])
 
+    hook = sys.excepthook
     first, watch = mrl.train(recipe("a")), Watch(last=1)
+    assert sys.excepthook is hook
     after, before = state(), files_and_threads()
     other = mrl.train(recipe("b", "algorithm.name=grpo", "optimizer.lr=1e-4"))
     stopped = mrl.train(recipe("again"), callbacks=[watch, Nothing()])

@@ -133,13 +133,17 @@ def test_tools_and_arguments_reach_the_template(write, chat_tokenizer):
         )
 
 
-def test_long_prompts_are_left_out_and_counted(write, tokenizer):
+def test_long_prompts_are_left_out_and_counted(write, tokenizer, monkeypatch):
     path = write({"prompt": "a" * 9}, {"prompt": "b" * 12}, {"prompt": "c" * 10})
     config = DataConfig(path=path, overlong="filter")
     (source,) = read_sources(config, tokenizer, max_prompt_len=10)
     assert [prompt.content[0] for prompt in source.prompts] == ["a", "c"]
     assert [prompt.prompt_id for prompt in source.prompts] == ["0", "2"]  # rows keep their numbers
-    assert source.describe() == "2 prompts from `prompt` (string), 1 too long and left out"
+    said = "2 prompts from `prompt` (string), 1 too long and left out"
+    assert source.describe() == f"{said}, strings do not go through the chat template"
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    (source,) = read_sources(config, tokenizer, max_prompt_len=10)
+    assert source.describe() == said
     with pytest.raises(InputError, match=r"2 prompts \(1 more are too long and left out\), a step"):
         read_sources(config, tokenizer, max_prompt_len=10, min_rows=3)
     with pytest.raises(InputError, match="all 3 prompts are longer than 5 tokens"):
@@ -169,8 +173,8 @@ def test_long_prompts_are_cut_at_their_beginning(write, chat_tokenizer):
     assert source.prompts[1].content == [SYSTEM, *chat[4:]]
     texts, source = read(14)
     assert texts == ["0123456789", "s:s|u:three|a:"]
-    assert source.describe().endswith("2 prompts from `prompt` (string) and `prompt` (messages), 1 cut "
-                                      "at the beginning")  # fmt: skip
+    assert ("2 prompts from `prompt` (string) and `prompt` (messages), 1 cut at the beginning"
+            in source.describe())  # fmt: skip
     with pytest.raises(
         InputError, match=r":2: prompt has 38 tokens, at most 9 fit, and a chat cannot"
     ):

@@ -125,7 +125,7 @@ def test_messages_need_a_template_that_accepts_them(write, tokenizer, monkeypatc
     with pytest.raises(InputError, match=r":1: the chat template refuses .*roles must alternate"):
         read_prompts(path, tokenizer, max_prompt_len=64)
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(InputError, match=r":1: .*no chat template"):
+    with pytest.raises(InputError, match=r":1: .*no chat template; give a string, or put"):
         read_prompts(path, tokenizer, max_prompt_len=64)
 
 

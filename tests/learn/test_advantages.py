@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mrl.algorithms import grpo, gspo_token, ppo, reinforce_pp
 from mrl.config import AlgorithmConfig, ParallelConfig
-from mrl.learn.advantages import compute_advantages, credits_tokens
+from mrl.errors import InputError
+from mrl.learn.advantages import compare_rewards, compute_advantages, credits_tokens
 from mrl.learn.batching import make_train_batches
 from mrl.learn.kl_control import KlControl, Penalties
 from mrl.types import MicroBatch, Sample
@@ -262,3 +263,25 @@ def test_who_credits_tokens() -> None:
     assert not credits_tokens(grpo, plain, kl_in_reward=True)
     assert not credits_tokens(gspo_token, plain, kl_in_reward=True)
     assert credits_tokens(gspo_token, turns, kl_in_reward=False)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (
+            torch.zeros(2, 4),
+            r"returned a tensor \[2, 4\]; return a list with one tensor for each of ",
+        ),
+        ([torch.zeros(4)], r"returned a list of 1 whose first element is a tensor \[4\]; return"),
+        (
+            [0.0, 1.0],
+            r"a list of 2 whose first element is float; .* the 2 groups, .* rewards, \[4\]",
+        ),
+        (None, "returned NoneType; return a list"),
+    ],
+)
+def test_advantages_of_another_shape_are_refused(returned: Any, said: str) -> None:
+    mine: Any = SimpleNamespace(advantages=lambda rewards, config: returned)
+    config = AlgorithmConfig(name="my/mine.py")
+    with pytest.raises(InputError, match=rf"algorithm.name 'my/mine.py': advantages\(\) .*{said}"):
+        compare_rewards([torch.zeros(4), torch.zeros(4)], torch.ones(8), mine, config)

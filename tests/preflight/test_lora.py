@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,17 @@ def test_what_does_not_go_with_an_adapter_is_refused(
 ) -> None:
     line = refused(capsys, [*command, key])
     assert all(part in line for part in parts), line
+
+
+def test_the_plan_says_whose_wish_the_layers_are_and_what_the_adapter_begins_with(
+    command: list[str],
+) -> None:
+    plan = check(load_recipe(RECIPE, command[2:]), 1)
+    assert "local layers (LoRA needs them)" in dict(plan.rows())["trainer"]
+    assert dict(plan.rows())["lora"].endswith("the base is frozen")
+    lora = plan.recipe.lora.model_copy(update={"path": "my-adapter"})
+    begun = replace(plan, recipe=plan.recipe.model_copy(update={"lora": lora}))
+    assert dict(begun.rows())["lora"].endswith("the base is frozen; begins with my-adapter")
 
 
 def test_the_rank_of_the_smallest_matrix_is_the_limit_also_of_a_service(command: list[str]) -> None:

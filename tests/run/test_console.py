@@ -164,6 +164,7 @@ def test_curve_of_little():
     assert bar == "█"
     flat = console.curve([2.0] * 5, width=40)
     assert flat[7].endswith("┤█████")
+    assert [line.split("┤")[0].strip() for line in flat[:8]] == [""] * 4 + ["2"] + [""] * 3
     gap = console.curve([1.0, math.nan, 2.0], width=40)
     assert gap[7].split("┤")[1][1] == " "
 
