@@ -120,7 +120,8 @@ def step_line(
     engine's gap has the text of `gap_by_cause` on a line of its own.
     """
     console = console or _console()
-    metrics = {"loss/total": metrics.get("loss/policy")} | dict(metrics)
+    if "loss/policy" in metrics:
+        metrics = {"loss/total": metrics["loss/policy"], **metrics}
     step, is_wide = int(metrics["step"]), console.width >= WIDE
     columns = [each for each in COLUMNS if is_wide or each[0] not in ONLY_WIDE]
     gap = 2 if is_wide else 1
