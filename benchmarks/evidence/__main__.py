@@ -3,7 +3,7 @@
 It runs the targets of the catalog one after the other and prints one table of them. Their results go
 to runs/results/, and become the committed ones by --record. A target has passed
 where its command exits with 0 and its last plain line is `N passed, 0 failed`; one that fails does not
-stop the others. What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
+stop the others. A goal of speed that is missed breaks nothing: the line counts it (`1 goal missed`). What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
 skipped where there is none.
 
 Without --only, studies are left out, which answered a question once, and every target whose results,
@@ -39,7 +39,7 @@ from benchmarks.evidence.result import NEW, RESULTS, commit_now
 from benchmarks.evidence.staleness import PAGE, age, changed_files, states
 
 LOGS = ROOT / "runs" / "evidence"
-PLAIN_LINE = re.compile(r"^(\d+) passed, (\d+) failed(, \d+ skipped)?$")
+PLAIN_LINE = re.compile(r"^(\d+) passed, (\d+) failed(, \d+ skipped)?(, \d+ goals? missed)?$")
 NUM_SHOWN = 4
 """How many changed files `--stale` names."""
 

@@ -63,7 +63,7 @@ TARGETS = (
     Target("first-hour", "the commands of docs/first_hour.md, as a new user gives them",
            ("benchmarks.first_hour",), ("first_hour",),
            (*STEP, "mrl", "parallel", "launch/tinker_loop.py", "launch/recipes/agent.yaml",
-            "launch/recipes/guess_agent.py", "docs/first_hour.md", "benchmarks/smollm",
+            "launch/recipes/guess_agent.py", "benchmarks/smollm",
             "benchmarks/first_hour.py"), 12, short="tests/benchmarks/test_first_hour.py"),
     Target("layouts", "every parallel layout against one process",
            ("benchmarks.layouts",), ("layouts",),

@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.evidence.catalog import Target
 from benchmarks.evidence.digest import ROOT, digest, measured_files
-from benchmarks.evidence.result import NEW, RESULTS
+from benchmarks.evidence.result import NEW, RESULTS, counts
 from benchmarks.evidence.staleness import PAGE, marked, states
 
-COUNTS = re.compile(r"\b\d+ passed, \d+ failed\b")
+COUNTS = re.compile(r"\b\d+ passed, \d+ failed\b(?:, \d+ goals? missed\b)?")
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def with_counts(page: str, name: str, result: Mapping[str, Any]) -> str:
     """Return docs/results.md with the counts of `result` in the row that names it."""
     if "passed" not in result:
         return page
-    counts = f"{result['passed']} passed, {result['failed']} failed"
+    new = counts(result["passed"], result["failed"], result.get("missed", 0))
     return "\n".join(
-        COUNTS.sub(counts, line, count=1) if f"`{name}.json`, " in line or f"`{name}.json` |" in line
+        COUNTS.sub(new, line, count=1) if f"`{name}.json`, " in line or f"`{name}.json` |" in line
         else line
         for line in page.split("\n")
     )  # fmt: skip

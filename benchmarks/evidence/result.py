@@ -11,6 +11,7 @@ commit              the commit that was checked out, with `+dirty` where a measu
 measures            the files that the figures depend on (patterns of `benchmarks.evidence.catalog`)
 digest              of these files (`benchmarks.evidence.digest`); where it changes, the result is stale
 passed, failed      how many checks passed and failed
+missed              how many goals of speed were not reached; absent where none was missed
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def write_result(
     *,
     passed: int | None,
     failed: int | None,
+    missed: int = 0,
     packages: Sequence[str] = ("torch",),
     device: torch.device = CPU,
     path: Path | None = None,
@@ -58,6 +60,7 @@ def write_result(
         "date": datetime.now(UTC).date().isoformat(),
         **provenance(target_of(name).measures),
         **({} if passed is None else {"passed": passed, "failed": failed}),
+        **({"missed": missed} if missed else {}),
         **content,
     }
     file = path or NEW / f"{name}.json"
@@ -73,9 +76,15 @@ def write_result(
     return json.loads(text)
 
 
-def finish(passed: int, failed: int) -> NoReturn:
-    """Print the plain line that every benchmark ends with, and exit with 1 where a check failed."""
-    print(f"{passed} passed, {failed} failed")
+def counts(passed: int, failed: int, missed: int = 0) -> str:
+    """Return the plain line that every benchmark ends with."""
+    goals = f", {missed} goal{'s' * (missed > 1)} missed" if missed else ""
+    return f"{passed} passed, {failed} failed{goals}"
+
+
+def finish(passed: int, failed: int, missed: int = 0) -> NoReturn:
+    """Print the plain line, and exit with 1 where a check failed."""
+    print(counts(passed, failed, missed))
     sys.exit(failed > 0)
 
 

@@ -30,6 +30,7 @@ from benchmarks.evidence.digest import (
     measured_files,
 )
 from benchmarks.evidence.git import git
+from benchmarks.evidence.result import counts
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
@@ -48,7 +49,7 @@ class State:
     date: str
     """The day on which it was made."""
     checks: str
-    """`N passed, N failed`; empty in files that do not hold it."""
+    """`N passed, N failed`, and what goals were missed; empty in files that do not hold it."""
     num_failed: int
     why: str
     """Why it is stale; empty where it is current, or a study's."""
@@ -80,7 +81,9 @@ def _state(name: str, target: Target, result: dict[str, Any], root: Path) -> Sta
         why = "the catalog names other files now"
     elif digest(measured_files(target.measures, root)) != result["digest"]:
         why = "changed since"
-    checks = f"{result['passed']} passed, {result['failed']} failed" if "passed" in result else ""
+    checks = ""
+    if "passed" in result:
+        checks = counts(result["passed"], result["failed"], result.get("missed", 0))
     return State(
         name, target, result["commit"], result["date"], checks, result.get("failed", 0), why
     )

@@ -241,6 +241,7 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
 
 CHILDREN = {
     "good": "print('3 passed, 0 failed')",
+    "slow": "print('3 passed, 0 failed, 1 goal missed')",
     "bad": "print('2 passed, 1 failed'); raise SystemExit(1)",
     "silent": "pass",
     "lies": "print('3 passed, 0 failed'); raise SystemExit(3)",
@@ -262,11 +263,12 @@ def test_a_target_that_fails_stops_no_other(tmp_path, monkeypatch, capsys) -> No
         evidence.run_all(targets)
     assert left.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "1 passed, 4 failed"
+    assert lines[-1] == "2 passed, 4 failed"
     start = next(n for n, line in enumerate(lines) if line.startswith("target "))
     found = {line.split()[0]: re.split(r"\s{2,}", line)[1:4] for line in lines[start + 1 : -1]}
     assert {name: (row[0], row[2]) for name, row in found.items()} == {
         "good": ("passed", "3 passed, 0 failed"),
+        "slow": ("passed", "3 passed, 0 failed, 1 goal missed"),
         "bad": ("failed", "2 passed, 1 failed"),
         "silent": ("failed", "no plain line; exit code 0"),
         "lies": ("failed", "3 passed, 0 failed, but exit code 3"),
@@ -284,7 +286,7 @@ def test_a_new_result_becomes_the_committed_one(tmp_path, monkeypatch) -> None:
     targets = [BY_NAME["layouts"], BY_NAME["route_wire"]]
     assert records.record(targets, new, committed) == records.Recorded()
     result = json.loads((RESULTS / "layouts.json").read_text())
-    result |= {"passed": 987, "failed": 6, "date": "2031-05-06"}
+    result |= {"passed": 987, "failed": 6, "missed": 2, "date": "2031-05-06"}
     new.mkdir()
     (new / "layouts.json").write_text(json.dumps(result))
     layouts = tmp_path / "layouts.md"
@@ -295,7 +297,7 @@ def test_a_new_result_becomes_the_committed_one(tmp_path, monkeypatch) -> None:
     assert "987" in layouts.read_text()
     rows = [row for row in page.read_text().splitlines() if "`layouts.json`" in row]
     assert len(rows) == 2
-    assert all("987 passed, 6 failed" in row for row in rows)
+    assert all("987 passed, 6 failed, 2 goals missed" in row for row in rows)
     assert "2031-05-06" in rows[1]
 
 
