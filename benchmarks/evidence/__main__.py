@@ -1,10 +1,10 @@
 """This module repeats every measurement: `make evidence`, or `python -m benchmarks.evidence`.
 
 It runs the targets of the catalog one after the other and prints one table of them. Their results go
-to runs/results/, and become the committed ones by --record. A target has passed
-where its command exits with 0 and its last plain line is `N passed, 0 failed`; one that fails does not
-stop the others. A goal of speed that is missed breaks nothing: the line counts it (`1 goal missed`). What each of them prints is kept in runs/evidence/NAME.log. Targets that need a GPU are
-skipped where there is none.
+to runs/results/, and become the committed ones by --record. A target has passed where its command exits
+with 0 and its last plain line is `N passed, 0 failed`; one that fails does not stop the others. A goal
+of speed that is missed breaks nothing: the line counts it (`1 goal missed`). What each of them prints
+is kept in runs/evidence/NAME.log. Targets that need a GPU are skipped where there is none.
 
 Without --only, studies are left out, which answered a question once, and every target whose results,
 new or committed, passed with the code as it is now. So the command continues where it was interrupted,
