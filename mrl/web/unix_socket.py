@@ -20,17 +20,20 @@ SOCKET = "control.sock"
 
 
 def open_unix(folder: Path) -> socket.socket:
-    """Return a socket bound to `folder/control.sock`, to which only the owner of that file can
-    connect.
+    """Return a socket that listens at `folder/control.sock`, and to which only the owner of that file
+    can connect. Where the file is there, so is the listener.
 
     A file that a killed job left is replaced. This is safe, because the caller holds the lock
     of the folder.
     """
-    with ExitStack() as undo, _short(folder) as path:
+    new = f"{SOCKET}.new"
+    with ExitStack() as undo, _short(folder, new) as path:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         os.fchmod(listener.fileno(), 0o600)  # `bind` creates the file with this mode
-        (folder / SOCKET).unlink(missing_ok=True)
+        (folder / new).unlink(missing_ok=True)
         listener.bind(path)
+        listener.listen()
+        (folder / new).rename(folder / SOCKET)
         undo.pop_all()
         return listener
 
@@ -47,10 +50,10 @@ def connect_unix(folder: Path, timeout_s: float) -> socket.socket:
 
 
 @contextmanager
-def _short(folder: Path) -> Iterator[str]:
+def _short(folder: Path, name: str = SOCKET) -> Iterator[str]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield f"/proc/self/fd/{descriptor}/{SOCKET}"
+        yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
 

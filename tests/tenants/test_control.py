@@ -139,6 +139,12 @@ def test_the_socket_of_a_killed_service_is_replaced(tmp_path: Path) -> None:
         assert ControlClient(folder).call("GET", "/x") == {"path": "/x"}
 
 
+def test_a_socket_listens_from_the_moment_its_file_is_there(tmp_path: Path) -> None:
+    with open_unix(tmp_path):
+        connect_unix(tmp_path, 1.0).close()
+    assert [file.name for file in tmp_path.iterdir()] == ["control.sock"]
+
+
 def exchange(
     connection: socket.socket, data: bytes, limit_s: float = LIMIT_S
 ) -> tuple[int, dict[str, Any], bytes]:
