@@ -81,6 +81,25 @@ def test_a_break_is_caught_or_not_and_mended(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == SOURCE
 
 
+def test_a_test_that_fails_once_has_not_caught_a_break(tmp_path: Path) -> None:
+    (tmp_path / "mrl/run").mkdir(parents=True)
+    (tmp_path / "mrl/run/first.py").write_text(SOURCE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  release: no\n")
+    (tmp_path / "tests/run").mkdir(parents=True)
+    (tmp_path / "tests/run/test_first.py").write_text(
+        "from pathlib import Path\nFLAG = Path(__file__).with_suffix('.flag')\n"
+        "def test_busy():\n    if not FLAG.exists():\n        FLAG.touch()\n        assert False\n"
+        "def test_it():\n    assert WORKS\nWORKS = True\n"
+    )
+    change = changes_of(SOURCE)[0]
+    assert attempt(tmp_path, "mrl/run/first.py", change)["caught_by"] == ""
+    file = tmp_path / "tests/run/test_first.py"
+    file.write_text(file.read_text().replace("WORKS = True", "WORKS = False"))
+    file.with_suffix(".flag").unlink()
+    caught = "tests/run/test_first.py::test_it"
+    assert attempt(tmp_path, "mrl/run/first.py", change)["caught_by"] == caught
+
+
 def test_a_break_that_a_killed_process_left_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
