@@ -199,7 +199,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Multiply group by group: with `grouped_mm`, or with one product per group if the operands are
-    not aligned.
+    not aligned. The result is contiguous.
 
     left [m, a] and right [E, a, b] give [m, b]; left [a, m] and right [m, b] give [E, a, b]. `ends`
     i32[E] has, for each group, the index in dimension m after its last row.
@@ -209,7 +209,10 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     group (`prepare_grouped_gemm_data` in torch's aten/src/ATen/native/cuda/GroupMMCommon.cuh).
     """
     if _is_aligned(left) and _is_aligned(right):
-        return F.grouped_mm(left, right, offs=ends)
+        # Without the padding of its rows to 16 bytes, which is uninitialized: on CPUs with AMX, a
+        # bf16 product of a view whose width is odd also reads the element beside it, and multiplies
+        # it by 0, which gives NaN where that element is NaN (oneDNN of torch 2.13).
+        return F.grouped_mm(left, right, offs=ends).contiguous()
     bounds = [0, *ends.tolist()]
     groups = list(itertools.pairwise(bounds))
     if right.dim() == 2:
@@ -248,8 +251,7 @@ class _GroupedLinear(torch.autograd.Function):
         to_x = grouped_product(grad, stacked(weights), ends) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return to_x, None, *(None for _ in weights)
-        # The product pads its rows to 16 bytes, so it is not contiguous for every width.
-        to_weights = grouped_product(grad.T, x, ends).contiguous()
+        to_weights = grouped_product(grad.T, x, ends)
         # CUDA's product does not write the gradients of experts without rows.
         zero_empty_groups_(to_weights, ends)
         return to_x, None, *to_weights.unbind(0)
