@@ -167,7 +167,7 @@ def first_that_catches(root: Path, tests: list[str], limit_s: float) -> str:
     while True:
         skipped = [f"--deselect={test}" for test in passed_again]
         failed = failing(root, [*skipped, *tests], limit_s)
-        if "::" not in failed or failed in passed_again or failing(root, [failed], limit_s):
+        if ".py:" not in failed or failed in passed_again or failing(root, [failed], limit_s):
             return failed
         passed_again.append(failed)
 
