@@ -248,8 +248,7 @@ def main() -> None:
     if not options.quick and not options.only:
         content = {"repeats": options.repeats, "parts": results}
         packages = ("torch", "transformers", "sglang", "megatron-core")
-        counts = {"passed": passed, "failed": 0, "missed": missed}
-        write_result("peers", content, **counts, packages=packages)
+        write_result("peers", content, passed=passed, failed=0, missed=missed, packages=packages)
     finish(passed, 0, missed)
 
 

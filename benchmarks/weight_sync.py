@@ -190,12 +190,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             found, reached[name] = PARTS[name](options, Path(scratch))
         content |= found
-    missed, failed = not reached.get("cost", True), not reached.get("faults", True)
-    counts = {"passed": sum(reached.values()), "failed": int(failed), "missed": int(missed)}
+    passed = sum(reached.values())
+    missed, failed = int(not reached.get("cost", True)), int(not reached.get("faults", True))
     if not options.part:  # only a whole run is written
         packages = ("torch", "megatron-core", "sglang")
-        write_result("weight_sync", content, **counts, packages=packages)
-    finish(**counts)
+        write_result(
+            "weight_sync", content, passed=passed, failed=failed, missed=missed, packages=packages
+        )
+    finish(passed, failed, missed)
 
 
 if __name__ == "__main__":
