@@ -156,13 +156,13 @@ def failing(root: Path, tests: list[str], limit_s: float) -> str:
         return "it hangs"
     if done.returncode in (0, 5):  # 5: no test was selected
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return failed[1] if failed else f"pytest ended with {done.returncode}"
 
 
 def first_that_catches(root: Path, tests: list[str], limit_s: float) -> str:
-    """Return the first test that fails, and fails again by itself: on a busy machine others fail
-    once. The same words as `failing`."""
+    """Return the first test that fails and, when run alone, fails again: on a busy machine a test may
+    fail once. The result is that of `failing` otherwise."""
     passed_again: list[str] = []
     while True:
         skipped = [f"--deselect={test}" for test in passed_again]

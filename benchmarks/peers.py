@@ -125,6 +125,17 @@ def parts(toy: str, wide: str, *, quick: bool) -> list[Part]:
     ]  # fmt: skip
 
 
+def choose(every: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Return the parts named in `only`; where it is empty, all that do not run only by name.
+
+    Raises ValueError for a name that no part has.
+    """
+    names = [part.name for part in every]
+    if unknown := sorted(set(only) - set(names)):
+        raise ValueError(f"got {', '.join(unknown)}, expected some of {', '.join(names)}")
+    return [part for part in every if part.name in only or not (only or part.only_by_name)]
+
+
 def sides(part: Part, before: Path | None, packages: Path) -> dict[str, Side]:
     """Return mrl and those peers of a part that can run."""
     found: dict[str, Side] = {"mrl": train_with_mrl}
@@ -220,14 +231,11 @@ def main() -> None:
         parser.error(f"--packages: {options.packages} has no TRL; run `make peers`")
     results, verdicts = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        chosen = parts(*write_models(Path(folder)), quick=options.quick)
-        names = [part.name for part in chosen]
-        always = [part.name for part in chosen if not part.only_by_name]
-        if unknown := sorted(set(options.only) - set(names)):
-            parser.error(f"--only: got {', '.join(unknown)}, expected some of {', '.join(names)}")
+        try:
+            chosen = choose(parts(*write_models(Path(folder)), quick=options.quick), options.only)
+        except ValueError as error:
+            parser.error(f"--only: {error}")
         for part in chosen:
-            if part.name not in (options.only or always):
-                continue
             if not Path(part.work.model, "config.json").is_file():
                 print(f"{part.name}: left out, because `make smollm` has made no model here")
                 continue

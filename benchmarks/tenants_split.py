@@ -28,7 +28,7 @@ from benchmarks.tenants_load import (
     recipe_tree,
     service_tree,
 )
-from mrl.service.client import ControlClient, NobodyListens
+from mrl.service.client import ControlClient
 from mrl.system.files import write_whole
 
 LOAD = "long_tail"
@@ -78,25 +78,17 @@ def _serving(config: Path, folder: Path) -> Iterator[ControlClient]:
     with folder.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ)
     try:
-        client, deadline = ControlClient(folder), time.monotonic() + LIMIT_S
-        while not _listens(client):  # its socket is there a moment before it listens
+        deadline = time.monotonic() + LIMIT_S
+        while not (folder / "control.sock").exists():
             _require(process, deadline, folder)
             time.sleep(POLL_S)
-        yield client
+        yield ControlClient(folder)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-def _listens(client: ControlClient) -> bool:
-    try:
-        client.tenants()
-    except NobodyListens:
-        return False
-    return True
 
 
 def _require(process: subprocess.Popen[bytes], deadline: float, folder: Path) -> None:

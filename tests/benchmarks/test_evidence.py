@@ -229,6 +229,9 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch) -> None:
     assert written["commit"].removesuffix("+dirty") == "c0ffee"
     assert written["digest"] == digest(measured_files(BY_NAME["route_wire"].measures))
     assert (written["passed"], written["failed"], written["a"]) == (2, 0, 1)
+    assert "missed" not in written
+    slow = results.write_result("route_wire", {}, passed=2, failed=0, missed=2, path=file)
+    assert slow["missed"] == 2
     monkeypatch.setattr(
         results, "git", lambda *command: b"c0ffee\n" if command[0] == "rev-parse" else b"M"
     )

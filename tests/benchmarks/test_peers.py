@@ -35,6 +35,14 @@ def test_ratios_are_of_medians_over_all_steps() -> None:
     assert over["trl"]["start_s"] == 1.0
 
 
+def test_the_part_that_takes_long_runs_only_by_name() -> None:
+    every = peers.parts("toy", "wide", quick=False)
+    assert [part for part in every if part not in peers.choose(every, [])] == [every[2]]
+    assert [part.name for part in peers.choose(every, ["SmolLM2"])] == ["SmolLM2"]
+    with pytest.raises(ValueError, match="got nothing, expected some of toy, long tail"):
+        peers.choose(every, ["nothing"])
+
+
 def test_goals_count_only_with_their_peer() -> None:
     part = peers.parts("toy", "wide", quick=False)[0]
     found = {

@@ -1,4 +1,5 @@
-"""What is not recorded: damaged results, results whose pages cannot be made, and older ones."""
+"""How checks and goals are counted, and what is not recorded: damaged results, results whose pages
+cannot be made, and older ones."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.evidence import record as records
+from benchmarks.evidence.__main__ import PLAIN_LINE
 from benchmarks.evidence.catalog import BY_NAME
+from benchmarks.evidence.result import finish
 from benchmarks.evidence.staleness import PAGE, RESULTS
 
 LAYOUTS, WIRE = BY_NAME["layouts"], BY_NAME["route_wire"]
@@ -82,3 +85,15 @@ def test_an_older_result_does_not_replace_a_newer_one(folders) -> None:
         "the new result is of 2030-01-01 and the committed one of 2031-01-01" in recorded.lines[0]
     )
     assert date_of(new, "route_wire") == "2031-01-01"
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "code"),
+    [((2, 0), "2 passed, 0 failed", 0), ((2, 0, 1), "2 passed, 0 failed, 1 goal missed", 0),
+     ((2, 1, 3), "2 passed, 1 failed, 3 goals missed", 1)],
+)  # fmt: skip
+def test_a_missed_goal_is_counted_and_fails_nothing(given, line, code, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        finish(*given)
+    assert (left.value.code, capsys.readouterr().out) == (code, line + "\n")
+    assert PLAIN_LINE.match(line)
