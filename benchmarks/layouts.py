@@ -164,7 +164,10 @@ REFUSED = [
     (4, {"pipeline": 4, "first": 2}), (2, {"last": 1}), (3, {"expert_tensor": 3}),
 ]  # fmt: skip
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+"""Relative. The loss sums advantages of both signs (`ready_batch`): at ratio 1 it is -0.123, and their
+mean size is 1.6. Rounding moves it more than this: one process in bfloat16 differs from one in float32
+by 0.11 in the second step of LoRA shared_outer (x86 with AMX)."""
 
 
 @dataclasses.dataclass(frozen=True)
