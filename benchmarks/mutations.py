@@ -141,11 +141,12 @@ def near_tests(root: Path, name: str) -> list[str]:
     return [str(file.relative_to(root)) for file in found]
 
 
-def failing(root: Path, tests: list[str], limit_s: float) -> str:
-    """Return the first test that fails, `it hangs`, or nothing where all pass."""
-    num_files = sum(not test.startswith("-") for test in tests)
-    workers = WORKERS if not 0 < num_files <= 5 else ()
-    command = [sys.executable, "-m", "pytest", "-x", *SUITE, *workers, *tests]
+def run_tests(root: Path, arguments: list[str], limit_s: float) -> tuple[int | None, str]:
+    """Run pytest until a test fails, and return its exit status (None: it hangs) and the first failed
+    test."""
+    num_files = sum(not argument.startswith("-") for argument in arguments)
+    workers = () if "--last-failed" in arguments or 0 < num_files <= 5 else WORKERS
+    command = [sys.executable, "-m", "pytest", "-x", *SUITE, *workers, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     try:
         done = subprocess.run(
@@ -153,23 +154,24 @@ def failing(root: Path, tests: list[str], limit_s: float) -> str:
             timeout=limit_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return "it hangs"
-    if done.returncode in (0, 5):  # 5: no test was selected
-        return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest ended with {done.returncode}"
+        return None, "it hangs"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else f"pytest ended with {done.returncode}"
 
 
 def first_that_catches(root: Path, tests: list[str], limit_s: float) -> str:
-    """Return the first test that fails and, when run alone, fails again: on a busy machine a test may
-    fail once. The result is that of `failing` otherwise."""
-    passed_again: list[str] = []
-    while True:
-        skipped = [f"--deselect={test}" for test in passed_again]
-        failed = failing(root, [*skipped, *tests], limit_s)
-        if ".py:" not in failed or failed in passed_again or failing(root, [failed], limit_s):
-            return failed
-        passed_again.append(failed)
+    """Return the first test that fails and, when run alone, fails again; nothing where all pass.
+
+    On a busy machine a test may fail once: then all run again. What fails three times, though not
+    alone, counts as caught.
+    """
+    for _ in range(3):
+        code, failed = run_tests(root, ["--cache-clear", *tests], limit_s)
+        if code in (0, 5):  # 5: no test was selected
+            return ""
+        if code != 1 or run_tests(root, ["--last-failed"], limit_s)[0] != 0:
+            break
+    return failed
 
 
 def attempt(root: Path, name: str, change: Change) -> dict[str, Any]:

@@ -81,7 +81,15 @@ class Control(Closing):
         self._calls, self._limits = Calls(registry), limits or Limits()
         tcp = registry.service.control.tcp
         with ExitStack() as undo:
-            self._listen(undo, open_unix(registry.root), None)
+            try:
+                listener = open_unix(registry.root)
+            except OSError as error:
+                raise InputError(
+                    f"cannot listen at {registry.root / SOCKET}: {error.strerror}; expected a "
+                    "folder that can be written, with nothing of that name but an old socket"
+                ) from None
+            undo.callback((registry.root / SOCKET).unlink, missing_ok=True)
+            self._listen(undo, listener, None)
             if tcp is not None:
                 self._listen(undo, open_tcp(tcp), read_token(registry.root))
             self._undo = undo.pop_all()
@@ -96,7 +104,6 @@ class Control(Closing):
     def close(self) -> None:
         """Accept no more connections, and remove the socket file. Harmless when repeated."""
         self._undo.close()
-        (self.registry.root / SOCKET).unlink(missing_ok=True)
 
     def manage(self, membership: Membership) -> None:
         """Let callers add and remove the engines of the service, which are on ranks of their own."""

@@ -32,6 +32,7 @@ def open_unix(folder: Path) -> socket.socket:
         os.fchmod(listener.fileno(), 0o600)  # `bind` creates the file with this mode
         (folder / new).unlink(missing_ok=True)
         listener.bind(path)
+        undo.callback((folder / new).unlink, missing_ok=True)
         listener.listen()
         (folder / new).rename(folder / SOCKET)
         undo.pop_all()

@@ -87,16 +87,20 @@ def test_a_test_that_fails_once_has_not_caught_a_break(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  release: no\n")
     (tmp_path / "tests/run").mkdir(parents=True)
     (tmp_path / "tests/run/test_first.py").write_text(
-        "from pathlib import Path\nFLAG = Path(__file__).with_suffix('.flag')\n"
-        "def test_busy():\n    if not FLAG.exists():\n        FLAG.touch()\n        assert False\n"
-        "def test_it():\n    assert WORKS\nWORKS = True\n"
+        "import logging\nfrom pathlib import Path\nimport pytest\n"
+        "FLAG = Path(__file__).with_suffix('.flag')\n"
+        "@pytest.mark.parametrize('what', ['a - b'])\n"
+        "def test_it(what):\n    if not FLAG.exists():\n        FLAG.touch()\n"
+        "        logging.getLogger('server').error('did not start in test_first.py: late')\n"
+        "        assert False\n"
+        "def test_it_works():\n    assert WORKS\nWORKS = True\n"
     )
     change = changes_of(SOURCE)[0]
     assert attempt(tmp_path, "mrl/run/first.py", change)["caught_by"] == ""
     file = tmp_path / "tests/run/test_first.py"
     file.write_text(file.read_text().replace("WORKS = True", "WORKS = False"))
     file.with_suffix(".flag").unlink()
-    caught = "tests/run/test_first.py::test_it"
+    caught = "tests/run/test_first.py::test_it_works"
     assert attempt(tmp_path, "mrl/run/first.py", change)["caught_by"] == caught
 
 
@@ -122,9 +126,9 @@ def test_without_near_tests_all_have_the_long_limit(
     (tmp_path / "mrl/engines").mkdir(parents=True)
     (tmp_path / "mrl/engines/first.py").write_text(SOURCE)
     limits = []
-    monkeypatch.setattr(mutations, "failing", lambda *given: limits.append(given[1:]) or "")
+    monkeypatch.setattr(mutations, "run_tests", lambda *given: limits.append(given[1:]) or (0, ""))
     assert attempt(tmp_path, "mrl/engines/first.py", changes_of(SOURCE)[0])["caught_by"] == ""
-    assert limits == [([], mutations.WHOLE_S)]
+    assert limits == [(["--cache-clear"], mutations.WHOLE_S)]
 
 
 def test_near_a_package_are_the_tests_that_import_from_it(tmp_path: Path) -> None:

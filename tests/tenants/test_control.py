@@ -139,10 +139,32 @@ def test_the_socket_of_a_killed_service_is_replaced(tmp_path: Path) -> None:
         assert ControlClient(folder).call("GET", "/x") == {"path": "/x"}
 
 
-def test_a_socket_listens_from_the_moment_its_file_is_there(tmp_path: Path) -> None:
+def test_a_socket_listens_from_the_moment_its_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen, before = socket.socket.listen, []
+
+    def listens(listener: socket.socket) -> None:
+        before.append((tmp_path / "control.sock").exists())
+        listen(listener)
+
+    monkeypatch.setattr(socket.socket, "listen", listens)
     with open_unix(tmp_path):
+        assert before == [False]
         connect_unix(tmp_path, 1.0).close()
     assert [file.name for file in tmp_path.iterdir()] == ["control.sock"]
+
+
+def test_a_service_that_cannot_listen_leaves_no_socket(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        tcp = taken.getsockname()[1]
+        with Registry(service(tmp_path, model, control={"tcp": tcp})) as registry:
+            with pytest.raises(InputError, match=rf"tcp={tcp}"):
+                Control(registry)
+            (registry.root / "control.sock").mkdir()  # this fails if the socket was left
+            with pytest.raises(InputError, match=r"cannot listen at .*control\.sock: Is a dir"):
+                Control(registry)
+            assert not list(registry.root.glob("*.new"))
 
 
 def exchange(
