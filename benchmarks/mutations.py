@@ -165,6 +165,7 @@ def first_that_catches(root: Path, tests: list[str], limit_s: float) -> str:
     On a busy machine a test may fail once: then all run again. What fails three times, though not
     alone, counts as caught.
     """
+    failed = ""
     for _ in range(3):
         code, failed = run_tests(root, ["--cache-clear", *tests], limit_s)
         if code in (0, 5):  # 5: no test was selected
