@@ -71,13 +71,14 @@ def changes_of(text: str) -> list[Change]:
 
 
 def _nodes(node: ast.AST) -> Iterator[Any]:
-    """Yield the nodes that may be changed: no annotations, error messages, formatted strings or
-    docstrings."""
+    """Yield the nodes that may be changed: no annotations, error messages, formatted strings,
+    docstrings, or `zip(..., strict=True)`, which no input of a program that is right can tell."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list") or isinstance(node, ast.Raise):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+            is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
+            if isinstance(child, ast.AST) and not (is_strict or isinstance(child, ast.JoinedStr)):
                 yield child
                 yield from _nodes(child)
 

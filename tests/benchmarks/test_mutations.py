@@ -30,8 +30,9 @@ def first(rows: list[int], limit: int = 2) -> int:
     if not rows and limit < 3:
         raise ValueError(f"got {limit + 1}" + "!")
     os.sync()
-    return rows[0] + limit
+    return list(zip(rows, rows, strict=True))[0][0] + limit
 '''
+WHOLE = "list(zip(rows, rows, strict=True))[0][0] + limit"
 
 
 def test_what_can_be_changed() -> None:
@@ -43,7 +44,7 @@ def test_what_can_be_changed() -> None:
         (7, "limit < 3", "limit <= 3"),
         (7, "3", "4"),
         (9, "os.sync()", "pass"),
-        (10, "rows[0] + limit", "(rows[0] - limit)"),
+        (10, WHOLE, f"({WHOLE.replace('+', '-')})"),
         (10, "0", "1"),
     }
     for change in changes_of(SOURCE):
