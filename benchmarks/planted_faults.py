@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from mrl.preflight import check
 from mrl.run.folder import RunFolder
 from mrl.toy_model import write_toy_model
 from parallel import prepare
-from parallel.mesh import init_mesh
+from parallel.mesh import destroy_mesh, init_mesh
 from tests.loop.stepped import SteppedRun, part_of
 
 ROOT = Path(__file__).parents[1]
@@ -80,8 +81,9 @@ class Step:
         return explain(folder, self.step)
 
 
-def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
-    """Start a run and its engine; `close()` of its collector ends both."""
+@contextmanager
+def started(scratch: Path, more: Sequence[str] = ()) -> Iterator[SteppedRun]:
+    """Start a run and its engine; end both, and the process groups, so that another can start."""
     model = scratch / "model"
     if not model.exists():
         write_toy_model(model)
@@ -93,7 +95,11 @@ def start(scratch: Path, more: Sequence[str] = ()) -> SteppedRun:
     prepare()
     run = SteppedRun(plan, init_mesh(plan.dims, recipe.seed), folder)
     run.begin(None)
-    return run
+    try:
+        yield run
+    finally:
+        run.collector.close()
+        destroy_mesh()
 
 
 def take(run: SteppedRun, fault: Fault | None) -> Step:
@@ -164,24 +170,20 @@ def _row(run: SteppedRun, fault: Fault) -> dict[str, Any]:
 
 
 def planted_rows(dtype: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        run = start(Path(scratch), [f"model.dtype={dtype}"])
-        try:
-            steps = plant(run, list(PLANTED.values()))
-            return [row_of(step, step.why(run.folder)) for step in steps]
-        finally:
-            run.collector.close()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        started(Path(scratch), [f"model.dtype={dtype}"]) as run,
+    ):
+        steps = plant(run, list(PLANTED.values()))
+        return [row_of(step, step.why(run.folder)) for step in steps]
 
 
 def size_rows(dtype: str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        run = start(Path(scratch), [f"model.dtype={dtype}", "optimizer.lr=1e-6"])
-        try:
-            for _ in range(HEALTHY_FIRST):
-                take(run, None)
-            return sweep(run)
-        finally:
-            run.collector.close()
+    keys = [f"model.dtype={dtype}", "optimizer.lr=1e-6"]
+    with tempfile.TemporaryDirectory() as scratch, started(Path(scratch), keys) as run:
+        for _ in range(HEALTHY_FIRST):
+            take(run, None)
+        return sweep(run)
 
 
 def record(dtype: str, part: str) -> tuple[int, int]:

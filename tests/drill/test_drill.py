@@ -15,16 +15,18 @@ import pytest
 from mrl.cli import main
 from mrl.config import load_recipe
 from mrl.drill import FAULTS, Drill
-from mrl.drill.bad_reward import NUM_GOOD
+from mrl.drill.bad_reward import TRIAL
 from mrl.drill.chain import problems_of_end
 from mrl.drill.job import Job, Unexpected, is_alive
 from mrl.drill.stopped import BAD_REWARD, flip
-from mrl.errors import InputError
-from mrl.preflight.reward_trial import MAX_ROWS
+from mrl.errors import InputError, RunFailed
+from mrl.preflight.reward_trial import WRONG
+from mrl.rewards.runner import RewardRunner
 from mrl.run.failure import Failure, write_failure
 from tests.loop.conftest import COMMAND_TIMEOUT_S, TOY_RECIPE, Toy, environment
 from tests.loop.forked import Command
 from tests.loop.test_refusals import refused
+from tests.sample_groups import group
 from tests.waiting import wait_until
 
 
@@ -58,8 +60,18 @@ def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["raises", "hangs"])
 def test_its_rewards_pass_the_trial_before_a_run(name: str, toy: Toy, tmp_path: Path) -> None:
     """Otherwise the start would be refused, and the fault never be provoked in training."""
-    assert NUM_GOOD >= MAX_ROWS
+    assert TRIAL == WRONG
     main(["check", str(TOY_RECIPE), *toy.overrides(tmp_path, f"reward={BAD_REWARD}:{name}")])
+
+
+def test_what_hangs_fails_samples_also_in_a_worker_that_was_started_again() -> None:
+    """Groups of as many samples as the trial has calls: the runner scores each alone after a hang."""
+    groups = [group([0.0] * 4, number) for number in range(6)]
+    with (
+        RewardRunner(f"{BAD_REWARD}:hangs", 0.5) as runner,
+        pytest.raises(RunFailed, match="hangs"),
+    ):
+        runner.score(groups, [["a"] * 4] * 6)
 
 
 LISTENS = """

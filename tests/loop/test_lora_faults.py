@@ -36,22 +36,20 @@ LORA = ("lora.rank=4", "lora.alpha=8", "lora.experts=per_expert", "rollout.canar
 
 def planted(scratch: str) -> dict[int, str]:
     """Run every fault on this rank -> what the canaries said, by step. They let the run go on here."""
-    run = planted_faults.start(Path(scratch), LORA)
-    part, said = part_of(run.collector), {}
-    check = part.check_sync
+    said: dict[int, str] = {}
+    with planted_faults.started(Path(scratch), LORA) as run:
+        part = part_of(run.collector)
+        check = part.check_sync
 
-    def noted() -> None:
-        try:
-            check()
-        except RunFailed as failed:
-            said[run.step] = str(failed)
+        def noted() -> None:
+            try:
+                check()
+            except RunFailed as failed:
+                said[run.step] = str(failed)
 
-    part.check_sync = noted
-    try:
+        part.check_sync = noted
         planted_faults.plant(run, list(FAULTS.values()))
-        return said
-    finally:
-        run.collector.close()
+    return said
 
 
 @pytest.fixture(scope="module")

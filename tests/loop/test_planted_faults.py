@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from megatron.core import parallel_state
 
 from benchmarks import planted_faults
 from benchmarks.planted_faults import EXPERT, HEALTHY_FIRST, LAYER, PLANTED, Step
@@ -26,11 +27,10 @@ MOVES = {
 
 
 def planted(scratch: str) -> int:
-    run = planted_faults.start(Path(scratch), FEWER)
-    try:
-        return len(planted_faults.plant(run, list(PLANTED.values())))
-    finally:
-        run.collector.close()
+    with planted_faults.started(Path(scratch), FEWER) as run:
+        num_steps = len(planted_faults.plant(run, list(PLANTED.values())))
+    assert not parallel_state.model_parallel_is_initialized()  # another part can start
+    return num_steps
 
 
 @pytest.fixture(scope="module")
