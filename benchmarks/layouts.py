@@ -165,9 +165,10 @@ REFUSED = [
 ]  # fmt: skip
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
-"""Relative. The loss sums advantages of both signs (`ready_batch`): at ratio 1 it is -0.123, and their
-mean size is 1.6. Rounding moves it more than this: one process in bfloat16 differs from one in float32
-by 0.11 in the second step of LoRA shared_outer (x86 with AMX)."""
+"""Relative. The loss sums advantages of both signs (`ready_batch`): at ratio 1 it is -0.123, while
+their mean absolute value is 1.6. Rounding alone changes it by more than this tolerance: `train_layout`
+of `Layout(1, lora="shared_outer")` in bfloat16 and in float32 differ by 0.11 in the second step's loss
+(x86 with AMX)."""
 
 
 @dataclasses.dataclass(frozen=True)

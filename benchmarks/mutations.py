@@ -72,7 +72,7 @@ def changes_of(text: str) -> list[Change]:
 
 def _nodes(node: ast.AST) -> Iterator[Any]:
     """Yield the nodes that may be changed: no annotations, error messages, formatted strings,
-    docstrings, or `zip(..., strict=True)`, which no input of a program that is right can tell."""
+    docstrings, or `zip(..., strict=True)`, which changes nothing where the lengths are equal."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list") or isinstance(node, ast.Raise):
             continue
@@ -171,7 +171,9 @@ def first_that_catches(root: Path, tests: list[str], limit_s: float) -> str:
         code, failed = run_tests(root, ["--cache-clear", *tests], limit_s)
         if code in (0, 5):  # 5: no test was selected
             return ""
-        if code != 1 or run_tests(root, ["--last-failed"], limit_s)[0] != 0:
+        if code not in (1, 2):  # 2: with several workers, -x interrupts the others
+            break
+        if run_tests(root, ["--last-failed", "--last-failed-no-failures=none"], limit_s)[0] != 0:
             break
     return failed
 

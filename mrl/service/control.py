@@ -85,8 +85,8 @@ class Control(Closing):
                 listener = open_unix(registry.root)
             except OSError as error:
                 raise InputError(
-                    f"cannot listen at {registry.root / SOCKET}: {error.strerror}; expected a "
-                    "folder that can be written, with nothing of that name but an old socket"
+                    f"cannot listen at {registry.root / SOCKET}: {error.strerror or error}; expected "
+                    "a folder that can be written, with nothing of that name but an old socket"
                 ) from None
             undo.callback((registry.root / SOCKET).unlink, missing_ok=True)
             self._listen(undo, listener, None)

@@ -65,7 +65,7 @@ def test_its_rewards_pass_the_trial_before_a_run(name: str, toy: Toy, tmp_path: 
 
 
 def test_what_hangs_fails_samples_also_in_a_worker_that_was_started_again() -> None:
-    """Groups of as many samples as the trial has calls: the runner scores each alone after a hang."""
+    """After a group hangs, the runner scores each of its samples alone, in a new process."""
     groups = [group([0.0] * 4, number) for number in range(6)]
     with (
         RewardRunner(f"{BAD_REWARD}:hangs", 0.5) as runner,
