@@ -19,7 +19,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,13 +93,13 @@ def started(scratch: Path, more: Sequence[str] = ()) -> Iterator[SteppedRun]:
     folder = RunFolder(recipe.output_dir)
     folder.open(recipe)
     prepare()
-    run = SteppedRun(plan, init_mesh(plan.dims, recipe.seed), folder)
-    run.begin(None)
-    try:
+    with ExitStack() as stack:
+        mesh = init_mesh(plan.dims, recipe.seed)
+        stack.callback(destroy_mesh)
+        run = SteppedRun(plan, mesh, folder)
+        run.begin(None)
+        stack.callback(run.collector.close)
         yield run
-    finally:
-        run.collector.close()
-        destroy_mesh()
 
 
 def take(run: SteppedRun, fault: Fault | None) -> Step:

@@ -11,7 +11,8 @@ step, on a GPU what torch allocated.
 `named` is the case of the goal: at least GOAL times the speed. In `different` the samples of a prompt
 have different routes from the first token on, so nothing can be shared although the plan expects it;
 in `single` each prompt has one sample, so the plan expects nothing. There sharing may take at most
-LIMIT of the time without it.
+LIMIT of the time without it, in the median of the pairs of neighbouring steps, because a limit so
+close is below what a machine shared with others changes from one minute to the next.
 """
 
 from __future__ import annotations
@@ -250,8 +251,9 @@ def failures(row: dict[str, Any]) -> list[str]:
     bad = []
     if name == "named" and speed < GOAL:
         bad.append(f"{name}: {speed} times the speed, below {GOAL}")
-    if name in UNSHARED and 1 / speed > LIMIT:
-        bad.append(f"{name}: {1 / speed:.3f} of the time without sharing, above {LIMIT}")
+    paired = row["quartiles_of_pairs"][1]
+    if name in UNSHARED and 1 / paired > LIMIT:
+        bad.append(f"{name}: {1 / paired:.3f} of the time without sharing, above {LIMIT}")
     if (gap := row["largest_logprob_difference"]) > LOGPROB_TOLERANCE:
         bad.append(f"{name}: log-probs differ by {gap:.1e}")
     if (gap := row["relative_grad_norm_difference"]) > GRAD_NORM_TOLERANCE:
@@ -261,7 +263,7 @@ def failures(row: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=summary(__doc__))
-    parser.add_argument("--pairs", type=int, default=5, help="timed turns of each case")
+    parser.add_argument("--pairs", type=int, default=9, help="timed turns of each case")
     parser.add_argument("--only", default="", help="one case; writes nothing")
     parser.add_argument("--output", type=Path, help="another file than the one in results/")
     args = parser.parse_args()

@@ -20,7 +20,8 @@ PASSES = (
 )
 """What every forward or backward pass goes through."""
 ENGINE = ("mrl/engines", "mrl/system/processes.py", "mrl/system/json_worker.py")
-ROLLOUT = (*ENGINE, "mrl/collect")
+ROLLOUT = (*ENGINE, "mrl/collect/*.py", "mrl/collect/endpoint/generation.py")
+"""What every rollout goes through; agents also go through the rest of mrl/collect/endpoint."""
 STEP = (*PASSES, *ROLLOUT, "mrl/learn", "mrl/trainer.py")
 RANKS = (
     *("tests/ranks.py", "tests/parallel/layouts.py", "tests/parallel/adapters.py"),
@@ -129,7 +130,7 @@ TARGETS = (
     Target("shared_prefixes", "training with shared prefixes beside training without: speed, memory",
            ("benchmarks.shared_prefixes",), ("shared_prefixes",),
            (*PASSES, "mrl/algorithms/gspo.py", "mrl/learn/batching.py", "mrl/learn/packs.py",
-            "mrl/toy_model.py", "benchmarks/shared_prefixes.py"), 6,
+            "mrl/toy_model.py", "benchmarks/shared_prefixes.py"), 12,
            short="tests/benchmarks/test_shared_prefixes.py"),
     Target("prefix_peers", "shared prefixes beside prefix-grouper and whole sequences in transformers",
            ("benchmarks.prefix_peers",), ("prefix_peers",),
@@ -270,12 +271,14 @@ TARGETS = (
             "benchmarks/elastic_*.py"), 40, short="tests/disaggregated/test_elastic.py"),
     Target("agent_runs", "ten steps of agents and environments from elsewhere on a pretrained model",
            ("benchmarks.agent_runs",), ("agent_runs",),
-           (*STEP, "mrl/environments", "launch/recipes/agents", "benchmarks/agent_runs.py",
-            "benchmarks/episode_runs"), 30, short="tests/endpoint/test_runs.py"),
+           (*STEP, "mrl/collect/endpoint", "mrl/environments", "launch/recipes/agents",
+            "benchmarks/agent_runs.py", "benchmarks/episode_runs"), 30,
+           short="tests/endpoint/test_runs.py"),
     Target("episodes", "a slow environment among fast ones, and 1,000 episodes at one time",
            ("benchmarks.episodes",), ("episodes",),
-           (*STEP, "mrl/environments", "mrl/engine_pool", "mrl/scheduling",
-            "launch/recipes/multi_turn.yaml", "benchmarks/episodes.py", "benchmarks/episode_runs"),
+           (*STEP, "mrl/collect/endpoint", "mrl/environments", "mrl/engine_pool",
+            "mrl/scheduling", "launch/recipes/multi_turn.yaml", "benchmarks/episodes.py",
+            "benchmarks/episode_runs"),
            15, short="tests/environments/test_rollout.py"),
     Target("mutations", "50 random breaks of the core rooms, and which of them `make test` catches",
            ("benchmarks.mutations",), (),

@@ -13,9 +13,11 @@ import pytest
 
 from mrl.collect.endpoint import app, server
 from mrl.collect.endpoint.server import EndpointServer
+from mrl.collect.endpoint.turns import Asked, Caller
 from mrl.web.connection import Connection
 from mrl.web.limits import Limits
 from tests.endpoint.speaking import QUESTION, Speaking, make_record, tokenizer
+from tests.endpoint.test_odd_requests import complete
 from tests.waiting import wait_until
 
 KEY = {"Authorization": "Bearer the key"}
@@ -200,3 +202,39 @@ def test_it_ends_with_requests_open(engine, monkeypatch, capfd):
     assert answers(slow, 1)[0][0] == 503
     assert slow.recv(1) == idle.recv(1) == b""
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_a_caller_did_not_receive_is_forgotten(engine):
+    record = make_record(engine)
+    gone, other = Caller(), Caller()
+    complete(record, "a", caller=gone)
+    (kept,) = complete(record, "b", caller=gone)
+    (last,) = complete(record, "bhello more", caller=other)
+    assert last.context.parent is kept
+    record.drop(gone)
+    assert record.leaves == [last]
+    assert record.leaves[0].context.parent is kept  # which an agent has evidently received
+
+
+def test_an_answer_that_an_open_request_continues_is_not_forgotten(engine):
+    """Whether its caller goes before that request is sent or while the engine answers it."""
+    record = make_record(engine)
+    first, second = Caller(), Caller()
+    complete(record, "a", caller=first)
+    complete(record, "ahello b", caller=second)
+    contexts = [record.text(f"ahello bhello {text}") for text in "cd"]
+
+    def drop(request=None):
+        record.drop(second)
+        record.drop(first)
+        return "hello"
+
+    drop()
+    assert not record.leaves
+    record.answer(contexts[:1], Asked(), Caller())
+    engine.say = drop
+    record.answer(contexts[1:], Asked(), Caller())
+    texts = [answer.context.text for answer in record._answers]
+    assert texts == ["a", "ahello b", "ahello bhello c", "ahello bhello d"]
+    trained = [int(sample.loss_mask.sum()) for sample in record.samples(3, is_tree=True)]
+    assert sum(trained) == sum(len(answer.completion.output_ids) for answer in record._answers)

@@ -219,18 +219,6 @@ def test_who_has_gone_before_is_not_answered(engine):
     assert not record.leaves
 
 
-def test_what_a_caller_did_not_receive_is_forgotten(engine):
-    record = make_record(engine)
-    gone, other = Caller(), Caller()
-    complete(record, "a", caller=gone)
-    (kept,) = complete(record, "b", caller=gone)
-    (last,) = complete(record, "bhello more", caller=other)
-    assert last.context.parent is kept
-    record.drop(gone)
-    assert record.leaves == [last]
-    assert record.leaves[0].context.parent is kept  # which an agent has evidently received
-
-
 class Restarted(Speaking):
     """Is lost with two requests, of which one notices only after the engine has started again."""
 

@@ -163,11 +163,20 @@ class EpisodeRecord:
         with self._lock:
             if self._is_over or caller.is_gone:
                 raise Refused(503, "the caller is gone, or the episode of this key is over")
+            for answer in answers:
+                self._restore(answer.context.parent)
             self._answers += answers
             caller.answers += answers
             for answer in answers:
                 share_memory(answer)
         return answers
+
+    def _restore(self, answer: Answer | None) -> None:
+        """Record an answer again that was dropped while a request that continues it was open, and those
+        before it: an agent has evidently received them. The caller holds the lock."""
+        if answer is not None and answer not in self._answers:
+            self._restore(answer.context.parent)
+            self._answers.append(answer)
 
     def _requests(self, contexts: Sequence[Context], asked: Asked) -> list[Request]:
         prompts = [context.conversation.token_ids for context in contexts]
@@ -243,8 +252,8 @@ class EpisodeRecord:
 
     def drop(self, caller: Caller) -> None:
         """Abort the requests of a caller that has closed its connection, and forget the answers that it
-        has not received. Call it again while the caller's requests are open, because a request that is
-        being sent cannot be aborted yet."""
+        has not received, which are those that no request continues. Call it again while the caller's
+        requests are open, because a request that is being sent cannot be aborted yet."""
         with self._lock:
             caller.is_gone = True
             continued = {answer.context.parent for answer in self._answers}
