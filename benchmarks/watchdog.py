@@ -108,19 +108,26 @@ def limits_of(trial: Trial) -> dict[str, int]:
     return LIMITS | (without_engine if trial.phase in NO_ENGINE else {})
 
 
-def try_trial(number: int, trial: Trial, folder: Path) -> dict[str, Any]:
-    """Run a trial and return what came of it."""
-    output = folder / f"trial_{number}"
-    shutil.rmtree(output, ignore_errors=True)
-    Path(trial.note).unlink(missing_ok=True)
-    more = [
+def keys_of(trial: Trial, folder: Path) -> list[str]:
+    """Return the keys of a trial's run that the toy recipe has otherwise."""
+    keys = [
         f"train.num_steps={SAVED_STEPS}", "checkpoint.save_every=1", "checkpoint.keep=2",
         "diagnosis.decompose_every=0",  # its passes are no part of a phase that is tried
         *(f"watch.limits.{phase}={limit}" for phase, limit in limits_of(trial).items()),
     ]  # fmt: skip
     if trial.phase in NO_ENGINE:
-        more.append(f"debug.load_rollouts={folder / 'saved' / 'rollouts'}")
-    arguments = overrides(folder, output, *more)
+        keys.append(f"debug.load_rollouts={folder / 'saved' / 'rollouts'}")
+    if trial.phase == "logprobs":  # with one update a step, only the first step has this phase
+        keys.append("train.num_epochs_per_rollout=2")
+    return keys
+
+
+def try_trial(number: int, trial: Trial, folder: Path) -> dict[str, Any]:
+    """Run a trial and return what came of it."""
+    output = folder / f"trial_{number}"
+    shutil.rmtree(output, ignore_errors=True)
+    Path(trial.note).unlink(missing_ok=True)
+    arguments = overrides(folder, output, *keys_of(trial, folder))
     with open(folder / f"trial_{number}.log", "w") as log:
         with _starts:
             begin = time.time()

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.watchdog import LIMITS, chosen, faults_of, faults_of_calm
+from benchmarks.watchdog import LIMITS, chosen, faults_of, faults_of_calm, keys_of, overrides
 from benchmarks.watched_rank import KINDS, PLACES, Trial, _Hang
+from mrl.algorithms.logprob_pass import update_can_serve
+from mrl.config import load_recipe
 
 GOOD: dict[str, Any] = {
     "has_hung": True, "exit_code": 72, "rank": 1, "named_rank": 1, "phase": "train",
@@ -52,6 +54,14 @@ def test_trials_are_the_same_each_time_and_meet_every_rank_and_phase(tmp_path: P
     assert len(stopped) == 50
     assert {(t.rank, t.phase) for t in stopped} == {(r, p) for r in (0, 1) for p in PLACES}
     assert set(PLACES) <= set(LIMITS)
+
+
+def test_every_step_of_a_trial_has_the_pass_that_is_hung(tmp_path: Path) -> None:
+    """With one update a step, its own pass gives the old log-probs after the first step."""
+    trials = [chosen(number, 0, tmp_path) for number in range(60)]
+    trial = next(trial for trial in trials if trial.phase == "logprobs")
+    recipe, *keys = overrides(tmp_path, tmp_path / "run", *keys_of(trial, tmp_path))
+    assert not update_can_serve(load_recipe(recipe, keys))
 
 
 def test_a_rank_hangs_inside_of_the_phase_only(tmp_path: Path, monkeypatch: Any) -> None:
