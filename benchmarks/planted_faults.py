@@ -97,8 +97,8 @@ def started(scratch: Path, more: Sequence[str] = ()) -> Iterator[SteppedRun]:
         mesh = init_mesh(plan.dims, recipe.seed)
         stack.callback(destroy_mesh)
         run = SteppedRun(plan, mesh, folder)
-        run.begin(None)
         stack.callback(run.collector.close)
+        run.begin(None)
         yield run
 
 

@@ -21,7 +21,7 @@ PASSES = (
 """What every forward or backward pass goes through."""
 ENGINE = ("mrl/engines", "mrl/system/processes.py", "mrl/system/json_worker.py")
 ROLLOUT = (*ENGINE, "mrl/collect/*.py", "mrl/collect/endpoint/generation.py")
-"""What every rollout goes through; agents also go through the rest of mrl/collect/endpoint."""
+"""What rollouts go through; those of agents also go through the rest of mrl/collect/endpoint."""
 STEP = (*PASSES, *ROLLOUT, "mrl/learn", "mrl/trainer.py")
 RANKS = (
     *("tests/ranks.py", "tests/parallel/layouts.py", "tests/parallel/adapters.py"),

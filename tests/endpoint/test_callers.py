@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from mrl.collect.endpoint import app, server
+from mrl.collect.endpoint.refused import Refused
 from mrl.collect.endpoint.server import EndpointServer
 from mrl.collect.endpoint.turns import Asked, Caller
 from mrl.web.connection import Connection
@@ -216,25 +217,42 @@ def test_what_a_caller_did_not_receive_is_forgotten(engine):
     assert record.leaves[0].context.parent is kept  # which an agent has evidently received
 
 
-def test_an_answer_that_an_open_request_continues_is_not_forgotten(engine):
-    """Whether its caller goes before that request is sent or while the engine answers it."""
-    record = make_record(engine)
-    first, second = Caller(), Caller()
-    complete(record, "a", caller=first)
-    complete(record, "ahello b", caller=second)
-    contexts = [record.text(f"ahello bhello {text}") for text in "cd"]
+def begun(record):
+    """A conversation of two answers, a request that continues it, and a function that drops both."""
+    callers = Caller(), Caller()
+    complete(record, "a", caller=callers[0])
+    (last,) = complete(record, "ahello b", caller=callers[1])
 
     def drop(request=None):
-        record.drop(second)
-        record.drop(first)
+        for caller in reversed(callers):
+            record.drop(caller)
         return "hello"
 
-    drop()
+    return last, record.text("ahello bhello c"), drop
+
+
+@pytest.mark.parametrize("when", ["before it is sent", "while it is answered"])
+def test_an_answer_that_an_open_request_continues_is_not_forgotten(engine, when):
+    record = make_record(engine)
+    last, context, drop = begun(record)
+    if when == "before it is sent":
+        drop()
+        assert not record.leaves
+    else:
+        engine.say = drop
+    record.answer([context], Asked(), Caller())
+    (leaf,) = record.leaves
+    assert leaf.context.parent is last
+    (sample,) = record.samples(3, is_tree=True)
+    assert sample.loss_mask.sum() == 3 * len(leaf.completion.output_ids) > 0
+
+
+def test_it_is_not_forgotten_either_if_that_request_fails(engine):
+    record = make_record(engine)
+    last, context, drop = begun(record)
+    engine.say = lambda request: drop() + str(record.end())
+    with pytest.raises(Refused):
+        record.answer([context], Asked(), Caller())
+    assert record.leaves == [last]
+    drop()  # nothing continues it any more
     assert not record.leaves
-    record.answer(contexts[:1], Asked(), Caller())
-    engine.say = drop
-    record.answer(contexts[1:], Asked(), Caller())
-    texts = [answer.context.text for answer in record._answers]
-    assert texts == ["a", "ahello b", "ahello bhello c", "ahello bhello d"]
-    trained = [int(sample.loss_mask.sum()) for sample in record.samples(3, is_tree=True)]
-    assert sum(trained) == sum(len(answer.completion.output_ids) for answer in record._answers)

@@ -64,7 +64,8 @@ class EpisodeRecord:
         ones do not count as turns."""
         self._asked_before: Counter[tuple[bytes, int | None]] = Counter()
         """How many answers were asked for, by the digest of the prompt's tokens and the given seed."""
-        self._pending: dict[str, Request] = {}
+        self._pending: dict[str, tuple[Request, Answer | None]] = {}
+        """The open requests by their ids, each with the answer that it continues."""
         self._is_over = False
         self.cut_off = ""
         """Why a request was refused with which the policy could have gone on: the context or the number
@@ -148,6 +149,7 @@ class EpisodeRecord:
             completions = self._generation.generate(
                 requests, lambda: not (self._is_over or caller.is_gone)
             )
+            return self._recorded(contexts, completions, asked, caller)
         except NotSent:
             with self._lock:
                 self._num_refused += len(requests)
@@ -156,6 +158,15 @@ class EpisodeRecord:
             with self._lock:
                 for request in requests:
                     self._pending.pop(request.request_id, None)
+
+    def _recorded(
+        self,
+        contexts: Sequence[Context],
+        completions: Sequence[Completion],
+        asked: Asked,
+        caller: Caller,
+    ) -> list[Answer]:
+        """Record the completions of each context, in order, and return them as answers."""
         if any(each.finish_reason == "abort" for each in completions):
             raise Refused(503, "the answer was cut off, because the engine was stopped")
         of_each = [context for context in contexts for _ in range(asked.num_answers)]
@@ -163,8 +174,6 @@ class EpisodeRecord:
         with self._lock:
             if self._is_over or caller.is_gone:
                 raise Refused(503, "the caller is gone, or the episode of this key is over")
-            for answer in answers:
-                self._restore(answer.context.parent)
             self._answers += answers
             caller.answers += answers
             for answer in answers:
@@ -172,11 +181,13 @@ class EpisodeRecord:
         return answers
 
     def _restore(self, answer: Answer | None) -> None:
-        """Record an answer again that was dropped while a request that continues it was open, and those
+        """Record an answer again that was dropped after a request to continue it was read, and those
         before it: an agent has evidently received them. The caller holds the lock."""
-        if answer is not None and answer not in self._answers:
-            self._restore(answer.context.parent)
-            self._answers.append(answer)
+        dropped = []
+        while answer is not None and answer not in self._answers:
+            dropped.append(answer)
+            answer = answer.context.parent
+        self._answers += dropped[::-1]
 
     def _requests(self, contexts: Sequence[Context], asked: Asked) -> list[Request]:
         prompts = [context.conversation.token_ids for context in contexts]
@@ -194,7 +205,8 @@ class EpisodeRecord:
                     "max_turns",
                 )
             requests = []
-            for ids, sampling in zip(prompts, limits, strict=True):
+            for context, ids, sampling in zip(contexts, prompts, limits, strict=True):
+                self._restore(context.parent)
                 key = hashlib.sha256(ids.numpy().tobytes()).digest(), asked.seed
                 for _ in range(asked.num_answers):
                     seed = self._seed_of(asked.seed, self._asked_before[key])
@@ -202,7 +214,7 @@ class EpisodeRecord:
                     name = f"{self._name} answer {self._num_begun}"
                     self._num_begun += 1
                     requests.append(Request(name, ids, seed, sampling))
-            self._pending |= {request.request_id: request for request in requests}
+                    self._pending[name] = requests[-1], context.parent
         return requests
 
     def _sampling_of(self, num_tokens: int, asked: Asked) -> SamplingParams:
@@ -246,7 +258,7 @@ class EpisodeRecord:
         """End the episode: abort its requests, and refuse others."""
         with self._lock:
             self._is_over = True
-            pending = list(self._pending.values())
+            pending = [request for request, _ in self._pending.values()]
         if pending:
             self._generation.abort(pending)
 
@@ -257,6 +269,7 @@ class EpisodeRecord:
         with self._lock:
             caller.is_gone = True
             continued = {answer.context.parent for answer in self._answers}
+            continued |= {parent for _, parent in self._pending.values()}
             dropped = {answer for answer in caller.answers if answer not in continued}
             for answer in dropped:
                 forget(answer)
