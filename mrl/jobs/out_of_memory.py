@@ -20,7 +20,9 @@ from mrl.system.memory_error import Where, noted_bytes, out_of_memory
 TOO_LITTLE_CACHE = "increase --mem-fraction-static"
 """Part of SGLang's error message if the weights fill the memory that SGLang may use, so that no space
 is left for a KV cache. In that case SGLang needs a larger share of the memory, not a smaller one."""
-OF_ENGINE = re.compile(r"out of memory|OutOfMemoryError|" + TOO_LITTLE_CACHE)
+OF_ENGINE = re.compile(r"(?<!the host ran )out of memory|OutOfMemoryError|" + TOO_LITTLE_CACHE)
+"""Matches the messages of an engine whose memory ran out. SIGKILL alone does not tell so: its text says
+that the host ran out of memory, or that someone killed the process."""
 
 
 def memory_advice(error: BaseException, recipe: Recipe, folder: RunFolder) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from mrl.commands.branch_run import branch
 from mrl.config import load_recipe
 from mrl.engines.base import EngineLost
+from mrl.engines.sglang.cause import cause
 from mrl.errors import InputError, RunFailed
 from mrl.jobs.out_of_memory import memory_advice
 from mrl.jobs.train import train
@@ -187,7 +189,8 @@ def test_the_engines_death_by_memory_is_told_from_others(tmp_path: Path) -> None
     large = load_recipe(TOY_RECIPE, ["train.micro_batch_tokens=100000"])
     said = memory_advice(host, large, folder) or ""
     assert "Change train.micro_batch_tokens=3000 (100000 now)" in said
-    for other in (RuntimeError("boom"), EngineLost("engine: killed"), InputError("no such key")):
+    killed = EngineLost(f"engine: ended while it started: {cause('', -signal.SIGKILL)}")
+    for other in (RuntimeError("boom"), killed, InputError("no such key")):
         assert memory_advice(other, recipe, folder) is None
 
 

@@ -72,7 +72,9 @@ def train(arguments: list[str]) -> None:
             continue
         step, num_done = step + 1, num_done + 1
         if rank == 0:
-            latest.write_text(f"{step}\n")
+            new = latest.with_suffix(".new")  # as mrl writes it: a kill leaves the old one or this
+            new.write_text(f"{step}\n")
+            new.replace(latest)
             with (out / "metrics.jsonl").open("a") as file:  # by which a service has come further
                 file.write("{}\n")
     note(out, rank, start, "done")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from mrl.config import ServiceConfig
+from mrl.engines.base import EngineLost
+from mrl.engines.sglang.cause import cause
 from mrl.errors import OutOfMemory
 from mrl.jobs.out_of_memory import memory_advice_of_service
 from mrl.jobs.report import reporting
@@ -39,4 +42,6 @@ def test_the_report_names_the_tenant_and_the_keys(tmp_path: Path) -> None:
     text = "\n".join(lines_of(found))
     assert "step 3, tenant ann" in text
     assert "each tenant's newest checkpoint; the next start continues with all tenants" in text
-    assert memory_advice_of_service(ValueError("other"), config, "") is None
+    killed = EngineLost(f"engine: ended while it started: {cause('', -signal.SIGKILL)}")
+    for other in (ValueError("other"), killed):
+        assert memory_advice_of_service(other, config, "") is None

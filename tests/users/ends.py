@@ -26,7 +26,7 @@ def ctrl_c(user: User) -> str:
     tree = psutil.Process(command.pid).children(recursive=True)
     # The test's own server of engines outlives its commands.
     tree = [process for process in tree if "tests.engine_template" not in process.cmdline()]
-    assert len(tree) > 2
+    assert tree  # and the engine's processes, where this command was the first that had one
     command.send_signal(signal.SIGINT)
     done = command.finish(LIMIT_S)
     assert done.returncode == 130, done.stderr
