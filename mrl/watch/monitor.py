@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,15 @@ from mrl.watch.connection import (
     connect,
     report_of,
 )
-from mrl.watch.process import STACKS_S, Process, innermost, kill, stacks_of
+from mrl.watch.process import (
+    ALL_STACKS,
+    MAIN_STACK,
+    STACKS_S,
+    Process,
+    innermost,
+    kill,
+    stacks_of,
+)
 from mrl.watch.ticks import Ticks
 from mrl.watch.verdict import GONE, MAX_TICK_S, Limits, Verdict, Watch
 
@@ -187,17 +196,14 @@ def end(
     """Write the stacks and the report, print the report, and kill all ranks, rank 0 last.
 
     `places` has one line per rank with its phase, its state and its last collective. Under
-    `mrl.launch`, the launcher prints the report.
+    `mrl.launch`, the launcher prints the report. A first report has the stacks of the main threads
+    alone, because a rank that is asked for the others may crash, and rank 0 would take this process
+    with it.
     """
     folder = Path(job["folder"])
-    if head is not None:
-        head.broadcast({"write_stacks": True})
-    stacks = stacks_of(ranks)
-    if head is not None:
-        stacks |= head.stacks(STACKS_S + SENT_S)
     hosts = {rank: node.host for node in (head.nodes if head else ()) for rank in node.ranks}
     cause = {"stuck": "", "lost": "the node died, or the network between the nodes is cut"}
-    found_failure = Failure(
+    failure = Failure(
         what=found.text(),
         exit_code=int(ExitCode.LOST_RANK if found.how in ("gone", "lost") else ExitCode.HUNG_RANK),
         rank=None if found.suspects else found.rank,
@@ -207,25 +213,36 @@ def end(
         tenant=found.pulse.tenant,
         since_s=found.since_s,
         cause=cause.get(found.how, "a user, a debugger or the scheduler"),
-        log_tail=[] if found.suspects else innermost(stacks.get(found.rank, "")),
         ranks=places,
         command=job["command"],
     )
     written: list[Failure] = []
 
-    def report() -> None:
+    def report(failure: Failure, stacks: Mapping[int, str]) -> None:
         files = write_stacks(folder, stacks)
         log = f"{folder}/logs/stacks_rank_*.txt" if found.suspects else files.get(found.rank, "")
-        failure = dataclasses.replace(found_failure, log=log, **saved_in(folder))
-        written.append(write_failure(folder, failure))
+        whole = dataclasses.replace(failure, log=log, **saved_in(folder))
+        written.append(write_failure(folder, whole))
 
-    within(REPORT_S, report)
+    for asks in (MAIN_STACK, ALL_STACKS):
+        others: dict[int, str] = {}
+        if head is not None and asks == ALL_STACKS:
+            head.broadcast({"write_stacks": True})
+        stacks = stacks_of(ranks, asks)
+        if head is not None and asks == ALL_STACKS:
+            others = head.stacks(2 * STACKS_S + SENT_S)
+        if not found.suspects:
+            tail = innermost((stacks | others).get(found.rank, ""))
+            failure = dataclasses.replace(failure, log_tail=tail)
+        within(REPORT_S, partial(report, failure, stacks | others))
+        if not written:
+            break  # the disk hangs
     if LAUNCH_FOLDER not in os.environ or not written:  # otherwise the launcher prints it
-        within(PRINT_S, lambda: print_failure(written[0] if written else found_failure))
+        within(PRINT_S, lambda: print_failure(written[-1] if written else failure))
     if head is not None:
-        head.broadcast({"kill": found_failure.exit_code})
+        head.broadcast({"kill": failure.exit_code})
         head.finish()
-    kill_all(job, ranks, found_failure.exit_code)
+    kill_all(job, ranks, failure.exit_code)
 
 
 def write_stacks(folder: Path, stacks: Mapping[int, str]) -> dict[int, str]:
@@ -260,8 +277,9 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
             silent_s, was_heard = 0.0, True
             is_over = is_over or "bye" in message
             if "write_stacks" in message and connection is not None:
-                stacks = stacks_of(ranks)
-                parts = {str(n): text[-MAX_STACKS:] for n, text in stacks.items()}
+                stacks_of(ranks, MAIN_STACK)
+                stacks = stacks_of(ranks, ALL_STACKS)
+                parts = {str(n): text[:MAX_STACKS] for n, text in stacks.items()}
                 connection.send({"stacks": parts})
             if "kill_last" in message:
                 kill_last(ranks, message["kill_last"])

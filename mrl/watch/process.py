@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import signal
 import time
 from collections.abc import Iterable
@@ -33,6 +35,13 @@ BEAT_BYTES = 1 << 16
 """A process shows progress each time it has read or written this many more bytes. Polling a file
 reads fewer bytes."""
 
+MAIN_STACK = signal.SIGUSR2
+"""The signal that asks a rank for the stack trace of its main thread."""
+ALL_STACKS = signal.SIGRTMIN + 7
+"""The signal that asks a rank for those of all its threads. faulthandler reads them while the threads
+run, and a rank whose threads begin and end at that moment can crash (SIGSEGV)."""
+TGKILL = {"x86_64": 234, "aarch64": 131}
+"""The number of Linux's system call tgkill, by machine. glibc has the function only since 2.30."""
 NO_FILE = -1
 
 
@@ -91,6 +100,15 @@ class Process:
             if _started(self.pid) == self.started:
                 os.kill(self.pid, number)
 
+    def send_to_main_thread(self, number: int) -> None:
+        """Send a signal to the process's main thread, if it still exists. A signal to the process may
+        be handled by any thread when a stopped process is continued."""
+        call = TGKILL.get(platform.machine())
+        if call is None:
+            self.send(number)
+        elif _started(self.pid) == self.started:
+            ctypes.CDLL(None).syscall(call, self.pid, self.pid, int(number))
+
     def read_stacks(self) -> str:
         with suppress(OSError):
             size = os.fstat(self.stacks).st_size
@@ -98,24 +116,29 @@ class Process:
         return ""
 
 
-def stacks_of(ranks: Iterable[Process]) -> dict[int, str]:
-    """Make every rank, even a stopped one, write its threads' stack traces; return them by rank.
+def stacks_of(ranks: Iterable[Process], asks: signal.Signals | int) -> dict[int, str]:
+    """Make every rank, even a stopped one, write stack traces; return what each has written so far.
 
-    This takes at most STACKS_S seconds. A rank that has written nothing within this time is left
-    out.
+    asks: MAIN_STACK or ALL_STACKS. This takes at most STACKS_S seconds. A rank that has written
+    nothing is left out.
     """
     ranks = list(ranks)
     waiting = [rank for rank in ranks if rank.see().state not in GONE]
+    begin = sizes = {rank.rank: len(rank.read_stacks()) for rank in ranks}
     for rank in waiting:
-        rank.send(signal.SIGUSR2)
+        rank.send_to_main_thread(asks)
         rank.send(signal.SIGCONT)  # the handler runs before anything else
     deadline = time.monotonic() + STACKS_S
-    sizes: dict[int, int] = {}
     while waiting and time.monotonic() < deadline:
         time.sleep(TICK_S)
-        before, sizes = sizes, {rank.rank: len(rank.read_stacks()) for rank in waiting}
-        # The main thread is written last, so a rank is done when its file no longer grows.
-        waiting = [r for r in waiting if not sizes[r.rank] or sizes[r.rank] != before.get(r.rank)]
+        before, sizes = sizes, {rank.rank: len(rank.read_stacks()) for rank in ranks}
+        # A rank is done when its file no longer grows.
+        waiting = [
+            rank
+            for rank in waiting
+            if (sizes[rank.rank] == begin[rank.rank] or sizes[rank.rank] != before[rank.rank])
+            and rank.see().state not in GONE
+        ]
     return {rank.rank: text for rank in ranks if (text := rank.read_stacks())}
 
 
@@ -129,13 +152,14 @@ def kill(ranks: Iterable[Process], last: int) -> None:
 
 
 def innermost(stacks: str) -> list[str]:
-    """Return the innermost calls of the main thread, whose stack trace is the last in `stacks`.
+    """Return the innermost calls of the main thread, whose stack trace is the first in `stacks`.
 
     Returns [] if `stacks` contains no stack trace.
     """
     lines = stacks.splitlines()
-    heads = [i for i, line in enumerate(lines) if "hread 0x" in line]
-    return [line for line in lines[heads[-1] :] if line.strip()][:TAIL_LINES] if heads else []
+    heads = [i for i, line in enumerate(lines) if line.endswith("(most recent call first):")]
+    end = heads[1] if len(heads) > 1 else None
+    return [line for line in lines[heads[0] : end] if line.strip()][:TAIL_LINES] if heads else []
 
 
 def _started(pid: int) -> str:

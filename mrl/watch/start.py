@@ -10,7 +10,6 @@ import faulthandler
 import json
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from mrl.system.launcher import signal_arrived, signal_watchdog_running
 from mrl.system.proc import kernel_and_namespace
 from mrl.system.rendezvous import listen_for
 from mrl.watch.collectives import noting_collectives
+from mrl.watch.process import ALL_STACKS, MAIN_STACK
 from mrl.watch.restarted import RestartedMonitor
 
 PREFIX = "mrl_watch"
@@ -252,9 +252,11 @@ def _least_limits(
 
 
 def _write_stacks_on_signal(undo: ExitStack) -> str:
-    """Make SIGUSR2 write the stacks of all threads to an anonymous file; return its path in /proc."""
+    """Make MAIN_STACK and ALL_STACKS write stack traces to an anonymous file; return its path in
+    /proc."""
     descriptor = os.memfd_create("mrl-stacks")
     undo.callback(os.close, descriptor)
-    faulthandler.register(signal.SIGUSR2, file=descriptor, all_threads=True)
-    undo.callback(faulthandler.unregister, signal.SIGUSR2)
+    for number in (MAIN_STACK, ALL_STACKS):
+        faulthandler.register(number, file=descriptor, all_threads=number == ALL_STACKS)
+        undo.callback(faulthandler.unregister, number)
     return f"/proc/{os.getpid()}/fd/{descriptor}"

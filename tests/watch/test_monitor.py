@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from mrl.run.failure import OVER_FILE, read_failure
+from mrl.errors import ExitCode
+from mrl.run.failure import OVER_FILE, Failure, read_failure, write_failure
 from mrl.system import heartbeat
 from mrl.system.heartbeat import Pulse
 from mrl.system.launcher import LAUNCH_FOLDER
 from mrl.watch import monitor, restarted
 from mrl.watch.connection import MonitorServer, Node
+from mrl.watch.process import ALL_STACKS, MAIN_STACK, Process, innermost, stacks_of
 from mrl.watch.ticks import DONE
 from mrl.watch.verdict import Verdict
 
@@ -92,6 +94,69 @@ def test_a_disk_that_hangs_does_not_keep_the_ranks_alive(
     waited_for.write_text("2")  # lets the thread go on, which reads the file once more
     for thread in set(threading.enumerate()) - before:  # those of pytest-xdist never end
         thread.join(10)
+
+
+def test_the_report_is_written_before_all_threads_write_their_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which can crash a rank, and the monitor dies with rank 0."""
+    before: dict[int, Failure | None] = {}
+
+    def stacks_of(ranks: list[Process], asks: int) -> dict[int, str]:
+        before[asks] = read_failure(tmp_path)
+        text = "Stack (most recent call first):\n  File a.py, line 1 in f\n"
+        return {0: text if asks == MAIN_STACK else f"{text}and others\n"}
+
+    monkeypatch.setattr(monitor, "stacks_of", stacks_of)
+    monkeypatch.setattr(monitor, "kill", lambda ranks, last: None)
+    monitor.end({"folder": str(tmp_path), "command": "again", "parent": 7}, [], STOPPED, None, [])
+    assert before[MAIN_STACK] is None
+    first, last = before[ALL_STACKS], read_failure(tmp_path)
+    assert first is not None
+    assert last is not None
+    assert (first.exit_code, first.rank, first.phase) == (72, 0, "train")
+    assert first.log_tail[-1] == "  File a.py, line 1 in f"
+    assert Path(last.log).read_text().endswith("and others\n")
+    crashed = Failure("rank 0 was killed by SIGSEGV", ExitCode.LOST_RANK, rank=0)
+    assert write_failure(tmp_path, crashed) == last
+
+
+CHANGES = """
+import sys, threading, time
+from contextlib import ExitStack
+from mrl.watch.start import _write_stacks_on_signal
+def begin_and_end():
+    while True:
+        threads = [threading.Thread(target=len, args=("",)) for _ in range(4)]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+for _ in range(3):
+    threading.Thread(target=begin_and_end, daemon=True).start()
+def waits():
+    time.sleep(600)
+with ExitStack() as stack:
+    print(_write_stacks_on_signal(stack), flush=True)
+    waits()
+"""
+
+
+def test_a_stopped_rank_writes_the_stack_of_its_main_thread(page: str) -> None:
+    """However often threads begin and end meanwhile; a request for all threads can crash it then."""
+    process = subprocess.Popen([sys.executable, "-c", CHANGES], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        rank = Process.open(0, process.pid, page, process.stdout.readline().decode().strip())
+        for number in range(10):
+            time.sleep(0.05)
+            process.send_signal(signal.SIGSTOP)
+            (found,) = stacks_of([rank], MAIN_STACK).values()
+            assert (found.count("Stack ("), found.count("in waits")) == (number + 1, number + 1)
+            assert "in waits" in innermost(found)[1]
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert rank.read_stacks() == found  # also after its end
 
 
 def test_a_terminal_that_nobody_reads_does_not_keep_the_ranks_alive(
@@ -179,7 +244,9 @@ def test_a_rank_that_leads_engines_is_watched_after_the_run(page: str, tmp_path:
 LOADS = """
 import signal, sys, time
 from mrl.system import heartbeat
-signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks for stacks
+from mrl.watch.process import ALL_STACKS, MAIN_STACK
+signal.signal(MAIN_STACK, signal.SIG_IGN)
+signal.signal(ALL_STACKS, signal.SIG_IGN)
 print(heartbeat.open_page(), flush=True)
 file, num = sys.argv[1], int(sys.argv[2])
 with heartbeat.phase("load"):

@@ -314,8 +314,15 @@ def test_the_recipe_names_every_phase() -> None:
 
 def test_the_report_has_the_innermost_calls_of_the_main_thread() -> None:
     stacks = (
+        'Stack (most recent call first):\n  File "b.py", line 2 in train\n'
+        '  File "c.py", line 3 in main\n'
         'Thread 0x01 (most recent call first):\n  File "a.py", line 1 in wait\n\n'
         'Current thread 0x02 (most recent call first):\n  File "b.py", line 2 in train\n'
-        '  File "c.py", line 3 in main\n'
     )
-    assert innermost(stacks)[1] == '  File "b.py", line 2 in train'
+    for written in (stacks, stacks[: stacks.index("Thread")]):
+        assert [line.strip() for line in innermost(written)] == [
+            "Stack (most recent call first):",
+            'File "b.py", line 2 in train',
+            'File "c.py", line 3 in main',
+        ]
+    assert innermost("") == []
