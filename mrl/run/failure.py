@@ -93,14 +93,13 @@ class Failure:
 def write_failure(folder: str | Path, failure: Failure) -> Failure:
     """Write `failure` to RUN/failure.json, unless the record in the file is closer to the cause.
 
-    `folder` is the run folder. A record with the `time` of the one in the file is the same one with
-    more details, and replaces it. Return the record that is in the file afterwards. Raises OSError if
+    `folder` is the run folder. Return the record that is in the file afterwards. Raises OSError if
     the file cannot be written.
     """
     folder = Path(folder)
     with _locked(folder):
         there = read_failure(folder)
-        if there is not None and failure.time != there.time and not _is_nearer(failure, there):
+        if there is not None and not _is_nearer(failure, there):
             return there
         text = json.dumps(dataclasses.asdict(failure), indent=2, ensure_ascii=False)
         write_whole(folder / FILE, text.encode(errors="backslashreplace") + b"\n")

@@ -22,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +195,16 @@ def end(
     """Write the stacks and the report, print the report, and kill all ranks, rank 0 last.
 
     `places` has one line per rank with its phase, its state and its last collective. Under
-    `mrl.launch`, the launcher prints the report. A first report has the stacks of the main threads
-    alone, because a rank that is asked for the others may crash, and rank 0 would take this process
-    with it.
+    `mrl.launch`, the launcher prints the report. The ranks of this node are asked for the stacks of
+    all their threads only after the report, because they may crash then, and rank 0 would take this
+    process with it.
     """
     folder = Path(job["folder"])
+    if head is not None:
+        head.broadcast({"write_stacks": True})
+    stacks = stacks_of(ranks, MAIN_STACK)
+    if head is not None:
+        stacks |= head.stacks(2 * STACKS_S + SENT_S)
     hosts = {rank: node.host for node in (head.nodes if head else ()) for rank in node.ranks}
     cause = {"stuck": "", "lost": "the node died, or the network between the nodes is cut"}
     failure = Failure(
@@ -213,32 +217,24 @@ def end(
         tenant=found.pulse.tenant,
         since_s=found.since_s,
         cause=cause.get(found.how, "a user, a debugger or the scheduler"),
+        log_tail=[] if found.suspects else innermost(stacks.get(found.rank, "")),
         ranks=places,
         command=job["command"],
     )
     written: list[Failure] = []
 
-    def report(failure: Failure, stacks: Mapping[int, str]) -> None:
+    def report() -> None:
         files = write_stacks(folder, stacks)
         log = f"{folder}/logs/stacks_rank_*.txt" if found.suspects else files.get(found.rank, "")
         whole = dataclasses.replace(failure, log=log, **saved_in(folder))
         written.append(write_failure(folder, whole))
 
-    for asks in (MAIN_STACK, ALL_STACKS):
-        others: dict[int, str] = {}
-        if head is not None and asks == ALL_STACKS:
-            head.broadcast({"write_stacks": True})
-        stacks = stacks_of(ranks, asks)
-        if head is not None and asks == ALL_STACKS:
-            others = head.stacks(2 * STACKS_S + SENT_S)
-        if not found.suspects:
-            tail = innermost((stacks | others).get(found.rank, ""))
-            failure = dataclasses.replace(failure, log_tail=tail)
-        within(REPORT_S, partial(report, failure, stacks | others))
-        if not written:
-            break  # the disk hangs
+    within(REPORT_S, report)
     if LAUNCH_FOLDER not in os.environ or not written:  # otherwise the launcher prints it
-        within(PRINT_S, lambda: print_failure(written[-1] if written else failure))
+        within(PRINT_S, lambda: print_failure(written[0] if written else failure))
+    if written:  # otherwise the disk hangs
+        whole = stacks_of(ranks, ALL_STACKS)
+        within(REPORT_S, lambda: write_stacks(folder, whole))
     if head is not None:
         head.broadcast({"kill": failure.exit_code})
         head.finish()

@@ -111,14 +111,13 @@ def test_the_report_is_written_before_all_threads_write_their_stacks(
     monkeypatch.setattr(monitor, "kill", lambda ranks, last: None)
     monitor.end({"folder": str(tmp_path), "command": "again", "parent": 7}, [], STOPPED, None, [])
     assert before[MAIN_STACK] is None
-    first, last = before[ALL_STACKS], read_failure(tmp_path)
-    assert first is not None
-    assert last is not None
-    assert (first.exit_code, first.rank, first.phase) == (72, 0, "train")
-    assert first.log_tail[-1] == "  File a.py, line 1 in f"
-    assert Path(last.log).read_text().endswith("and others\n")
+    found = before[ALL_STACKS]
+    assert found is not None
+    assert (found.exit_code, found.rank, found.phase) == (72, 0, "train")
+    assert found.log_tail[-1] == "  File a.py, line 1 in f"
+    assert Path(found.log).read_text().endswith("and others\n")
     crashed = Failure("rank 0 was killed by SIGSEGV", ExitCode.LOST_RANK, rank=0)
-    assert write_failure(tmp_path, crashed) == last
+    assert write_failure(tmp_path, crashed) == found
 
 
 CHANGES = """
