@@ -204,7 +204,7 @@ def end(
         head.broadcast({"write_stacks": True})
     stacks = stacks_of(ranks, MAIN_STACK)
     if head is not None:
-        stacks |= head.stacks(2 * STACKS_S + SENT_S)
+        stacks |= head.stacks(STACKS_S + SENT_S)
     hosts = {rank: node.host for node in (head.nodes if head else ()) for rank in node.ranks}
     cause = {"stuck": "", "lost": "the node died, or the network between the nodes is cut"}
     failure = Failure(
@@ -234,6 +234,9 @@ def end(
         within(PRINT_S, lambda: print_failure(written[0] if written else failure))
     if written:  # otherwise the disk hangs
         whole = stacks_of(ranks, ALL_STACKS)
+        if head is not None:
+            head.poll(0.0)
+            whole |= head.stacks(0.0)
         within(REPORT_S, lambda: write_stacks(folder, whole))
     if head is not None:
         head.broadcast({"kill": failure.exit_code})
@@ -273,10 +276,10 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
             silent_s, was_heard = 0.0, True
             is_over = is_over or "bye" in message
             if "write_stacks" in message and connection is not None:
-                stacks_of(ranks, MAIN_STACK)
-                stacks = stacks_of(ranks, ALL_STACKS)
-                parts = {str(n): text[:MAX_STACKS] for n, text in stacks.items()}
-                connection.send({"stacks": parts})
+                for asks in (MAIN_STACK, ALL_STACKS):  # the second may crash a rank
+                    stacks = stacks_of(ranks, asks)
+                    parts = {str(n): text[:MAX_STACKS] for n, text in stacks.items()}
+                    connection.send({"stacks": parts})
             if "kill_last" in message:
                 kill_last(ranks, message["kill_last"])
             if "kill" in message:
