@@ -234,6 +234,12 @@ class MonitorServer:
             if node.connection is not None:
                 node.connection.send(message)
 
+    def ask_for_stacks(self, asks: int) -> None:
+        """Ask every node for stack traces; `asks` is MAIN_STACK or ALL_STACKS."""
+        for node in self.nodes:
+            node.stacks = None
+        self.broadcast({"write_stacks": int(asks)})
+
     def stacks(self, limit_s: float) -> dict[int, str]:
         """Wait at most `limit_s` seconds for the stack traces that the nodes were asked to send.
 

@@ -201,7 +201,7 @@ def end(
     """
     folder = Path(job["folder"])
     if head is not None:
-        head.broadcast({"write_stacks": True})
+        head.ask_for_stacks(MAIN_STACK)
     stacks = stacks_of(ranks, MAIN_STACK)
     if head is not None:
         stacks |= head.stacks(STACKS_S + SENT_S)
@@ -233,10 +233,11 @@ def end(
     if LAUNCH_FOLDER not in os.environ or not written:  # otherwise the launcher prints it
         within(PRINT_S, lambda: print_failure(written[0] if written else failure))
     if written:  # otherwise the disk hangs
+        if head is not None:
+            head.ask_for_stacks(ALL_STACKS)
         whole = stacks_of(ranks, ALL_STACKS)
         if head is not None:
-            head.poll(0.0)
-            whole |= head.stacks(0.0)
+            whole |= head.stacks(STACKS_S + SENT_S)
         within(REPORT_S, lambda: write_stacks(folder, whole))
     if head is not None:
         head.broadcast({"kill": failure.exit_code})
@@ -276,10 +277,9 @@ def follow(job: dict[str, Any], ranks: list[Process]) -> None:
             silent_s, was_heard = 0.0, True
             is_over = is_over or "bye" in message
             if "write_stacks" in message and connection is not None:
-                for asks in (MAIN_STACK, ALL_STACKS):  # the second may crash a rank
-                    stacks = stacks_of(ranks, asks)
-                    parts = {str(n): text[:MAX_STACKS] for n, text in stacks.items()}
-                    connection.send({"stacks": parts})
+                stacks = stacks_of(ranks, message["write_stacks"])
+                parts = {str(n): text[:MAX_STACKS] for n, text in stacks.items()}
+                connection.send({"stacks": parts})
             if "kill_last" in message:
                 kill_last(ranks, message["kill_last"])
             if "kill" in message:

@@ -53,12 +53,14 @@ def test_what_the_ranks_of_a_node_show_reaches_the_head(head: MonitorServer) -> 
     there = joined(head)
     there.send(report_of(SEEN))
     until(lambda: node.seen == SEEN, head)
-    head.broadcast({"write_stacks": True})
+    head.ask_for_stacks(12)
     got: list[dict[str, object]] = []
     until(lambda: got.extend(there.receive()) or got, head)
-    assert got == [{"write_stacks": True}]
+    assert got == [{"write_stacks": 12}]
     there.send({"stacks": {"2": "x" * 100_000, "3": "y", "9": "of no rank here"}})
     assert head.stacks(30) == {2: "x" * 100_000, 3: "y"}
+    head.ask_for_stacks(40)
+    assert head.stacks(0.1) == {}  # until they come again
     assert not head.nodes[0].has_left
     there.send({"bye": True})
     there.finish()
