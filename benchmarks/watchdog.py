@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.evidence.catalog import target_of
 from benchmarks.evidence.result import finish, provenance, summary, write_result
-from benchmarks.watched_rank import KINDS, PLACES, VARIABLE, Trial, encoded
+from benchmarks.watched_rank import KINDS, PLACES, VARIABLE, Trial, encoded, end_marked
 from mrl.errors import ExitCode
 from mrl.system.heartbeat import kind_of
 from mrl.toy_model import write_toy_model
@@ -143,7 +143,7 @@ def try_trial(number: int, trial: Trial, folder: Path) -> dict[str, Any]:
             code = None
         ended = time.time()
     row = _row(number, trial, output, code, ended)
-    return {**row, "seconds": round(ended - begin, 1), "left": _end_all(trial.note)}
+    return {**row, "seconds": round(ended - begin, 1), "left": end_marked(trial.note)}
 
 
 def _wait_for_start(process: subprocess.Popen[bytes], *signs: Path) -> None:
@@ -170,25 +170,6 @@ def _row(number: int, trial: Trial, output: Path, code: int | None, ended: float
         "num_stacks": sum(file.exists() and file.stat().st_size > 0 for file in stacks),
         "what": failure.get("what", ""),
     }  # fmt: skip
-
-
-def _end_all(mark: str) -> int:
-    """Kill what a trial left, found by its environment; return how many processes that were."""
-    deadline = time.monotonic() + 5  # those of an engine end after their trainer
-    while (left := list(_marked(mark))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    return len(left)
-
-
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            is_left = process.status() != psutil.STATUS_ZOMBIE
-            if is_left and f'"{mark}"' in process.environ().get(VARIABLE, ""):
-                yield process
 
 
 def faults_of(row: Mapping[str, Any]) -> list[str]:
