@@ -142,6 +142,7 @@ with ExitStack() as stack:
 def test_a_stopped_rank_writes_the_stack_of_its_main_thread(page: str) -> None:
     """However often threads begin and end meanwhile; a request for all threads can crash it then."""
     process = subprocess.Popen([sys.executable, "-c", CHANGES], stdout=subprocess.PIPE)
+    found = ""
     try:
         assert process.stdout is not None
         rank = Process.open(0, process.pid, page, process.stdout.readline().decode().strip())
