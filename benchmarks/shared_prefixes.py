@@ -11,8 +11,8 @@ step, on a GPU what torch allocated.
 `named` is the case of the goal: at least GOAL times the speed. In `different` the samples of a prompt
 have different routes from the first token on, so nothing can be shared although the plan expects it;
 in `single` each prompt has one sample, so the plan expects nothing. There sharing may take at most
-LIMIT of the time without it, in the median of the pairs of neighbouring steps, because a limit so
-close is below what a machine shared with others changes from one minute to the next.
+LIMIT of the time without it. That is judged by the median over pairs of neighbouring steps, because
+the speed of a shared machine varies by more than this limit from one minute to the next.
 """
 
 from __future__ import annotations

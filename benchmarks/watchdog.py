@@ -109,7 +109,7 @@ def limits_of(trial: Trial) -> dict[str, int]:
 
 
 def keys_of(trial: Trial, folder: Path) -> list[str]:
-    """Return the keys of a trial's run that the toy recipe has otherwise."""
+    """Return the keys in which a trial's run differs from the toy recipe."""
     keys = [
         f"train.num_steps={SAVED_STEPS}", "checkpoint.save_every=1", "checkpoint.keep=2",
         "diagnosis.decompose_every=0",  # its passes are no part of a phase that is tried

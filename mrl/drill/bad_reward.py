@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 TRIAL = {"I do not know.", ""}
-"""Completions that every call of the trial has, and hardly a group of a policy both."""
+"""Every call of the trial has both completions; a group of a policy hardly ever does."""
 
 
 def raises(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
