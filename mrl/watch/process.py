@@ -40,6 +40,8 @@ MAIN_STACK = signal.SIGUSR2
 ALL_STACKS = signal.SIGRTMIN + 7
 """The signal that asks a rank for those of all its threads. faulthandler reads them while the threads
 run, and a rank whose threads begin and end at that moment can crash (SIGSEGV)."""
+MAIN_HEAD = "Stack (most recent call first):"
+"""The line with which faulthandler begins the answer to MAIN_STACK."""
 TGKILL = {"x86_64": 234, "aarch64": 131}
 """The number of Linux's system call tgkill, by machine. glibc has the function only since 2.30."""
 NO_FILE = -1
@@ -126,7 +128,8 @@ def stacks_of(ranks: Iterable[Process], asks: signal.Signals | int) -> dict[int,
     waiting = [rank for rank in ranks if rank.see().state not in GONE]
     begin = sizes = {rank.rank: len(rank.read_stacks()) for rank in ranks}
     for rank in waiting:
-        rank.send_to_main_thread(asks)
+        # For all stacks any thread will do: the main one may have its signals blocked.
+        (rank.send_to_main_thread if asks == MAIN_STACK else rank.send)(asks)
         rank.send(signal.SIGCONT)  # the handler runs before anything else
     deadline = time.monotonic() + STACKS_S
     while waiting and time.monotonic() < deadline:
@@ -152,14 +155,13 @@ def kill(ranks: Iterable[Process], last: int) -> None:
 
 
 def innermost(stacks: str) -> list[str]:
-    """Return the innermost calls of the main thread, whose stack trace is the first in `stacks`.
+    """Return the innermost calls of the main thread, from the last answer to MAIN_STACK in `stacks`.
 
-    Returns [] if `stacks` contains no stack trace.
+    An earlier one may be there because somebody else sent that signal. Returns [] without an answer.
     """
-    lines = stacks.splitlines()
-    heads = [i for i, line in enumerate(lines) if line.endswith("(most recent call first):")]
-    end = heads[1] if len(heads) > 1 else None
-    return [line for line in lines[heads[0] : end] if line.strip()][:TAIL_LINES] if heads else []
+    _, head, text = stacks.rpartition(MAIN_HEAD)
+    lines = (head + text).split("hread 0x")[0].splitlines() if head else []
+    return [line for line in lines if line.startswith((MAIN_HEAD, "  "))][:TAIL_LINES]
 
 
 def _started(pid: int) -> str:

@@ -121,17 +121,23 @@ def test_the_report_is_written_before_all_threads_write_their_stacks(
 
 
 CHANGES = """
-import sys, threading, time
+import signal, sys, threading, time
 from contextlib import ExitStack
+from mrl.watch.process import ALL_STACKS, MAIN_STACK
 from mrl.watch.start import _write_stacks_on_signal
 def begin_and_end():
     while True:
         threads = [threading.Thread(target=len, args=("",)) for _ in range(4)]
         [each.start() for each in threads]
         [each.join() for each in threads]
-for _ in range(3):
-    threading.Thread(target=begin_and_end, daemon=True).start()
+if sys.argv[1:] == ["blocked"]:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+else:
+    for _ in range(3):
+        threading.Thread(target=begin_and_end, daemon=True).start()
 def waits():
+    if sys.argv[1:] == ["blocked"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {MAIN_STACK, ALL_STACKS})
     time.sleep(600)
 with ExitStack() as stack:
     print(_write_stacks_on_signal(stack), flush=True)
@@ -157,6 +163,20 @@ def test_a_stopped_rank_writes_the_stack_of_its_main_thread(page: str) -> None:
         process.kill()
         process.wait()
     assert rank.read_stacks() == found  # also after its end
+
+
+def test_a_main_thread_that_takes_no_signals_is_seen_by_another(page: str) -> None:
+    """As in vfork, while a disk hangs."""
+    command = [sys.executable, "-c", CHANGES, "blocked"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            rank = Process.open(0, process.pid, page, process.stdout.readline().decode().strip())
+            time.sleep(0.5)  # it blocks them after the line
+            assert stacks_of([rank], MAIN_STACK) == {}
+            assert "in waits" in stacks_of([rank], ALL_STACKS)[0]
+        finally:
+            process.kill()
 
 
 def test_a_terminal_that_nobody_reads_does_not_keep_the_ranks_alive(

@@ -319,7 +319,8 @@ def test_the_report_has_the_innermost_calls_of_the_main_thread() -> None:
         'Thread 0x01 (most recent call first):\n  File "a.py", line 1 in wait\n\n'
         'Current thread 0x02 (most recent call first):\n  File "b.py", line 2 in train\n'
     )
-    for written in (stacks, stacks[: stacks.index("Thread")]):
+    before = 'Stack (most recent call first):\n  File "old.py", line 1 in long_ago\n'
+    for written in (stacks, stacks[: stacks.index("Thread")], before + stacks):
         assert [line.strip() for line in innermost(written)] == [
             "Stack (most recent call first):",
             'File "b.py", line 2 in train',
